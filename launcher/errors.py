@@ -1,0 +1,110 @@
+"""What can go wrong, and the exit status each ends the program with.
+
+::
+
+    FleetError                    1
+    ├── UsageError                2   bad command line
+    ├── ConfigError               2   one or more Problems in the YAML, each with file:line
+    ├── PreflightRefused          3   findings that would break the run, per node
+    ├── TransportError            3   the line to one node (node_rank, host, remedy)
+    │   ├── UnreachableError
+    │   ├── AuthError
+    │   ├── HostKeyError
+    │   ├── CommandTimeout
+    │   └── ConnectionLost
+    ├── SyncError                 1   a file could not be brought over, or differs
+    ├── SessionError              1   a tmux session could not be started or stopped
+    └── Interrupted             130
+
+Every message says what, where and what to do; the command line prints it without a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class FleetError(Exception):
+    """Base of all errors a user can cause or can act on."""
+
+    exit_status = 1
+
+
+class UsageError(FleetError):
+    """The command line asks for something that cannot be."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a config file."""
+
+    file: str
+    line: int  #: counted from 1; 0 when the mistake has no line (a --set value)
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}" if self.line else f"{self.file}: {self.message}"
+
+
+class ConfigError(FleetError):
+    """All mistakes of one config, found in one pass."""
+
+    exit_status = 2
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class PreflightRefused(FleetError):
+    """At least one finding blocks the run."""
+
+    exit_status = 3
+
+
+class TransportError(FleetError):
+    """The line to one node failed."""
+
+    exit_status = 3
+
+    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None):
+        self.host, self.node_rank, self.message = host, node_rank, message
+        where = f"node{node_rank} ({host}): " if node_rank is not None else f"{host}: " if host else ""
+        super().__init__(where + message)
+
+
+class UnreachableError(TransportError):
+    """No TCP connection or no SSH banner."""
+
+
+class AuthError(TransportError):
+    """Reached, but no key, agent or password was accepted."""
+
+
+class HostKeyError(TransportError):
+    """The host's key is unknown under ``strict``, or differs from the known one."""
+
+
+class CommandTimeout(TransportError):
+    """A remote command outlived its deadline."""
+
+
+class ConnectionLost(TransportError):
+    """An open line broke; retrying may help."""
+
+
+class SyncError(FleetError):
+    """A file could not be transferred, or its digest differs."""
+
+
+class SessionError(FleetError):
+    """A node's tmux session could not be started or stopped."""
+
+
+class Interrupted(FleetError):
+    """Ctrl-C."""
+
+    exit_status = 130

@@ -1,0 +1,65 @@
+"""The boundary between the launcher and a machine: what ``local`` and ``ssh`` both do."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.script import Command
+
+OnBytes = Callable[[int], None]
+OnLine = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A finished remote command: its exit status and all it printed."""
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+
+
+class Transport(ABC):
+    """One open line to one node. Methods may be called from several threads at once.
+
+    Paths are POSIX paths on the node; a leading ``~/`` is the login user's home. Every
+    method raises ``TransportError`` (host named, remedy given) when the line itself fails;
+    a command that runs and exits non-zero is not an error of the transport.
+    """
+
+    target: str  #: what a person would type after ``ssh``, or ``local``
+
+    @abstractmethod
+    def connect(self, timeout: float) -> None:
+        """Open the line; raises ``AuthError``, ``HostKeyError`` or ``UnreachableError``."""
+
+    @abstractmethod
+    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        """Run to the end; raises ``CommandTimeout`` after ``timeout`` seconds."""
+
+    @abstractmethod
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        """Run, handing each stdout line over as it comes, until exit or ``stop`` is set.
+
+        Returns the exit status, or -1 when stopped.
+        """
+
+    @abstractmethod
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        """Write ``source[offset:]`` to ``dest`` at ``offset`` (0 truncates); parents are made."""
+
+    @abstractmethod
+    def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+        """Write a small file whole: beside it first, then renamed into place."""
+
+    @abstractmethod
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        """Fetch one file; ``dest`` appears only when it is complete."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let the line go. Safe to call twice."""

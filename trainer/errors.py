@@ -1,0 +1,47 @@
+"""What can go wrong in the trainer.
+
+::
+
+    TrainerError
+    ├── DataError          a dataset that cannot be read, or contradicts itself
+    ├── PartitionError     a partition folder that is missing, damaged or of another version
+    ├── SettingsError      arguments that make no sense together
+    ├── ServiceError       a graph server that failed, refused or did not answer in time
+    └── CheckpointError    a checkpoint that does not fit this run
+
+Every message says what, where and what to do. ``trainer.cli`` prints it without a traceback
+and exits 1 (2 for SettingsError).
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of all errors a user can cause or can act on."""
+
+    exit_status = 1
+
+
+class DataError(TrainerError):
+    """A dataset cannot be read, or its arrays contradict each other."""
+
+
+class PartitionError(TrainerError):
+    """A partition folder is missing, damaged, or of another version."""
+
+
+class SettingsError(TrainerError):
+    """Arguments that make no sense together."""
+
+    exit_status = 2
+
+
+class ServiceError(TrainerError):
+    """A graph server failed, refused, or did not answer before its deadline.
+
+    The message names node_rank, endpoint, part ids and cause.
+    """
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint does not fit this model or config."""

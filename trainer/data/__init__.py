@@ -1,0 +1,1 @@
+"""Datasets: synthetic, files, OGB and torch_geometric, all as one Dataset."""

@@ -1,0 +1,1 @@
+"""From seeds to batches: order, split over ranks, prefetch."""

@@ -1,0 +1,1 @@
+"""Models and layers that run on blocks."""

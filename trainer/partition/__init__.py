@@ -1,0 +1,1 @@
+"""Dividing a graph and keeping the parts on disk."""

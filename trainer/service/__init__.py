@@ -1,0 +1,1 @@
+"""The graph service: answers sampling and gathering for the parts a host owns."""

@@ -1,0 +1,1 @@
+"""Opened partitions: memory-mapped topology and features."""

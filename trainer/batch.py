@@ -1,0 +1,63 @@
+"""What a model receives: blocks and rows of one rank's share of a global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer's bipartite graph in CSR, grouped by target.
+
+    Targets are the first ``num_dst`` of the ``num_src`` source nodes; all ids are positions in the
+    batch's node list, so a layer maps rows ``[num_src, f]`` to rows ``[num_dst, g]``.
+    """
+
+    indptr: Tensor  #: int32 [num_dst + 1]
+    indices: Tensor  #: int32 [num_edges] source of each edge
+    num_src: int
+
+    @property
+    def num_dst(self) -> int:
+        return len(self.indptr) - 1
+
+    def to(self, device: torch.device) -> Block:
+        return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's share of one step. ``blocks[0]`` feeds the first layer (the outermost hop).
+
+    ``len(n_id) == blocks[0].num_src``; the first ``num_seeds`` nodes are the seeds.
+    """
+
+    step: int
+    key: int  #: uint64 of (seed, epoch, step): samples and dropout are drawn from it
+    num_seeds: int
+    global_seeds: int  #: seeds of this step over all ranks
+    n_id: Tensor  #: int64 [n] original ids
+    x: Tensor  #: float32 [n, f]
+    y: Tensor | None  #: [num_seeds, …]
+    input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
+    blocks: tuple[Block, ...]
+    degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
+    remote_bytes: int = 0  #: received from other hosts for this batch
+    attrs: Mapping[str, Tensor] | None = None  #: further gathered attributes
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its tensors on ``device``."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            n_id=self.n_id.to(device),
+            x=self.x.to(device),
+            y=None if self.y is None else self.y.to(device),
+            blocks=tuple(block.to(device) for block in self.blocks),
+            degree=None if self.degree is None else self.degree.to(device),
+        )

@@ -11,7 +11,8 @@
     │   ├── AuthError
     │   ├── HostKeyError
     │   ├── CommandTimeout
-    │   └── ConnectionLost
+    │   ├── ConnectionLost
+    │   └── RemoteFileError       1   a file on the node cannot be read or written
     ├── SyncError                 1   a file could not be brought over, or differs
     ├── SessionError              1   a tmux session could not be started or stopped
     └── Interrupted             130
@@ -70,10 +71,10 @@ class TransportError(FleetError):
 
     exit_status = 3
 
-    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None):
-        self.host, self.node_rank, self.message = host, node_rank, message
+    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
+        self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
         where = f"node{node_rank} ({host}): " if node_rank is not None else f"{host}: " if host else ""
-        super().__init__(where + message)
+        super().__init__(where + message + (f" – {remedy}" if remedy else ""))
 
 
 class UnreachableError(TransportError):
@@ -94,6 +95,16 @@ class CommandTimeout(TransportError):
 
 class ConnectionLost(TransportError):
     """An open line broke; retrying may help."""
+
+
+class RemoteFileError(TransportError):
+    """A file on the node cannot be read or written; ``errno`` says why (ENOENT: not there)."""
+
+    exit_status = 1
+
+    def __init__(self, message: str, *, errno: int | None = None, host: str = "", node_rank: int | None = None):
+        self.errno = errno
+        super().__init__(message, host=host, node_rank=node_rank)
 
 
 class SyncError(FleetError):

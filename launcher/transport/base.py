@@ -10,13 +10,13 @@ from pathlib import Path
 
 from launcher.script import Command
 
-OnBytes = Callable[[int], None]
+OnBytes = Callable[[int], None]  #: called with the bytes moved since its last call
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished remote command: its exit status and all it printed."""
+    """A finished remote command: its exit status (negative: ended by a signal) and all it printed."""
 
     returncode: int
     stdout: bytes
@@ -28,7 +28,8 @@ class Transport(ABC):
 
     Paths are POSIX paths on the node; a leading ``~/`` is the login user's home. Every
     method raises ``TransportError`` (host named, remedy given) when the line itself fails;
-    a command that runs and exits non-zero is not an error of the transport.
+    a command that runs and exits non-zero is not an error of the transport. A file that
+    cannot be read or written raises ``RemoteFileError``.
     """
 
     target: str  #: what a person would type after ``ssh``, or ``local``
@@ -45,7 +46,8 @@ class Transport(ABC):
     def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
         """Run, handing each stdout line over as it comes, until exit or ``stop`` is set.
 
-        Returns the exit status, or -1 when stopped.
+        Returns the exit status, or -1 when stopped. The command's stdin stays open until
+        then, so it can tell by end of file that nobody listens any more; stderr is dropped.
         """
 
     @abstractmethod

@@ -7,6 +7,7 @@
     ├── PartitionError     a partition folder that is missing, damaged or of another version
     ├── SettingsError      arguments that make no sense together
     ├── ServiceError       a graph server that failed, refused or did not answer in time
+    │   └── WireError      bytes that are not a message of the graph service
     └── CheckpointError    a checkpoint that does not fit this run
 
 Every message says what, where and what to do. ``trainer.cli`` prints it without a traceback
@@ -41,6 +42,10 @@ class ServiceError(TrainerError):
 
     The message names node_rank, endpoint, part ids and cause.
     """
+
+
+class WireError(ServiceError):
+    """Bytes that are not a message of the graph service, or a value that cannot be sent."""
 
 
 class CheckpointError(TrainerError):

@@ -6,10 +6,51 @@ connection. ``launch`` applies exactly this value; ``--dry-run`` prints it.
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from launcher.script import Command
+from launcher.codefiles import CODE_ROOT, code_digest, code_files
+from launcher.config import ClusterConfig
+from launcher.manifest import PartitionFiles, read_partition_files
+from launcher.nodefiles import SharedFiles, node_files, shared_files
+from launcher.nodespec import Job, node_commands
+from launcher.ownfiles import own_command_files, resume_file
+from launcher.placement import (
+    Site,
+    candidate_ports,
+    choose,
+    interpreter,
+    make_sites,
+    master_candidates,
+    node_target,
+    service_candidates,
+)
+from launcher.planned import PlannedFile
+from launcher.script import Command, Secret
+
+__all__ = [
+    "LaunchPlan",
+    "NodeFacts",
+    "NodePlan",
+    "PartitionFiles",
+    "PlannedFile",
+    "candidate_ports",
+    "code_digest",
+    "code_files",
+    "interpreter",
+    "make_plan",
+    "master_candidates",
+    "read_partition_files",
+    "service_candidates",
+    "to_json",
+]
 
 
 @dataclass(frozen=True)
@@ -33,19 +74,6 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class PlannedFile:
-    """One file to be on the node before start. Exactly one of source/content is set."""
-
-    dest: str  #: path on the node
-    bytes: int
-    source: str = ""  #: path on this machine
-    content: str = ""  #: generated text
-    sha256: str = ""  #: '' when made at launch (a part not partitioned yet)
-    mode: int = 0o644
-    secret: bool = False
-
-
-@dataclass(frozen=True)
 class NodePlan:
     """All that happens on one node."""
 
@@ -59,7 +87,7 @@ class NodePlan:
     workdir: str
     code_dir: str  #: <workdir>/code/<digest>
     data_dir: str  #: partition folder as this node sees it
-    run_dir: str  #: <workdir>/runs/<run_id>
+    run_dir: str  #: <workdir>/runs/<run_id>/node<k>
     master_port: int
     service_port: int
     session: str  #: tmux session name
@@ -81,8 +109,138 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     nodes: tuple[NodePlan, ...]
-    partition: Command | None  #: run here before sync; None: parts exist or mode verify
+    partition: Command | None  #: run here before sync, a no-op when the parts exist; None in mode verify
     runs_dir: str
     code_digest: str
     final: bool  #: made with the facts of preflight, so nothing can change any more
     notes: tuple[str, ...] = ()  #: what preflight will still decide
+
+
+def make_plan(
+    config: ClusterConfig,
+    *,
+    run_id: str,
+    code_digest: str,
+    facts: Mapping[int, NodeFacts] | None = None,
+    own_command: tuple[str, ...] = (),
+    manifest: PartitionFiles | None = None,
+    token: Secret | None = None,
+    cwd: Path = Path(),
+) -> LaunchPlan:
+    """The whole run as a value; opens no connection and starts nothing.
+
+    ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
+    ``token`` marks the run's processes. ``cwd`` is where the files of ``own_command``, ``runs_dir`` and a
+    relative ``resume`` are looked up. Raises UsageError when one of those is named but not there.
+    """
+    facts = facts or {}
+    usable = manifest if _fits(config, manifest) else None
+    sites = make_sites(config, run_id, facts, code_digest, usable)
+    own = own_command_files(own_command, config.run.files, cwd) if own_command else None
+    master_addr = sites[0].address if config.run.master_addr == "auto" else config.run.master_addr
+    job = Job(
+        config=config,
+        run_id=run_id,
+        token=token or Secret(),
+        sites=sites,
+        master_addr=master_addr,
+        master_port=choose(master_candidates(config), facts.get(0)),
+        own=own,
+        resume=None if own else resume_file(config, cwd),
+    )
+    shared = shared_files(job)
+    return LaunchPlan(
+        run_id=run_id,
+        name=config.name,
+        world_size=config.world_size,
+        num_parts=config.num_parts,
+        master_addr=job.master_addr,
+        master_port=job.master_port,
+        nodes=tuple(_node_plan(job, site, shared, usable) for site in sites),
+        partition=partition_command(config) if config.data.mode == "sync" else None,
+        runs_dir=config.run.runs_dir,
+        code_digest=code_digest,
+        final=_all_known(config, facts) and (usable is not None or config.data.mode == "verify"),
+        notes=(*_notes(config, facts, manifest, usable), *(own.notes if own else ())),
+    )
+
+
+def partition_command(config: ClusterConfig) -> Command:
+    """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
+    data, parts = config.data, str(config.num_parts)
+    argv = [sys.executable, "-m", "trainer", "partition", "make", "--dataset", data.dataset, "--num-parts", parts]
+    argv += ["--method", data.partition.method, "--seed", str(data.partition.seed), "--out", data.folder]
+    argv += ["--source", data.source] if data.source else []
+    for name, value in data.options.items():
+        argv += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return Command(tuple(argv), {"PYTHONPATH": path})
+
+
+def to_json(plan: LaunchPlan) -> str:
+    """The complete plan as indented JSON, secrets as ``***``."""
+    return json.dumps(_plain(plan), indent=1)
+
+
+def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
+    commands = node_commands(job, site)
+    logs = ["supervisor", "launcher", *(["server"] if job.serves else []), *(f"rank{rank}" for rank in site.ranks)]
+    return NodePlan(
+        node_rank=site.node_rank,
+        target=node_target(job.config, site.node),
+        nproc=len(site.ranks),
+        ranks=site.ranks,
+        devices=site.node.devices,
+        parts=site.parts,
+        address=site.address,
+        workdir=site.workdir,
+        code_dir=site.code_dir,
+        data_dir=site.data_dir,
+        run_dir=site.run_dir,
+        master_port=job.master_port,
+        service_port=site.service_port,
+        session="gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{job.run_id}-node{site.node_rank}"),
+        start=commands.start,
+        server=commands.server,
+        trainer=commands.trainer,
+        files=node_files(job, site, commands, shared, manifest),
+        log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
+    )
+
+
+def _fits(config: ClusterConfig, manifest: PartitionFiles | None) -> bool:
+    return manifest is not None and config.data.mode == "sync" and manifest.num_parts == config.num_parts
+
+
+def _all_known(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> bool:
+    return all(k in facts for k in range(len(config.nodes)))
+
+
+def _notes(
+    config: ClusterConfig,
+    facts: Mapping[int, NodeFacts],
+    manifest: PartitionFiles | None,
+    usable: PartitionFiles | None,
+) -> list[str]:
+    notes = []
+    if not _all_known(config, facts):
+        notes.append(
+            "preflight will fill in addresses, network interfaces, free ports (those shown are the first choice), "
+            "home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
+        )
+    if config.data.mode == "sync" and usable is None:
+        found = f"the parts in {config.data.folder} are {manifest.num_parts}, not {config.num_parts}; " if manifest else ""
+        notes.append(f"{found}parts are made at launch: their files, sizes and digests are not known yet")
+    return notes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Secret):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return value

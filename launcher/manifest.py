@@ -1,0 +1,60 @@
+"""The partition folder as the launcher sees it: which files belong to which part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import FleetError
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """One file of a partition folder."""
+
+    path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PartitionFiles:
+    """A complete partition folder on this machine (or, in mode verify, its description)."""
+
+    folder: str
+    dataset: str
+    fingerprint: str
+    num_parts: int
+    files: tuple[PartFile, ...]  #: manifest.json included, last
+
+    def of_parts(self, parts: Iterable[int]) -> tuple[PartFile, ...]:
+        """What a node that owns ``parts`` needs: its parts, the shared files, the manifest."""
+        tops = {f"part{part}" for part in parts} | {"shared", "manifest.json"}
+        return tuple(file for file in self.files if file.path.split("/", 1)[0] in tops)
+
+
+def read_partition_files(folder: Path) -> PartitionFiles | None:
+    """Read ``folder/manifest.json``; None when there is none. Raises FleetError when it is damaged."""
+    path = folder / "manifest.json"
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return parse_manifest(raw, str(folder))
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "make the parts again in another folder, or remove this one"
+        raise FleetError(f"{path}: not a usable partition manifest ({error!r}); {remedy}") from error
+
+
+def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
+    """The files that a manifest lists, and the manifest itself."""
+    manifest = json.loads(raw)
+    if (manifest["format"], manifest["version"]) != ("gnnfleet-partition", 1):
+        raise ValueError(f"format {manifest['format']!r}, version {manifest['version']!r}")
+    files = [PartFile(file["path"], file["bytes"], file["sha256"]) for file in manifest["files"]]
+    files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
+    return PartitionFiles(folder, manifest["dataset"], manifest["fingerprint"], manifest["num_parts"], tuple(files))

@@ -1,0 +1,97 @@
+"""The files of one node: our code, its parts, the user's own files, and what is generated for the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.codefiles import code_files, relative
+from launcher.manifest import PartitionFiles
+from launcher.nodespec import Job, NodeCommands
+from launcher.placement import Site, endpoint
+from launcher.planned import PlannedFile, copied, generated
+from launcher.script import Command, Secret, render
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """What is read or rendered once for all nodes."""
+
+    code: tuple[PlannedFile, ...]  #: dest relative to the code folder
+    cluster: str  #: cluster.json
+
+
+def shared_files(job: Job) -> SharedFiles:
+    """Our own code with its digests, and the cluster description."""
+    code = tuple(copied(relative(path), path) for path in code_files())
+    return SharedFiles(code, json.dumps(_cluster(job), indent=1))
+
+
+def node_files(
+    job: Job, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
+) -> tuple[PlannedFile, ...]:
+    """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
+    files = [replace(file, dest=f"{site.code_dir}/{file.dest}") for file in shared.code]
+    if manifest:
+        files += _part_files(site, manifest)
+    if job.own:
+        files += [replace(file, dest=f"{site.run_dir}/files/{file.dest}") for file in job.own.files]
+    if job.resume:
+        files.append(replace(job.resume, dest=f"{site.run_dir}/{job.resume.dest}"))
+    return (*files, *_generated(job, site, commands, shared))
+
+
+def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
+    return [
+        PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{manifest.folder}/{file.path}", "", file.sha256)
+        for file in manifest.of_parts(site.parts)
+    ]
+
+
+def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
+    start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
+    spec = Secret(json.dumps(_node_spec(job, site, commands), indent=1))
+    files = [
+        generated(f"{site.run_dir}/cluster.json", shared.cluster),
+        generated(f"{site.run_dir}/start.sh", start, mode=0o755),
+        generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
+    ]
+    if job.encrypted:
+        files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
+    return files
+
+
+def _cluster(job: Job) -> Mapping[str, Any]:
+    nodes = [
+        {
+            "node_rank": site.node_rank,
+            "host": site.node.host,
+            "endpoint": endpoint(site.address, site.service_port) if job.serves else None,
+            "parts": site.parts,
+        }
+        for site in job.sites
+    ]
+    return {"run_id": job.run_id, "num_parts": job.config.num_parts, "nodes": nodes}
+
+
+def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
+    return {
+        "run_id": job.run_id,
+        "token": job.token.reveal(),
+        "node_rank": site.node_rank,
+        "num_nodes": len(job.sites),
+        "run_dir": site.run_dir,
+        "ranks": site.ranks,
+        "server": _process(commands.server) if commands.server else None,
+        "trainer": _process(commands.trainer),
+        "ready_file": f"{site.run_dir}/server.ready",
+        "start_timeout": job.config.run.start_timeout,
+        "grace": job.config.run.grace,
+    }
+
+
+def _process(command: Command) -> Mapping[str, Any]:
+    env = {name: value.reveal() if isinstance(value, Secret) else value for name, value in command.env.items()}
+    return {"argv": command.argv, "env": env, "cwd": command.cwd}

@@ -1,0 +1,147 @@
+"""The commands of one node: graph server, trainer ranks, and the supervisor that starts both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from launcher.config import ClusterConfig, TrainConfig
+from launcher.ownfiles import OwnCommand
+from launcher.placement import Site, endpoint
+from launcher.planned import PlannedFile
+from launcher.script import Command, Secret, quote
+
+RANK_VARIABLES = frozenset(
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all nodes of one run have in common."""
+
+    config: ClusterConfig
+    run_id: str
+    token: Secret
+    sites: tuple[Site, ...]
+    master_addr: str
+    master_port: int
+    own: OwnCommand | None  #: None: the bundled trainer
+    resume: PlannedFile | None
+
+    @property
+    def serves(self) -> bool:
+        """One node reads all parts from its own disk; more need graph servers."""
+        return len(self.sites) > 1
+
+    @property
+    def encrypted(self) -> bool:
+        choice = self.config.run.encrypt
+        return self.serves and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+
+
+class NodeCommands(NamedTuple):
+    """What runs on one node."""
+
+    start: Command
+    server: Command | None
+    trainer: Command
+
+
+def node_commands(job: Job, site: Site) -> NodeCommands:
+    """All commands of one node."""
+    server = server_command(job, site) if job.serves else None
+    return NodeCommands(start_command(job, site), server, trainer_command(job, site))
+
+
+def start_command(job: Job, site: Site) -> Command:
+    """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
+    argv = (site.python, f"{site.code_dir}/launcher/node/supervisor.py", f"{site.run_dir}/node.json")
+    folder = (f"mkdir -p {quote(_files(site))}",) if job.own else ()
+    return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
+
+
+def server_command(job: Job, site: Site) -> Command:
+    """The graph server over the node's own parts."""
+    own = ",".join(map(str, site.parts))
+    argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
+    argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
+    argv += ["--key-file", f"{site.run_dir}/service.key"] if job.encrypted else []
+    argv += ["--ready-file", f"{site.run_dir}/server.ready"]
+    env = _run_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
+    return Command(tuple(argv), _user_env(site, env), site.run_dir)
+
+
+def trainer_command(job: Job, site: Site) -> Command:
+    """torch.distributed.run, which starts one rank runner per process, which runs the command."""
+    argv = [site.python, "-m", "torch.distributed.run", "--nnodes", str(len(job.sites))]
+    argv += ["--node-rank", str(site.node_rank), "--nproc-per-node", str(len(site.ranks))]
+    argv += ["--master-addr", job.master_addr, "--master-port", str(job.master_port), "--max-restarts", "0"]
+    argv += ["--no-python", site.python, f"{site.code_dir}/launcher/node/rank.py", "--run-dir", site.run_dir, "--"]
+    argv += _own_argv(job.own, site) if job.own else _train_argv(job, site)
+    cwd = _files(site) if job.own else site.run_dir
+    return Command(tuple(argv), _user_env(site, _rank_env(job, site)), cwd)
+
+
+def _own_argv(own: OwnCommand, site: Site) -> list[str]:
+    first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
+    return [first, *own.argv[1:]]
+
+
+def _train_argv(job: Job, site: Site) -> list[str]:
+    argv = [site.python, "-m", "trainer", "train", "--parts", site.data_dir, *train_flags(job.config.train)]
+    return [*argv, "--resume", f"{site.run_dir}/{job.resume.dest}"] if job.resume else argv
+
+
+def train_flags(train: TrainConfig) -> list[str]:
+    """One flag per key that has a value; true is the bare flag. ``resume`` is a path of the node's, so not here."""
+    flags: list[str] = []
+    for field in fields(train):
+        value = getattr(train, field.name)
+        if field.name == "resume" or value is None or value is False:
+            continue
+        flags.append("--" + field.name.replace("_", "-"))
+        if value is not True:
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return flags
+
+
+def _base_env(site: Site) -> dict[str, str]:
+    return {"PYTHONPATH": site.code_dir, "PYTHONUNBUFFERED": "1"}
+
+
+def _run_env(job: Job, site: Site) -> dict[str, str]:
+    env = _base_env(site) | {
+        "NODE_RANK": str(site.node_rank),
+        "GNNFLEET_RUN_ID": job.run_id,
+        "GNNFLEET_RUN_DIR": site.run_dir,
+        "GNNFLEET_TOKEN": job.token,
+        "GNNFLEET_PARTS": site.data_dir,
+        "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
+        "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
+    }
+    if job.encrypted:
+        env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
+    return env
+
+
+def _rank_env(job: Job, site: Site) -> dict[str, str]:
+    env = _run_env(job, site)
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
+    if site.interface:
+        env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    if site.threads is not None:
+        env["OMP_NUM_THREADS"] = str(site.threads)
+    return env
+
+
+def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
+    """The user's values win, except that PYTHONPATH is joined and the ranks are ours to give."""
+    user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
+    if "PYTHONPATH" in user:
+        user["PYTHONPATH"] = f"{site.code_dir}:{user['PYTHONPATH']}"
+    return ours | user
+
+
+def _files(site: Site) -> str:
+    return f"{site.run_dir}/files"

@@ -1,0 +1,77 @@
+"""Files of the operator's that travel with a run: the own script, what it names, a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import ClusterConfig
+from launcher.errors import UsageError
+from launcher.planned import PlannedFile, copied
+
+
+@dataclass(frozen=True)
+class OwnCommand:
+    """The user's command as it runs on every node, and what it needs in its working folder."""
+
+    argv: tuple[str, ...]
+    files: tuple[PlannedFile, ...]  #: dest relative to ``files/``
+    notes: tuple[str, ...]
+
+
+def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
+    """Words of ``argv`` that are files here travel along, and so do the ``extra`` files and folders.
+
+    Files below ``cwd`` keep their relative path, others go by their name alone.
+    """
+    words, files, notes = [], {}, []
+    for word in argv:
+        path = cwd / word
+        if path.is_file() and "/" not in word and word == argv[0]:
+            words.append(word)  # a bare first word is looked up on the node's PATH, as a shell would
+        elif path.is_file():
+            dest = _dest(path, cwd)
+            files[dest] = path
+            words.append(word if dest == os.path.normpath(word) else dest)
+        else:
+            words.append(word)
+            if path.is_dir():
+                notes.append(f"folder `{word}` of your command is not sent; name it in run.files if the nodes need it")
+    for path in _walk(extra):
+        files[_dest(path, cwd)] = path
+    planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
+    return OwnCommand(tuple(words), planned, tuple(notes))
+
+
+def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
+    """The checkpoint that train.resume names, by path or by run id; dest relative to the run folder."""
+    wanted = config.train.resume
+    if wanted is None:
+        return None
+    of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
+    for path in (cwd / wanted, of_run):
+        if path.is_file():
+            return copied("resume.pt", path)
+    raise UsageError(f"train.resume: there is no file `{wanted}`, and no run of that id with a checkpoint ({of_run})")
+
+
+def _dest(path: Path, cwd: Path) -> str:
+    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(cwd))
+    return path.name if relative.startswith("..") else Path(relative).as_posix()
+
+
+def _walk(extra: Sequence[str]) -> Iterator[Path]:
+    for name in extra:
+        path = Path(name)
+        if path.is_dir():
+            yield from (p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+        elif path.is_file():
+            yield path
+        else:
+            raise UsageError(f"run.files: no file or folder `{name}` on this machine")
+
+
+def _mode(path: Path) -> int:
+    return 0o755 if os.access(path, os.X_OK) else 0o644

@@ -1,0 +1,205 @@
+"""Where things are on each node: folders, ports, addresses, interpreter, parts.
+
+Everything here is a pure function of the config and, where known, of preflight's facts.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import posixpath
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.config import ClusterConfig, NodeConfig
+from launcher.manifest import PartitionFiles
+from launcher.script import Command, quote
+
+if TYPE_CHECKING:
+    from launcher.plan import NodeFacts
+
+MASTER_PORT = 29500
+SERVICE_PORT = 29600
+_CANDIDATES = 8
+
+_SOURCE_CONDA = (
+    """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
+    """/opt/{conda,miniconda3,miniforge3,anaconda3}; do """
+    """if [ -f "$root/etc/profile.d/conda.sh" ]; then . "$root/etc/profile.d/conda.sh"; break; fi; done"""
+)
+_REQUIRE_CONDA = (
+    "command -v conda >/dev/null || { echo 'conda was not found in the usual places: "
+    "give the environment by its prefix path, or source conda.sh in setup' >&2; exit 127; }"
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One node's share of the cluster, its folders, and how the others reach it."""
+
+    node_rank: int
+    node: NodeConfig
+    ranks: tuple[int, ...]
+    parts: tuple[int, ...]
+    address: str
+    bind: str  #: what the graph server listens on; an address of the node itself
+    interface: str  #: '' until preflight has found it
+    workdir: str
+    code_dir: str
+    data_dir: str
+    run_dir: str
+    python: str
+    setup: tuple[str, ...]
+    service_port: int
+    threads: int | None  #: OMP threads per process; None until the node's cpus are known
+
+
+def make_sites(
+    config: ClusterConfig,
+    run_id: str,
+    facts: Mapping[int, NodeFacts],
+    code_digest: str,
+    manifest: PartitionFiles | None,
+) -> tuple[Site, ...]:
+    """One Site per node, in node_rank order."""
+    procs_on = host_processes(config)
+    data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
+    sites, first_rank = [], 0
+    for k, node in enumerate(config.nodes):
+        fact = facts.get(k)
+        workdir = at_home(node_workdir(node, k), fact)
+        address = node_address(config, k, fact)
+        shell = interpreter(config, k)
+        site = Site(
+            node_rank=k,
+            node=node,
+            ranks=tuple(range(first_rank, first_rank + node.nproc)),
+            parts=part_block(k, len(config.nodes), config.num_parts),
+            address=address,
+            bind=address if fact is None or _is_ip(address) else fact.address,
+            interface=node.interface or (fact.interface if fact else "") or ("lo" if config.transport == "local" else ""),
+            workdir=workdir,
+            code_dir=f"{workdir}/code/{code_digest[:16]}",
+            data_dir=_data_dir(config, node, workdir, data_name, fact),
+            run_dir=f"{workdir}/runs/{run_id}/node{k}",
+            python=fact.python if fact else shell.argv[0],
+            setup=shell.setup,
+            service_port=choose(service_candidates(config, k), fact),
+            threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact else None,
+        )
+        sites.append(site)
+        first_rank += node.nproc
+    return tuple(sites)
+
+
+def interpreter(config: ClusterConfig, node_rank: int) -> Command:
+    """The node's python as an argv of one word, with the setup lines it needs before it."""
+    node = config.nodes[node_rank]
+    if node.venv:
+        python, named, conda = f"{node.venv.rstrip('/')}/bin/python", True, ()
+    elif node.conda and "/" in node.conda:
+        python, named, conda = f"{node.conda.rstrip('/')}/bin/python", True, ()
+    elif node.conda:
+        python, named, conda = "python", False, (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
+    elif config.transport == "local" and node.python == "python3":
+        python, named, conda = sys.executable, True, ()
+    else:
+        python, named, conda = node.python, "/" in node.python, ()
+    path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if named else ()
+    return Command((python,), setup=(*node.setup, *conda, *path))
+
+
+def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
+    """Where the other nodes reach this one: as configured, else as found, else its host name."""
+    node = config.nodes[node_rank]
+    found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
+    return node.address or found
+
+
+def node_workdir(node: NodeConfig, node_rank: int) -> str:
+    """``workdir`` with {node_rank} filled in."""
+    return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
+
+
+def node_target(config: ClusterConfig, node: NodeConfig) -> str:
+    """``user@host:port`` as far as given, or ``local``."""
+    if config.transport == "local":
+        return "local"
+    return (f"{node.user}@" if node.user else "") + node.host + (f":{node.port}" if node.port else "")
+
+
+def host_key(config: ClusterConfig, node: NodeConfig) -> str:
+    """Equal for nodes that share a machine, as far as the config shows."""
+    return "local" if config.transport == "local" else node.host.lower()
+
+
+def host_processes(config: ClusterConfig) -> Counter[str]:
+    """Trainer processes per machine."""
+    counts: Counter[str] = Counter()
+    for node in config.nodes:
+        counts[host_key(config, node)] += node.nproc
+    return counts
+
+
+def part_block(node_rank: int, num_nodes: int, num_parts: int) -> tuple[int, ...]:
+    """Contiguous, balanced part ids of one node."""
+    return tuple(range(node_rank * num_parts // num_nodes, (node_rank + 1) * num_parts // num_nodes))
+
+
+def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
+    """Ports for torch.distributed on node 0, the preferred one first."""
+    if config.run.master_port != "auto":
+        return (config.run.master_port,)
+    first = config.run.service_port
+    taken = range(first, first + len(config.nodes)) if first != "auto" else range(0)
+    free = [port for port in range(MASTER_PORT, MASTER_PORT + _CANDIDATES) if port not in taken]
+    return tuple(free or range(taken.stop, taken.stop + _CANDIDATES))
+
+
+def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
+    """Ports for a node's graph service; no two nodes have one in common, so a host may carry many nodes."""
+    if config.run.service_port != "auto":
+        return (config.run.service_port + node_rank,)
+    first, step = SERVICE_PORT + node_rank, len(config.nodes)
+    ports = range(first, min(first + step * _CANDIDATES, 65536), step)
+    return tuple(port for port in ports if port != config.run.master_port)
+
+
+def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
+    """The ports preflight should try to bind on a node."""
+    service = service_candidates(config, node_rank) if len(config.nodes) > 1 else ()
+    return (*master_candidates(config), *service) if node_rank == 0 else service
+
+
+def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
+    """The first candidate found free; the preferred one when none is known to be (preflight refuses then)."""
+    free = fact.free_ports if fact else ()
+    return next((port for port in candidates if port in free), candidates[0])
+
+
+def at_home(path: str, fact: NodeFacts | None) -> str:
+    """``path`` with a leading ``~/`` replaced once the node's home is known."""
+    return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
+
+
+def endpoint(address: str, port: int) -> str:
+    """A ZeroMQ endpoint; IPv6 addresses in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, fact: NodeFacts | None) -> str:
+    if config.data.mode == "sync":
+        return f"{workdir}/data/{name}"
+    return at_home((node.data_folder or config.data.folder).rstrip("/"), fact)
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True

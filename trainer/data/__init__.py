@@ -1,1 +1,6 @@
-"""Datasets: synthetic, files, OGB and torch_geometric, all as one Dataset."""
+"""Datasets: reading or making one graph with node attributes and splits."""
+
+from trainer.data.dataset import Dataset
+from trainer.data.load import dataset_fingerprint, load_dataset
+
+__all__ = ["Dataset", "dataset_fingerprint", "load_dataset"]

@@ -1,0 +1,109 @@
+"""From named arrays, wherever they came from, to a checked ``Dataset``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data import dataset as checks
+from trainer.data.dataset import Dataset
+from trainer.data.edges import undirected
+from trainer.data.options import SourceOptions
+from trainer.errors import DataError
+
+Array = npt.NDArray[Any]
+
+_SPLIT_SUFFIXES = ("_idx", "_mask")
+_SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
+
+
+@dataclass(frozen=True)
+class RawGraph:
+    """Arrays as they were found; ``places`` says where each came from, for messages."""
+
+    name: str
+    arrays: Mapping[str, Array]
+    places: Mapping[str, str]
+    num_nodes: int | None = None
+
+
+def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Dataset:
+    """Check the arrays and sort them into edges, attributes and splits.
+
+    ``edge_index`` [2, E] is needed; ``<split>_idx`` and ``<split>_mask`` become splits; every other
+    array with one row per node becomes an attribute; what is left over is named in ``notes``.
+    Raises ``DataError`` for arrays that contradict each other.
+    """
+    arrays, places = dict(raw.arrays), raw.places
+    if "edge_index" not in arrays:
+        raise DataError(f"{raw.name}: no edge_index; expected an integer array [2, number of edges], found {_found(arrays)}")
+    num_nodes = _num_nodes(raw, options)
+    edge_index = arrays.pop("edge_index")
+    checks.check_edge_index(edge_index, num_nodes, places["edge_index"])
+    splits = _splits(arrays, places, num_nodes, options)
+    attrs, notes = _attrs(arrays, places, num_nodes)
+    num_classes = options.num_classes or 0
+    if "y" in attrs:
+        attrs["y"], found = checks.class_labels(attrs["y"], places["y"])
+        num_classes = checks.check_num_classes(options.num_classes, found, places["y"])
+        checks.check_labelled(attrs["y"], splits, places["y"])
+    if options.undirected:
+        edge_index = undirected(edge_index, num_nodes)
+    return Dataset(raw.name, num_nodes, edge_index, attrs, splits, num_classes, fingerprint, tuple(notes))
+
+
+def _found(arrays: Mapping[str, Array]) -> str:
+    return ", ".join(sorted(arrays)) or "nothing"
+
+
+def _num_nodes(raw: RawGraph, options: SourceOptions) -> int:
+    """Never guessed from the edges: that would drop isolated nodes at the end."""
+    if options.num_nodes is not None or raw.num_nodes is not None:
+        return options.num_nodes if options.num_nodes is not None else int(raw.num_nodes or 0)
+    for name in ("x", "y"):
+        if name in raw.arrays and raw.arrays[name].ndim:
+            return len(raw.arrays[name])
+    raise DataError(f"{raw.name}: neither x nor y tells the number of nodes; give option num_nodes")
+
+
+def _splits(
+    arrays: dict[str, Array], places: Mapping[str, str], num_nodes: int, options: SourceOptions
+) -> dict[str, npt.NDArray[np.int64]]:
+    splits: dict[str, npt.NDArray[np.int64]] = {}
+    for key in sorted(arrays):
+        suffix = next((suffix for suffix in _SPLIT_SUFFIXES if key.endswith(suffix)), None)
+        if suffix is None:
+            continue
+        prefix = key.removesuffix(suffix)
+        name = _SPLIT_NAMES.get(prefix, prefix)
+        if name in splits:
+            raise DataError(f"{places[key]}: split {name!r} is given twice, as ids and as a mask; remove one")
+        splits[name] = checks.split_ids(_column(arrays.pop(key), places[key], options), num_nodes, places[key])
+    order = ("train", "val", "test")
+    return {name: splits[name] for name in sorted(splits, key=lambda name: (order.index(name) if name in order else 3, name))}
+
+
+def _column(values: Array, where: str, options: SourceOptions) -> Array:
+    if values.ndim != 2 or values.dtype.kind != "b":
+        return values
+    if options.split is None or not 0 <= options.split < values.shape[1]:
+        raise DataError(f"{where}: the mask has {values.shape[1]} columns; choose one with option split (from 0)")
+    return values[:, options.split]
+
+
+def _attrs(
+    arrays: Mapping[str, Array], places: Mapping[str, str], num_nodes: int
+) -> tuple[dict[str, Array], list[str]]:
+    attrs, notes = {}, []
+    for name, values in arrays.items():
+        by_node = values.ndim > 0 and len(values) == num_nodes and values.dtype.kind in "biuf"
+        if name in ("x", "y") or by_node:
+            checks.check_attr(name, values, num_nodes, places[name])
+            attrs[name] = values
+        else:
+            notes.append(f"{places[name]}: left out, {values.dtype} {list(values.shape)} is not one row of numbers per node")
+    return attrs, notes

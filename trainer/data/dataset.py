@@ -1,0 +1,155 @@
+"""A graph in memory, and the checks every source has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.edges import first_outside
+from trainer.errors import DataError
+from trainer.partition.format import NAME_PATTERN, RESERVED_ATTRS
+
+Array = npt.NDArray[Any]
+
+_ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One homogeneous graph. Arrays may be memory-mapped and are never written to."""
+
+    name: str
+    num_nodes: int
+    edge_index: Array  #: int32|int64 [2, E]; row 0 sources, row 1 targets: messages flow source -> target
+    attrs: Mapping[str, Array]  #: name -> [num_nodes, …]; `x` [N, F] numeric, `y` integer [N], -1 = no label
+    splits: Mapping[str, npt.NDArray[np.int64]]  #: name -> node ids, in the order they were given
+    num_classes: int  #: 0 without `y`
+    fingerprint: str  #: digest of name, options and source files' sizes and mtimes
+    notes: tuple[str, ...] = ()  #: what a user should know about how the source was read
+
+    @property
+    def num_edges(self) -> int:
+        return int(self.edge_index.shape[1])
+
+
+def check_edge_index(edge_index: Array, num_nodes: int, where: str) -> None:
+    """Raise ``DataError`` unless ``edge_index`` is an integer [2, E] array of node ids."""
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        hint = "; transpose it" if edge_index.ndim == 2 and edge_index.shape[1] == 2 else ""
+        raise DataError(f"{where}: shape is {list(edge_index.shape)}, expected [2, number of edges]{hint}")
+    if edge_index.dtype.kind not in "iu":
+        raise DataError(f"{where}: dtype is {edge_index.dtype}, expected integers (int32 or int64)")
+    for row, role in ((0, "source"), (1, "target")):
+        position = int(first_outside(edge_index[row], num_nodes))
+        if position >= 0:
+            raise DataError(
+                f"{where}: {role} [{row}, {position}] is {edge_index[row, position]}, "
+                f"but node ids go from 0 to {num_nodes - 1}"
+            )
+
+
+def check_attr(name: str, values: Array, num_nodes: int, where: str) -> None:
+    """Raise ``DataError`` unless ``values`` has one row per node and can be kept."""
+    if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS:
+        raise DataError(f"{where}: an attribute cannot be called {name!r}; rename it")
+    if values.ndim == 0 or len(values) != num_nodes:
+        rows = len(values) if values.ndim else 0
+        raise DataError(f"{where}: {rows} rows, but the graph has {num_nodes} nodes; shapes must agree")
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{where}: dtype is {values.dtype}, expected numbers or booleans")
+    if name == "x":
+        _check_features(values, where)
+
+
+def _check_features(x: Array, where: str) -> None:
+    if x.ndim != 2:
+        raise DataError(f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]")
+    for start in range(0, len(x) if x.dtype.kind == "f" else 0, _ROWS_AT_ONCE):
+        finite = np.isfinite(x[start : start + _ROWS_AT_ONCE])
+        if not finite.all():
+            row, column = np.argwhere(~finite)[0]
+            raise DataError(
+                f"{where}: {x[start + row, column]} at [{start + row}, {column}]; "
+                "features must be finite, replace NaN and infinity first"
+            )
+
+
+def class_labels(y: Array, where: str) -> tuple[Array, int]:
+    """Labels as an integer [N] array (-1 = no label) and the number of classes.
+
+    Whole-numbered floats become int64, NaN becomes -1; [N, 1] is flattened.
+    Raises ``DataError`` for anything that is not one class per node.
+    """
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise DataError(f"{where}: shape is {list(y.shape)}, expected one class per node, [number of nodes]")
+    if y.dtype.kind == "f":
+        y = _whole_numbers(y, where)
+    if y.dtype.kind == "b":
+        y = y.astype(np.int8)
+    if len(y) and int(y.min()) < -1:
+        position = int(np.argmax(y < -1))
+        raise DataError(f"{where}: label {y[position]} at position {position}; classes count from 0, -1 is no label")
+    return y, int(y.max()) + 1 if len(y) else 0
+
+
+def _whole_numbers(y: Array, where: str) -> Array:
+    filled = np.where(np.isnan(y), -1.0, y)
+    whole = np.isfinite(filled) & (filled == np.rint(filled))
+    if not whole.all():
+        position = int(np.argmin(whole))
+        raise DataError(
+            f"{where}: {y[position]} at position {position} is not a class number; node classification "
+            "needs whole numbers (to keep the array as a plain attribute, give it another name)"
+        )
+    return filled.astype(np.int64)
+
+
+def check_num_classes(num_classes: int | None, found: int, where: str) -> int:
+    """The number of classes: as asked, if the labels fit, else as found."""
+    if num_classes is not None and num_classes < found:
+        raise DataError(f"{where}: label {found - 1} does not fit option num_classes={num_classes}")
+    return found if num_classes is None else num_classes
+
+
+def split_ids(values: Array, num_nodes: int, where: str) -> npt.NDArray[np.int64]:
+    """Node ids of a split given as ids or as a boolean mask, int64 [n], order kept."""
+    if values.dtype.kind == "b":
+        if values.shape != (num_nodes,):
+            raise DataError(f"{where}: mask has shape {list(values.shape)}, expected [{num_nodes}]")
+        return np.flatnonzero(values).astype(np.int64)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise DataError(
+            f"{where}: {values.dtype} {list(values.shape)}, expected integer node ids [n] or a boolean mask [{num_nodes}]"
+        )
+    position = int(first_outside(values, num_nodes))
+    if position >= 0:
+        raise DataError(
+            f"{where}: {values[position]} at position {position}, but node ids go from 0 to {num_nodes - 1}"
+        )
+    return _without_repeats(values.astype(np.int64), where)
+
+
+def _without_repeats(ids: npt.NDArray[np.int64], where: str) -> npt.NDArray[np.int64]:
+    order = np.argsort(ids, kind="stable")
+    repeated = np.flatnonzero(np.diff(ids[order]) == 0)
+    if len(repeated):
+        first, second = order[repeated[0]], order[repeated[0] + 1]
+        raise DataError(f"{where}: node {ids[first]} appears twice, at positions {first} and {second}")
+    return ids
+
+
+def check_labelled(y: Array, splits: Mapping[str, npt.NDArray[np.int64]], where: str) -> None:
+    """Raise ``DataError`` when a split holds a node without a label."""
+    for name, ids in splits.items():
+        unlabelled = np.flatnonzero(y[ids] < 0)
+        if len(unlabelled):
+            raise DataError(
+                f"{where}: split {name!r} holds node {ids[unlabelled[0]]} (position {unlabelled[0]}), "
+                f"which has no label (-1); {len(unlabelled)} of its {len(ids)} nodes have none"
+            )

@@ -1,0 +1,92 @@
+"""Kernels over edge lists: range check, symmetric adjacency."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Array = npt.NDArray[Any]
+
+
+@njit(nogil=True, cache=True)
+def first_outside(ids: Array, num_nodes: int) -> int:
+    """Position of the first id outside ``0 <= id < num_nodes``; -1 when all are inside."""
+    for position in range(len(ids)):
+        if ids[position] < 0 or ids[position] >= num_nodes:
+            return position
+    return -1
+
+
+def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
+    """CSR of the graph with every edge in both directions, without self loops and duplicates.
+
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]; order inside a row
+    follows the edge list.
+    """
+    sources, targets = edge_index[0], edge_index[1]
+    indptr = _both_ways_indptr(sources, targets, num_nodes)
+    slots = _both_ways_fill(sources, targets, indptr, np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64))
+    unique_indptr = _drop_repeats(indptr, slots)
+    return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)
+
+
+def undirected(edge_index: Array, num_nodes: int) -> Array:
+    """Both directions of every edge, coalesced: no duplicates, sorted by source then target, int32|int64 [2, E'].
+
+    Self loops stay, once each.
+    """
+    loops = np.unique(edge_index[0][edge_index[0] == edge_index[1]])
+    indptr, neighbours = symmetric_adjacency(edge_index, num_nodes, edge_index.dtype)
+    sources = np.repeat(np.arange(num_nodes, dtype=edge_index.dtype), np.diff(indptr))
+    both = np.empty((2, len(sources) + len(loops)), edge_index.dtype)
+    both[:, : len(sources)] = sources, neighbours
+    both[:, len(sources) :] = loops
+    del sources, neighbours
+    order = np.lexsort((both[1], both[0]))
+    return both[:, order]
+
+
+@njit(nogil=True, cache=True)
+def _both_ways_indptr(sources: Array, targets: Array, num_nodes: int) -> Array:
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    for edge in range(len(sources)):
+        if sources[edge] != targets[edge]:
+            indptr[sources[edge] + 1] += 1
+            indptr[targets[edge] + 1] += 1
+    for node in range(num_nodes):
+        indptr[node + 1] += indptr[node]
+    return indptr
+
+
+@njit(nogil=True, cache=True)
+def _both_ways_fill(sources: Array, targets: Array, indptr: Array, slots: Array) -> Array:
+    cursor = indptr[:-1].copy()
+    for edge in range(len(sources)):
+        source, target = sources[edge], targets[edge]
+        if source != target:
+            slots[cursor[source]] = target
+            cursor[source] += 1
+            slots[cursor[target]] = source
+            cursor[target] += 1
+    return slots
+
+
+@njit(nogil=True, cache=True)
+def _drop_repeats(indptr: Array, slots: Array) -> Array:
+    """Keep the first of equal neighbours in each row, closing the gaps in place; the new indptr."""
+    num_nodes = len(indptr) - 1
+    kept = np.zeros(num_nodes + 1, np.int64)
+    seen_by = np.full(num_nodes, -1, np.int64)
+    end = 0
+    for node in range(num_nodes):
+        for slot in range(indptr[node], indptr[node + 1]):
+            neighbour = slots[slot]
+            if seen_by[neighbour] != node:
+                seen_by[neighbour] = node
+                slots[end] = neighbour
+                end += 1
+        kept[node + 1] = end
+    return kept

@@ -1,0 +1,91 @@
+"""Dataset options: from `name=value` text or YAML values to a checked dataclass."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from trainer.errors import DataError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SyntheticOptions:
+    """A planted-partition graph with skewed degrees."""
+
+    num_nodes: int = 20_000
+    avg_degree: float = 20.0  #: in-edges per node; both directions of an undirected edge count
+    num_classes: int = 16
+    num_features: int = 64
+    homophily: float = 0.4  #: chance that an edge is drawn inside its source's class
+    skew: float = 2.5  #: exponent of the power law of expected degrees; larger is more even
+    noise: float = 3.0  #: standard deviation of features around their class's centre
+    seed: int = 0
+    train: float = 0.3  #: below 1: fraction of nodes; otherwise number of nodes
+    val: float = 0.1
+    test: float = 0.2
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Options of graphs that are read rather than made."""
+
+    num_nodes: int | None = None  #: where x and y do not tell
+    num_classes: int | None = None  #: where labels do not reach the last class
+    undirected: bool = False  #: add the opposite of every edge, without duplicates
+    split: int | None = None  #: column, where masks have several
+
+
+def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
+    """``options`` as a ``kind`` value; text is read as the field's type.
+
+    Raises ``DataError`` for an unknown name or a value that does not fit.
+    """
+    known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}"
+            raise DataError(f"dataset {dataset}: unknown option {name!r}; {hint}")
+    return kind(**{name: _convert(name, value, known[name], dataset) for name, value in options.items()})
+
+
+def _convert(name: str, value: Any, annotation: str, dataset: str) -> Any:
+    wanted = annotation.removesuffix(" | None")
+    if value is None and wanted != annotation:
+        return None
+    try:
+        return {"int": _integer, "float": _number, "bool": _boolean}[wanted](value)
+    except (TypeError, ValueError, OverflowError):
+        kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}[wanted]
+        raise DataError(f"dataset {dataset}: option {name} must be {kind}, not {value!r}") from None
+
+
+def _integer(value: Any) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError(value)
+    return int(value) if isinstance(value, int) else int(number)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise ValueError(value)
+    return float(value)
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[_lower(value)]
+
+
+def _lower(value: Any) -> str:
+    text = str(value).lower()
+    if text not in ("true", "yes", "1", "false", "no", "0"):
+        raise ValueError(value)
+    return text

@@ -1,0 +1,396 @@
+"""Several SSH hosts on one machine, for tests and benchmarks.
+
+::
+
+    with NetCluster(3) as cluster:
+        cluster.hosts[0].run(["hostname"]).stdout
+        subprocess.run(["ssh", "-F", cluster.operator_ssh_config, cluster.hosts[1].name, "true"])
+
+Each host has a network, pid, mount and UTS namespace of its own: an address on a bridge, a
+real ``sshd`` on port 22, its own /tmp, /run, /dev/shm, home folder, host key, hostname and
+/etc/hosts (with the host's own name on 127.0.1.1, as Debian installs it). All of them see the
+same /usr and the same repository and virtual environment, but share no folder for data unless
+``shared_folder`` names one. The operator, on the outside, reaches them over the bridge.
+
+Needs root and Linux; ``unavailable()`` says what is missing. Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from netns_tools import (
+    NetnsError,
+    Process,
+    free_prefix,
+    ip,
+    keygen,
+    kill_namespace,
+    processes_of,
+    start_ticks,
+    state,
+    tool,
+)
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STATE = Path("/var/tmp/gnnfleet-netns")  # neither /tmp nor /run, which every host has its own of
+TOOLS = {
+    "ip": "iproute2",
+    "bridge": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
+OWN = ("/tmp", "/run", "/dev/shm")
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PASSWORD = "gnnfleet-netns"  # of root and PASSWORD_USER on hosts made with password=True
+PASSWORD_HASH = "$6$gnnfleet$P1s222gr1yoQ8ubuPOv62jq7YdT39s8j0yxulK05rQkM1KOPAUi765/7qR6tR17Au4w6M2CETeDoMuxdLhORz."
+PASSWORD_USER = "worker"
+_serial = itertools.count()
+
+
+def unavailable() -> str:
+    """Why no cluster can be made here, or ''."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "needs Linux and root"
+    missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=SEARCH_PATH)}
+    if missing:
+        return f"apt install {' '.join(sorted(missing))}"
+    probe = subprocess.run(["unshare", "-m", "-n", "-p", "-u", "-f", "true"], capture_output=True, text=True)
+    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+class Host:
+    """One machine of the cluster. ``home`` is as seen on the host, see ``root_path``."""
+
+    def __init__(self, cluster: NetCluster, index: int):
+        self.cluster, self.index = cluster, index
+        self.name = f"{cluster.name}h{index}"
+        self.address = f"{cluster.prefix}.{10 + index}"
+        self.home = str(cluster.folder / "home")
+        self.folder = cluster.folder / f"h{index}"  # bound over cluster.folder on this host
+        self.init_pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._hidden: list[str] = []
+
+    # --- life -------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Write what stays on the host's disk: home, keys, /etc files."""
+        for name in ("etc", "home/.ssh", "keep"):
+            (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
+        keygen(self.folder / "etc/host_key", self.name)
+        shutil.copy(self.cluster.identity.with_suffix(".pub"), self.folder / "home/.ssh/authorized_keys")
+        for name, text in self._etc().items():
+            (self.folder / "etc" / name).write_text(text)
+        (self.folder / "etc/shadow").chmod(0o600)
+
+    def _etc(self) -> dict[str, str]:
+        password = PASSWORD_HASH if self.cluster.password else "*"
+        accounts = [f"{user}:x:0:0::{self.home}:/bin/bash" for user in ("root", PASSWORD_USER)]
+        shadow = [f"{user}:{password}:19000:0:99999:7:::" for user in ("root", PASSWORD_USER)]
+        accounts += [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
+        shadow += [line for line in Path("/etc/shadow").read_text().splitlines() if not line.startswith("root:")]
+        others = [f"{host.address} {host.name}" for host in self.cluster.hosts if host is not self]
+        hosts = ["127.0.0.1 localhost", f"127.0.1.1 {self.name}", *others]
+        texts = {"passwd": accounts, "shadow": shadow, "hosts": hosts, "hostname": [self.name]}
+        return {name: "\n".join(lines) + "\n" for name, lines in texts.items()} | {"sshd_config": self._sshd_config()}
+
+    def _sshd_config(self) -> str:
+        options = {
+            "HostKey": str(self.cluster.folder / "etc/host_key"),
+            "PermitRootLogin": "yes",
+            "PasswordAuthentication": "yes" if self.cluster.password else "no",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "UseDNS": "no",
+            "PidFile": "none",
+            "Subsystem": "sftp internal-sftp",
+            **self.cluster.sshd_options,
+        }
+        return "".join(f"{name} {value}\n" for name, value in options.items())
+
+    def power_on(self) -> None:
+        """Boot; returns at once, ``wait_until_up`` waits."""
+        link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
+        ip(f"netns add {self.name}")
+        ip(f"link add {link} type veth peer name eth0 address {mac} netns {self.name}")
+        ip(f"-n {self.name} addr add {self.address}/24 dev eth0")
+        ip(f"-n {self.name} link set lo up")
+        ip(f"-n {self.name} link set eth0 up")
+        ip(f"link set {link} master {self.cluster.bridge} up")
+        with open(self.folder / "console.log", "ab") as console:
+            self._process = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, "unshare", "-m", "-p", "-u", "-f", "--kill-child"]
+                + ["bash", "-c", self._init_script()],
+                env={"PATH": SEARCH_PATH, "HOME": self.home},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _init_script(self) -> str:
+        """Bash as pid 1: it makes the host's own view of the file system, then reaps orphans."""
+        quote, folder = shlex.quote, self.cluster.folder
+        kept = [(quote(str(path)), quote(f"{self.folder}/keep/{k}")) for k, path in enumerate(self.cluster.kept())]
+        lines = ["set -e", f"hostname {self.name}", "mount -t proc proc /proc"]
+        lines += [f"mkdir -p {place}; mount --rbind {path} {place}" for path, place in kept]
+        lines += [f"mount -t tmpfs -o mode={'755' if own == '/run' else '1777'} tmpfs {own}" for own in OWN]
+        lines += [f"mkdir -p {path}; mount --move {place} {path}" for path, place in kept]
+        lines += [f"mount --bind {self.folder}/etc/{name} /etc/{name}" for name in ("passwd", "shadow", "hosts")]
+        lines += [f"mount --rbind {self.folder} {folder}", "mkdir -p /run/sshd", "cd /"]
+        return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
+
+    def wait_until_up(self, timeout: float = 20.0) -> None:
+        """Return when sshd answers; raises ``NetnsError`` with the console's last lines."""
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            dead = self._process is None or self._process.poll() is not None
+            if dead or time.monotonic() > deadline:
+                console = (self.folder / "console.log").read_text(errors="replace")[-2000:]
+                raise NetnsError(f"{self.name} did not come up:\n{console}")
+            time.sleep(0.02)
+        self.init_pid = self._find_init()
+        hidden, self._hidden = self._hidden, []
+        for path in hidden:
+            self.hide(path)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection((self.address, 22), timeout=1.0) as line:
+            return line.recv(4) == b"SSH-"
+        return False
+
+    def _find_init(self) -> int:
+        assert self._process is not None
+        pid = self._process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def power_cut(self) -> None:
+        """The plug is pulled: no FIN reaches anyone. /tmp is lost, the home folder stays."""
+        self.cut_network()
+        self.destroy()
+
+    def destroy(self) -> None:
+        """Kill everything on the host and take its interface away; safe to call twice."""
+        if self._process is not None:
+            self._process.kill()  # --kill-child takes pid 1 along, and that all others
+            self._process.wait()
+            self._process = None
+        kill_namespace(self.name)
+        while self.init_pid and state(self.init_pid) not in ("", "Z"):
+            time.sleep(0.005)
+        self.init_pid = 0
+        ip(f"link del {self.name}", check=False)
+        ip(f"netns del {self.name}", check=False)
+
+    # --- use --------------------------------------------------------------------------
+
+    def run(
+        self, argv: Sequence[str], *, check: bool = True, timeout: float = 60.0, stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` on the host as root, in its home folder."""
+        done = subprocess.run(
+            [*self._enter("-m", "-u", "-p", "-n"), "env", "-C", self.home, *argv],
+            env={"PATH": SEARCH_PATH, "HOME": self.home},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if check and done.returncode:
+            raise NetnsError(f"{self.name}: {shlex.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
+        return done
+
+    def _enter(self, *namespaces: str) -> list[str]:
+        return ["nsenter", "-t", str(self.init_pid), *namespaces, "--"]
+
+    def root_path(self, path: str | Path) -> Path:
+        """Where the outside sees the host's ``path`` (``~/`` is the host's home)."""
+        text = str(path)
+        absolute = self.home + text[1:] if text == "~" or text.startswith("~/") else text
+        return Path(f"/proc/{self.init_pid}/root") / absolute.lstrip("/")
+
+    def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
+        """Put a file on the host, e.g. a wrapper that plays another Python."""
+        place = self.root_path(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+        place.chmod(mode)
+
+    def processes(self, *, system: bool = False) -> list[Process]:
+        """What runs on the host, without pid 1 and sshd (unless ``system``) and without zombies."""
+        found = [each for each in processes_of(self.init_pid) if each.cmdline] if self.init_pid else []
+        return found if system else [each for each in found if each.pid != 1 and "sshd" not in each.cmdline.split()[0]]
+
+    def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
+        """Signal a process by its pid on the host."""
+        self.run(["bash", "-c", f"kill -{int(signum)} {pid}"])
+
+    # --- trouble ----------------------------------------------------------------------
+
+    def cut_network(self) -> None:
+        """Packets to and from the host vanish; its interface still looks fine."""
+        self._port_state(0)
+
+    def restore_network(self) -> None:
+        self._port_state(3)
+
+    def _port_state(self, state: int) -> None:
+        """Of the bridge: 0 disabled, 3 forwarding."""
+        tool(["bridge", "link", "set", "dev", self.name, "state", str(state)])
+
+    def slow_link(self, rate: str = "10mbit") -> None:
+        """Limit both directions to ``rate`` (in the words of ``tc``)."""
+        shape = f"root tbf rate {rate} burst 64kb latency 200ms"
+        tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
+        tool(["tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", *shape.split()])
+
+    def full_speed(self) -> None:
+        """Undo ``slow_link``."""
+        tool(["tc", "qdisc", "del", "dev", self.name, "root"], check=False)
+        tool(["tc", "-n", self.name, "qdisc", "del", "dev", "eth0", "root"], check=False)
+
+    def hide(self, path: str) -> None:
+        """Make a file or folder vanish on this host only, as if it were not installed."""
+        parent, upper = str(Path(path).parent), f"/run/hidden{Path(path).parent}"
+        layers = f"lowerdir={parent},upperdir={upper}/upper,workdir={upper}/work"
+        script = (
+            f"mkdir -p {upper}/upper {upper}/work && cd / && "
+            f"{{ [ -e {upper}/on ] || mount -t overlay -o {layers} overlay {parent}; }} && touch {upper}/on && "
+            f"mountpoint -q {parent} && rm -r {path}"
+        )
+        self.run(["bash", "-c", script])
+        self._hidden.append(path)
+
+    def unhide(self) -> None:
+        """Bring everything hidden back."""
+        for parent in {str(Path(path).parent) for path in self._hidden}:
+            self.run(["bash", "-c", f"umount -l {parent} && rm -r /run/hidden{parent}"])
+        self._hidden.clear()
+
+
+class NetCluster:
+    """``hosts`` on one bridge. A context manager; cleans up at interpreter exit as well.
+
+    ``shared_folder``: a folder that all hosts and the operator see at the same path.
+    ``password``: sshd also takes PASSWORD, for root and for PASSWORD_USER.
+    ``sshd_options``: lines of sshd_config, e.g. ``{"MaxSessions": "2"}``.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        shared_folder: Path | None = None,
+        password: bool = False,
+        sshd_options: Mapping[str, str] | None = None,
+    ):
+        remove_leftovers()
+        self.owner = os.getpid()
+        self.name = f"gf{self.owner}c{next(_serial)}"
+        self.folder = STATE / self.name
+        self.bridge = f"{self.name}b"
+        self.prefix = free_prefix(self.owner)
+        self.shared_folder, self.password, self.sshd_options = shared_folder, password, dict(sshd_options or {})
+        self.operator_home = self.folder / "operator"
+        self.identity = self.operator_home / ".ssh/id_ed25519"
+        self.operator_ssh_config = self.operator_home / ".ssh/config"
+        self.hosts: list[Host] = []
+        self.hosts = [Host(self, index) for index in range(count)]
+
+    def __enter__(self) -> NetCluster:
+        atexit.register(self.close)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self.identity.parent.mkdir(parents=True, mode=0o700)
+        (self.folder / "owner").write_text(f"{self.owner} {start_ticks(self.owner)}")
+        ip(f"link add {self.bridge} type bridge")
+        ip(f"addr add {self.prefix}.1/24 dev {self.bridge}")
+        ip(f"link set {self.bridge} up")
+        keygen(self.identity, "operator")
+        for host in self.hosts:
+            host.prepare()
+            host.power_on()
+        for host in self.hosts:
+            host.wait_until_up()
+        self.ssh_config(self.operator_ssh_config)
+
+    def kept(self) -> list[Path]:
+        """What must stay visible although it lies under one of the hosts' own folders."""
+        wanted = [REPOSITORY, Path(sys.prefix), Path(sys.base_prefix).resolve()]
+        wanted += [self.shared_folder.resolve()] if self.shared_folder else []
+        return [path for path in dict.fromkeys(wanted) if any(path.is_relative_to(own) for own in OWN)]
+
+    def ssh_config(self, path: Path) -> Path:
+        """Write a client config that knows the hosts by name, with known_hosts beside it."""
+        known = path.with_name("known_hosts")
+        blocks = [
+            f"Host {host.name} {host.address}\n  HostName {host.address}\n  User root\n  IdentityFile {self.identity}\n"
+            f"  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking yes\n"
+            for host in self.hosts
+        ]
+        known.write_text("".join(f"{host.name},{host.address} {_public_key(host)}\n" for host in self.hosts))
+        path.write_text("\n".join(blocks))
+        return path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """For a launcher process: this one's, with a home that holds the cluster's SSH files."""
+        dropped = {"SSH_AUTH_SOCK", "TMUX", "TMUX_PANE"}
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        return kept | {"HOME": str(self.operator_home)} | more
+
+    def close(self) -> None:
+        """Take everything down; safe to call twice, and a no-op in forked children."""
+        if os.getpid() != self.owner:
+            return
+        atexit.unregister(self.close)
+        for host in self.hosts:
+            host.destroy()
+        ip(f"link del {self.bridge}", check=False)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Take down clusters whose process is gone (killed before it could clean up)."""
+    for owner in STATE.glob("gf*/owner"):
+        pid, _, ticks = owner.read_text().partition(" ")
+        if start_ticks(int(pid)) == ticks:
+            continue
+        name = owner.parent.name
+        for folder in owner.parent.glob("h[0-9]*"):
+            kill_namespace(name + folder.name)
+            ip(f"netns del {name}{folder.name}", check=False)
+        ip(f"link del {name}b", check=False)
+        shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _public_key(host: Host) -> str:
+    return " ".join((host.folder / "etc/host_key.pub").read_text().split()[:2])

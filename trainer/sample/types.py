@@ -30,7 +30,7 @@ class HopSample:
     """The neighbours found, grouped by target in request order."""
 
     counts: npt.NDArray[np.int32]  #: int32 [n] neighbours taken per node
-    src: Ids  #: int64 [counts.sum()] global ids
+    src: Array  #: int32|int64 [counts.sum()] global ids
     edge_id: Ids | None  #: int64 [counts.sum()] original edge ids, if asked for
 
 

@@ -1,0 +1,81 @@
+"""Opening a graph for training: this node's parts by memory map, the others through their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from trainer.errors import PartitionError
+from trainer.partition.book import PartitionBook
+from trainer.partition.format import Manifest, manifest_digest
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.service.client import HostClient
+from trainer.store.part import PartStore, open_parts
+
+
+@dataclass(frozen=True)
+class Graph:
+    """An opened graph; close it, or use it as a context manager."""
+
+    store: PartStore
+    access: DistGraph
+    clients: dict[int, HostClient] = field(default_factory=dict)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.store.manifest
+
+    @property
+    def book(self) -> PartitionBook:
+        return self.store.book
+
+    def close(self) -> None:
+        """Let the connections go; waiting requests raise ``ServiceError``."""
+        for client in self.clients.values():
+            client.close()
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_graph(
+    parts_dir: str | Path, own_parts: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
+    node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0,
+) -> Graph:  # fmt: skip
+    """Open ``own_parts`` (default: all) here and connect to the hosts of the others.
+
+    Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
+    differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
+    """
+    store = open_parts(parts_dir, own_parts)
+    clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
+    graph = Graph(store, DistGraph(LocalGraph(store), clients), clients)
+    _check_complete(graph)
+    return graph
+
+
+def _connect(
+    store: PartStore, cluster_file: str | Path, node_rank: int, key_file: str | Path | None, deadline: float
+) -> dict[int, HostClient]:
+    from trainer.service.cluster import connect_cluster
+    from trainer.service.keys import read_key_file
+
+    keys = read_key_file(Path(key_file)) if key_file else None
+    return connect_cluster(Path(cluster_file), node_rank, manifest_digest(store.folder), deadline, keys)
+
+
+def _check_complete(graph: Graph) -> None:
+    served = set(graph.store.parts) | {part for client in graph.clients.values() for part in client.part_ids}
+    if missing := set(range(graph.manifest.num_parts)) - served:
+        raise PartitionError(
+            f"parts {sorted(missing)} of {graph.store.folder} are neither opened here nor served by another node;"
+            " open all parts, or name the cluster file of the run"
+        )

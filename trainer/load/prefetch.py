@@ -1,0 +1,45 @@
+"""Work done ahead by threads, handed over in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from itertools import islice
+from typing import TypeVar
+
+from trainer.errors import ServiceError
+
+Job = TypeVar("Job")
+Done = TypeVar("Done")
+
+
+def ordered_ahead(
+    work: Callable[[Job], Done], jobs: Iterable[Job], *, threads: int, ahead: int, deadline: float
+) -> Iterator[Done]:
+    """Yield ``work(job)`` for each job in order, keeping up to ``ahead`` under way on ``threads`` threads.
+
+    What ``work`` raises is raised here, at its place in the order. Raises ``ServiceError`` when
+    one job takes longer than ``deadline`` seconds after it is waited for.
+    """
+    pending: deque[Future[Done]] = deque()
+    source = iter(jobs)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="sampler")
+    try:
+        pending.extend(pool.submit(work, job) for job in islice(source, max(ahead, 1)))
+        while pending:
+            done = _wait(pending.popleft(), deadline)
+            pending.extend(pool.submit(work, job) for job in islice(source, 1))
+            yield done
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _wait(future: Future[Done], deadline: float) -> Done:
+    try:
+        return future.result(deadline)
+    except FutureTimeout:
+        if future.done():
+            raise
+        raise ServiceError(f"no batch within {deadline:g} s from the sampler threads of this process") from None

@@ -1,0 +1,118 @@
+"""The order of seeds, and each rank's share of every step.
+
+All ranks compute the same order and the same split, so they agree on the number of steps and no
+seed is lost or doubled, whatever the number of ranks, hosts and parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from trainer.errors import SettingsError
+from trainer.sample.rng import batch_key, shuffled
+
+Ids = npt.NDArray[np.int64]
+
+#: Streams keep the draws of training and of each evaluation apart.
+STREAMS = {"train": 0, "val": 1, "test": 2}
+OTHER_STREAM = 3
+
+
+@dataclass(frozen=True)
+class SeedOrder:
+    """Global batches of one split: a pure function of (seed, epoch)."""
+
+    num_seeds: int
+    global_batch: int  #: seeds per step over all ranks
+    seed: int
+    shuffle: bool = True
+    stream: int = STREAMS["train"]
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise SettingsError(f"batch size must be at least 1, not {self.global_batch}")
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch; the last one may be short."""
+        return -(-self.num_seeds // self.global_batch)
+
+    def epoch(self, epoch: int) -> Ids:
+        """Positions in the split's seed list, int64 [num_seeds], in training order."""
+        if not self.shuffle:
+            return np.arange(self.num_seeds)
+        return shuffled(self.num_seeds, batch_key(self.seed, self.stream, epoch, -1))
+
+    def step(self, order: Ids, step: int) -> Ids:
+        """The positions of one global batch."""
+        return order[step * self.global_batch : (step + 1) * self.global_batch]
+
+    def key(self, epoch: int, step: int) -> int:
+        """The batch's key for samples and dropout."""
+        return batch_key(self.seed, self.stream, epoch, step)
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Which ranks sit beside which part: ``ranks_of_part[p]`` train on the host that owns part p."""
+
+    world_size: int
+    ranks_of_part: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def single(cls, num_parts: int) -> RankLayout:
+        """One process that owns everything."""
+        return cls(1, ((0,),) * num_parts)
+
+    @classmethod
+    def from_nodes(cls, nproc: Sequence[int], parts: Sequence[Sequence[int]]) -> RankLayout:
+        """Ranks in node order: ``nproc[k]`` ranks and ``parts[k]`` on node k."""
+        first = np.concatenate([[0], np.cumsum(nproc)])
+        node_of_part = {part: node for node, owned in enumerate(parts) for part in owned}
+        ranks = tuple(
+            tuple(range(first[node_of_part[p]], first[node_of_part[p] + 1])) for p in range(len(node_of_part))
+        )
+        return cls(int(first[-1]), ranks)
+
+    def table(self) -> npt.NDArray[np.int64]:
+        """int64 [num_parts, most ranks of a part], padded with -1."""
+        width = max((len(ranks) for ranks in self.ranks_of_part), default=0)
+        return np.array([[*ranks, *[-1] * (width - len(ranks))] for ranks in self.ranks_of_part], np.int64)
+
+
+def split_step(parts: Ids, layout: RankLayout) -> Ids:
+    """Rank of each seed of a global batch, given the seeds' parts: int64 [n].
+
+    Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within that quota a
+    seed goes to a rank of its own host; what is over goes, in order, to ranks with room.
+    """
+    return _split(parts, layout.table(), layout.world_size)
+
+
+@numba.njit(nogil=True, cache=True)
+def _split(parts, ranks_of_part, world_size):  # type: ignore[no-untyped-def]
+    n = len(parts)
+    room = np.full(world_size, n // world_size)
+    room[: n % world_size] += 1
+    rank_of = np.full(n, -1)
+    for i in range(n):
+        best = -1
+        for rank in ranks_of_part[parts[i]]:
+            if rank >= 0 and room[rank] > 0 and (best < 0 or room[rank] > room[best]):
+                best = rank
+        if best >= 0:
+            rank_of[i] = best
+            room[best] -= 1
+    rank = 0
+    for i in range(n):
+        if rank_of[i] < 0:
+            while room[rank] == 0:
+                rank += 1
+            rank_of[i] = rank
+            room[rank] -= 1
+    return rank_of

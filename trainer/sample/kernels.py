@@ -1,0 +1,165 @@
+"""Numba kernels of sampling. All run without the GIL, on arrays the caller owns.
+
+``nodes`` below are rows of the part's CSC arrays (global id minus the part's start).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from trainer.sample.rng import draw, node_key
+
+_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+
+#: Up to this many picks from a longer row, displaced positions are kept in a list and searched.
+_LIST_PICKS = 64
+
+
+@_jit
+def count_picks(indptr: Any, rows: Any, fanout: int, replace: bool, counts: Any) -> int:
+    """Fill ``counts`` int32 [n] with the neighbours each row will give; return the longest row."""
+    longest = 0
+    for i in range(len(rows)):
+        degree = indptr[rows[i] + 1] - indptr[rows[i]]
+        longest = max(longest, degree)
+        if fanout < 0 or (degree <= fanout and not replace):
+            counts[i] = degree
+        else:
+            counts[i] = fanout if degree > 0 else 0
+    return longest
+
+
+@_jit
+def pick_positions(
+    indptr: Any, rows: Any, orig_id: Any, counts: Any, replace: bool, fanout: int, shuffle: int,
+    key: Any, longest: int, out: Any,
+) -> None:  # fmt: skip
+    """Fill ``out`` int64 [counts.sum()] with positions into the part's edge arrays.
+
+    Without replacement the picks of a row are the first ``counts[i]`` steps of one
+    Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
+    is shuffled in its first ``shuffle`` places only.
+    """
+    scratch = np.empty(longest, np.int64)
+    where = np.empty(_LIST_PICKS, np.int64)
+    what = np.empty(_LIST_PICKS, np.int64)
+    cursor = 0
+    for i in range(len(rows)):
+        begin = indptr[rows[i]]
+        degree = indptr[rows[i] + 1] - begin
+        count = counts[i]
+        picks = out[cursor : cursor + count]
+        cursor += count
+        drawn = node_key(key, orig_id[rows[i]])
+        if replace and fanout >= 0:
+            for j in range(count):
+                picks[j] = begin + draw(drawn, j, degree)
+        elif count == degree:
+            _shuffle_in_place(picks, begin, min(shuffle, degree - 1), drawn)
+        elif count <= _LIST_PICKS and degree > _LIST_PICKS:
+            _shuffle_listed(picks, begin, degree, drawn, where, what)
+        else:
+            row = scratch[:degree]
+            _shuffle_in_place(row, begin, count, drawn)
+            picks[:] = row[:count]
+
+
+@_jit
+def _shuffle_in_place(row: Any, begin: int, steps: int, drawn: Any) -> None:
+    """``row`` = begin, begin + 1, … with its first ``steps`` places shuffled (Fisher-Yates)."""
+    degree = len(row)
+    for j in range(degree):
+        row[j] = begin + j
+    for j in range(steps):
+        other = j + draw(drawn, j, degree - j)
+        row[j], row[other] = row[other], row[j]
+
+
+@_jit
+def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
+    """The same shuffle without writing the whole row: only displaced places are remembered."""
+    for j in range(len(picks)):
+        other = j + draw(drawn, j, degree - j)
+        chosen, here = other, j
+        slot = j
+        for k in range(j):
+            if where[k] == other:
+                chosen = what[k]
+                slot = k
+            if where[k] == j:
+                here = what[k]
+        where[j] = -1
+        where[slot], what[slot] = other, here
+        picks[j] = begin + chosen
+
+
+@_jit
+def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
+    """Map global ids to batch positions, giving unseen ones the next; return how many were new.
+
+    ``table`` int32 [num_nodes] holds -1 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
+    """
+    found = 0
+    for i in range(len(src)):
+        position = table[src[i]]
+        if position < 0:
+            position = first_new + found
+            table[src[i]] = position
+            new[found] = src[i]
+            found += 1
+        local[i] = position
+    return found
+
+
+@_jit
+def enter_seeds(seeds: Any, table: Any) -> None:
+    """Give each seed its position; a repeated seed keeps its first."""
+    for i in range(len(seeds)):
+        if table[seeds[i]] < 0:
+            table[seeds[i]] = i
+
+
+@_jit
+def forget(nodes: Any, table: Any) -> None:
+    """Mark ``nodes`` unseen again."""
+    for i in range(len(nodes)):
+        table[nodes[i]] = -1
+
+
+@_jit
+def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
+    """CSR of the first ``fanout`` (-1: all) edges of every row; fills ``indptr``, returns indices."""
+    total = 0
+    for i in range(len(row_begin)):
+        indptr[i] = total
+        total += row_count[i] if fanout < 0 else min(fanout, row_count[i])
+    indptr[len(row_begin)] = total
+    indices = np.empty(total, np.int32)
+    for i in range(len(row_begin)):
+        begin, width = row_begin[i], indptr[i + 1] - indptr[i]
+        for j in range(width):
+            indices[indptr[i] + j] = edges[begin + j]
+    return indices
+
+
+@_jit
+def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
+    """Put the k-th run of ``values`` (``counts[k]`` long) at ``out[begins[positions[k]]:]``."""
+    cursor = 0
+    for k in range(len(positions)):
+        begin = begins[positions[k]]
+        for j in range(counts[k]):
+            out[begin + j] = values[cursor + j]
+        cursor += counts[k]
+
+
+@_jit
+def take_rows(source: Any, rows: Any, positions: Any, out: Any) -> None:
+    """``out[positions[i]] = source[rows[i]]`` for 2-d arrays of one dtype."""
+    for i in range(len(rows)):
+        row, position = rows[i], positions[i]
+        for j in range(source.shape[1]):
+            out[position, j] = source[row, j]

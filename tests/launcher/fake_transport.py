@@ -1,0 +1,170 @@
+"""The one hand-written fake of the transport boundary: scripted replies, files in memory, calls recorded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConnectionLost, RemoteFileError
+from launcher.nodecall import MARKER, split_request
+from launcher.script import Command
+from launcher.transport.base import Completed, OnBytes, OnLine, Transport
+
+Answer = Completed | Exception | Callable[[Command, bytes], Completed]
+
+
+def printed(text: str = "", *, returncode: int = 0, stderr: str = "") -> Completed:
+    """A finished command that printed ``text``."""
+    return Completed(returncode, text.encode(), stderr.encode())
+
+
+@dataclass
+class Call:
+    """One command as it was run."""
+
+    command: Command
+    stdin: bytes
+
+    @property
+    def line(self) -> str:
+        return " ".join(self.command.argv)
+
+
+@dataclass
+class Rule:
+    """When ``matches`` (the argv as one line, stdin) holds, the next of ``answers``; the last one stays."""
+
+    matches: Callable[[str, bytes], bool]
+    answers: list[Answer]
+
+    def next(self) -> Answer:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+
+@dataclass
+class FakeTransport(Transport):
+    """A node that exists in memory only.
+
+    ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
+    contains the text. ``on_program("probe", lambda request: {...})`` answers node programs
+    (``nodecall.call``) whose source contains the text. Rules added later win. A command
+    without a rule raises ``AssertionError``. ``files`` maps paths to contents, ``modes`` to
+    modes; ``~/`` stays as it is. ``fail`` (an exception) breaks every method from then on.
+    """
+
+    target: str = "fake"
+    node_rank: int | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    modes: dict[str, int] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    fail: Exception | None = None
+    connected: int = 0
+    closed: int = 0
+    _rules: list[Rule] = field(default_factory=list)
+    _streams: list[tuple[str, list[str], int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def on(self, text: str, *answers: Answer) -> FakeTransport:
+        """Answer commands whose argv contains ``text``, one answer a time; the last repeats."""
+        self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
+        return self
+
+    def on_program(self, text: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
+        """Answer node programs whose source contains ``text`` by a function of the request."""
+        self._rules.append(Rule(lambda line, stdin: text.encode() in stdin, [_program(reply) for reply in replies]))
+        return self
+
+    def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
+        """Stream these lines for commands containing ``text``, then exit; None: go on until stopped."""
+        self._streams.append((text, lines, -1 if returncode is None else returncode))
+        return self
+
+    def lines(self) -> list[str]:
+        """The commands run so far, each as one line."""
+        return [call.line for call in self.calls]
+
+    def connect(self, timeout: float) -> None:
+        self._check()
+        self.connected += 1
+
+    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        call = self._record(command, stdin)
+        with self._lock:
+            rules = [rule for rule in reversed(self._rules) if rule.matches(call.line, stdin)]
+            assert rules, f"{self.target}: nobody said what to answer to: {call.line[:300]}"
+            answer = rules[0].next()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, Completed) else answer(command, stdin)
+
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        call = self._record(command, b"")
+        scripted = [entry for entry in reversed(self._streams) if entry[0] in call.line]
+        assert scripted, f"{self.target}: nobody said what to stream for: {call.line[:300]}"
+        _, lines, returncode = scripted[0]
+        for line in lines:
+            on_line(line)
+        if returncode == -1:
+            stop.wait()
+        return returncode
+
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        self._check()
+        data = source.read_bytes()[offset:]
+        if offset and dest not in self.files:
+            raise self._missing(dest)
+        self.files[dest] = self.files.get(dest, b"")[:offset] + data
+        if on_bytes:
+            on_bytes(len(data))
+
+    def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+        self._check()
+        self.files[dest], self.modes[dest] = data, mode
+
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        self._check()
+        if source not in self.files:
+            raise self._missing(source)
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        dest.write_bytes(self.files[source])
+        if on_bytes:
+            on_bytes(len(self.files[source]))
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def lose_connection(self) -> None:
+        """From now on every method raises ``ConnectionLost``."""
+        self.fail = ConnectionLost("connection lost", host=self.target, node_rank=self.node_rank)
+
+    def _record(self, command: Command, stdin: bytes) -> Call:
+        self._check()
+        call = Call(command, stdin)
+        with self._lock:
+            self.calls.append(call)
+        return call
+
+    def _check(self) -> None:
+        if self.fail is not None:
+            raise self.fail
+
+    def _missing(self, path: str) -> RemoteFileError:
+        return RemoteFileError(
+            f"cannot read {path}: No such file", errno=errno.ENOENT, host=self.target, node_rank=self.node_rank
+        )
+
+
+def _program(reply: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> Answer:
+    if isinstance(reply, Exception):
+        return reply
+
+    def answer(command: Command, stdin: bytes) -> Completed:
+        _, request = split_request(stdin)
+        return printed(f"\n{MARKER}{json.dumps(reply(request))}\n")
+
+    return answer

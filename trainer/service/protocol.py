@@ -11,9 +11,10 @@ import numpy as np
 
 from trainer.errors import WireError
 from trainer.sample.types import Array, HopRequest, HopSample, Ids
-from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, narrow_ids, widen_ids
+from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, check_ids, narrow_ids, widen_ids
 
 _REPLACE, _WITH_EDGE_ID = 1, 2
+_MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ def sample_request(request: HopRequest) -> Message:
 
 def read_sample_request(message: Message) -> HopRequest:
     """Raises ``WireError`` unless the message is a complete request."""
-    if len(message.arrays) != 1 or message.fanout < -1 or message.shuffle < 0 or message.flags > 3:
+    if len(message.arrays) != 1 or not -1 <= message.fanout <= _MAX_FANOUT:
         raise WireError(f"sample_hop with {len(message.arrays)} arrays, fanout {message.fanout}")
+    if message.shuffle < 0 or message.flags > (_REPLACE | _WITH_EDGE_ID):
+        raise WireError(f"sample_hop with shuffle {message.shuffle}, flags {message.flags}")
     return HopRequest(
         nodes=widen_ids(message.arrays[0]),
         fanout=message.fanout,
@@ -81,7 +84,7 @@ def read_sample(message: Message, num_nodes: int, with_edge_id: bool) -> HopSamp
     counts, src, *rest = message.arrays
     if counts.dtype != np.int32 or counts.shape != (num_nodes,) or (num_nodes and counts.min() < 0):
         raise WireError(f"counts of dtype {counts.dtype} and shape {counts.shape} for {num_nodes} nodes")
-    sample = HopSample(counts, widen_ids(src), widen_ids(rest[0]) if rest else None)
+    sample = HopSample(counts, check_ids(src), widen_ids(rest[0]) if rest else None)
     if any(len(ids) != counts.sum(dtype=np.int64) for ids in (src, *rest)):
         raise WireError(f"{len(src)} neighbours, counts add up to {counts.sum(dtype=np.int64)}")
     return sample

@@ -121,7 +121,7 @@ def _on_wire(array: Array, max_frame: int) -> Array:
     if array.ndim > _MAX_NDIM:
         raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
     if array.nbytes > max_frame:
-        raise WireError(f"an array of {array.nbytes} bytes is over the limit of {max_frame}; ask for fewer nodes at once")
+        raise WireError(f"an array of {array.nbytes} bytes is over {max_frame}; ask for fewer nodes at once")
     return np.asarray(array, dtype=dtype, order="C")
 
 
@@ -177,13 +177,18 @@ def _array(frame: Any, dtype: np.dtype[Any], shape: tuple[int, ...], max_frame: 
 
 
 def narrow_ids(ids: Array) -> Array:
-    """Non-negative ids as int32 where they fit, else int64. Always a copy, so the caller may reuse its array."""
+    """Ids as int32 where they fit, else int64; a copy unless they are int32 already."""
     fits = not len(ids) or (int(ids.max()) <= _INT32_MAX and int(ids.min()) >= -_INT32_MAX)
-    return ids.astype(np.int32 if fits else np.int64)
+    return ids.astype(np.int32, copy=ids.dtype != np.int32) if fits else ids.astype(np.int64)
+
+
+def check_ids(array: Array) -> Array:
+    """Received ids, unchanged. Raises ``WireError`` unless they are a vector of int32 or int64."""
+    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
+        raise WireError(f"ids of dtype {array.dtype} and shape {array.shape}; expected int32 or int64 [n]")
+    return array
 
 
 def widen_ids(array: Array) -> Ids:
     """Received ids as int64 [n]. Raises ``WireError`` unless they are a vector of int32 or int64."""
-    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
-        raise WireError(f"ids of dtype {array.dtype} and shape {array.shape}; expected int32 or int64 [n]")
-    return array.astype(np.int64)
+    return check_ids(array).astype(np.int64)

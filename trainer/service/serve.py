@@ -1,0 +1,92 @@
+"""``python -m trainer serve``: the graph server as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trainer.errors import ServiceError, SettingsError
+from trainer.partition.format import manifest_digest
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.types import HopRequest
+from trainer.service.cluster import read_cluster
+from trainer.service.keys import read_key_file
+from trainer.service.protocol import HelloInfo
+from trainer.service.server import GraphServer
+from trainer.store.part import PartStore, open_parts
+
+_GLANCE = 0.5  #: seconds between looks at the server's own thread
+
+
+def serve(
+    parts: str | Path,
+    own: Sequence[int],
+    bind: str,
+    cluster: str | Path,
+    ready_file: str | Path,
+    key_file: str | Path | None = None,
+    threads: int = 2,
+) -> None:
+    """Serve parts ``own`` of a partition folder at ``bind`` until SIGTERM or SIGINT.
+
+    ``ready_file`` appears, whole, once requests are answered: ``{"endpoint", "pid"}``.
+    Raises ``SettingsError``, ``PartitionError`` or ``ServiceError`` when it cannot start. Call it in
+    the main thread: it takes over both signals.
+    """
+    stopping = _catch_signals()
+    keys = None if key_file is None else read_key_file(key_file)
+    node = read_cluster(cluster).owner_of(set(own))
+    if node is None:
+        raise SettingsError(f"no node of {cluster} owns exactly the parts {sorted(own)}")
+    store = open_parts(parts, own)
+    graph = LocalGraph(store)
+    info = HelloInfo(node.node_rank, node.host, tuple(sorted(own)), manifest_digest(parts))
+    server = GraphServer(graph, bind, info, threads, keys)
+    _allow_many_connections()
+    server.start()
+    warm_up(graph, store)
+    _write_ready(Path(ready_file), server.endpoint)
+    print(f"serving parts {','.join(map(str, info.part_ids))} at {server.endpoint} with {threads} threads", flush=True)
+    while server.running and not stopping.wait(_GLANCE):
+        pass
+    if not stopping.is_set():
+        raise ServiceError(f"graph server at {server.endpoint} stopped by itself; its traceback stands above")
+    print(f"stopping; {server.stats()}", flush=True)
+    server.stop()
+
+
+def warm_up(graph: LocalGraph, store: PartStore) -> None:
+    """Run every kernel once, so that no request waits for the compiler."""
+    for part in store.parts.values():
+        if part.num_nodes == 0:
+            continue
+        nodes = np.array([part.start], np.int64)
+        for fanout, replace in ((-1, False), (1, False), (1, True)):
+            graph.sample_hop(HopRequest(nodes, fanout, shuffle=1, key=0, replace=replace, with_edge_id=True))
+        graph.gather(nodes, ["orig_id", "in_degree", *store.manifest.attrs])
+
+
+def _catch_signals() -> threading.Event:
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    return stopping
+
+
+def _allow_many_connections() -> None:
+    """Each sampler thread of the cluster holds a connection; the usual soft limit of 1024 may be too few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _write_ready(path: Path, endpoint: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
+    temporary.replace(path)

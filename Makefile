@@ -1,0 +1,60 @@
+# make help       what there is
+# PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13)
+# VENV=…          where the virtual environment lives
+# PIP_ARGS=…      more for pip install, e.g. another package index
+# ARGS=…          more for pytest or the benchmarks
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check bench clean tools-demo tools-test
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+
+demo: tools-demo $(INSTALLED) ## two nodes on this machine: partition, train, collect
+	$(BIN)/python launch.py --config templates/local.yml
+
+test: tools-test $(INSTALLED) ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: tools-test $(INSTALLED) ## run the tests that take longer
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(INSTALLED) ## ruff, mypy, generated documentation
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m launcher.docs --check docs/config.md
+
+bench: tools-test $(INSTALLED) ## run the benchmarks
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean: ## remove the virtual environment and caches; runs and parts stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# sshd, network tools and sshfs serve the tests on namespaced hosts, which only root can make.
+tools-demo:
+	@sh .ci/need tmux:tmux
+
+tools-test:
+	@sh .ci/need tmux:tmux $$([ "$$(id -u)" != 0 ] || echo $(HOST_TOOLS)) || echo "Tests that need these are skipped."
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "$(PYTHON) is too old or missing: gnnfleet needs Python 3.10 or newer (make PYTHON=python3.12 …)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || sh .ci/need no-ensurepip:$(notdir $(PYTHON))-venv
+	$(PYTHON) -m venv $(VENV)
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt $(PIP_ARGS) -e '.[test]'
+	@touch $@

@@ -1,0 +1,26 @@
+#!/usr/bin/env python3
+"""``python launch.py --config cluster.yml``: the ``gnnfleet`` command from a checkout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE))
+    try:
+        from launcher.cli import entry
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] in ("launcher", "trainer"):
+            raise
+        remedy = f"{sys.executable} -m pip install -e {HERE}"
+        print(f"launch.py: {error.name} is not installed for this Python; run: {remedy}", file=sys.stderr)
+        sys.exit(2)
+    entry()
+
+
+if __name__ == "__main__":
+    main()

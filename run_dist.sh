@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# One distributed run. Edit the variables or set them in the environment:
+#   EPOCHS=5 BATCH_SIZE=512 ./run_dist.sh
+# Whatever follows goes to launch.py as it is: ./run_dist.sh --dry-run
+# An empty variable leaves what CONFIG says.
+
+CONFIG=${CONFIG:-templates/local.yml}  # hosts, data, training; every key can be overridden below
+NODES=${NODES:-}                       # "user@host1 user@host2", or a number of nodes on this machine
+PROCS=${PROCS:-}                       # trainer processes per node
+DATASET=${DATASET:-}                   # synthetic, file, ogbn-products, Planetoid:Cora …
+DATA_SOURCE=${DATA_SOURCE:-}           # folder or file of DATASET=file
+EPOCHS=${EPOCHS:-}
+BATCH_SIZE=${BATCH_SIZE:-}             # global batch, over all processes
+FANOUTS=${FANOUTS:-}                   # neighbours per hop: 15,10,5
+MASTER_ADDR=${MASTER_ADDR:-}           # found by itself when empty
+MASTER_PORT=${MASTER_PORT:-}           # found by itself when empty
+CONDA_ENV=${CONDA_ENV:-}               # conda environment on the nodes, or
+VENV=${VENV:-}                         # virtual environment on the nodes
+RUNS_DIR=${RUNS_DIR:-}                 # where logs, checkpoints and results of runs are collected
+LOG_DIR=${LOG_DIR:-runs/output}        # where this script's output is kept as well
+PYTHON=${PYTHON:-}                     # runs launch.py; default .venv/bin/python, else python3
+
+set -uo pipefail
+called_from=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+[[ -n $PYTHON ]] || { [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python || PYTHON=python3; }
+[[ -e $CONFIG || ! -e $called_from/$CONFIG ]] || CONFIG=$called_from/$CONFIG
+
+args=(--config "$CONFIG")
+[[ -z $PROCS ]] || args+=(--num_training_procs "$PROCS")
+[[ -z $EPOCHS ]] || args+=(--epochs "$EPOCHS")
+[[ -z $BATCH_SIZE ]] || args+=(--batch_size "$BATCH_SIZE")
+[[ -z $FANOUTS ]] || args+=(--num_neighbors "$FANOUTS")
+[[ -z $MASTER_ADDR ]] || args+=(--master_addr "$MASTER_ADDR")
+[[ -z $MASTER_PORT ]] || args+=(--master_port "$MASTER_PORT")
+[[ -z $RUNS_DIR ]] || args+=(--runs-dir "$RUNS_DIR")
+[[ -z $DATASET ]] || args+=(--set "data.dataset=$DATASET")
+[[ -z $DATA_SOURCE ]] || args+=(--set "data.source=$DATA_SOURCE")
+[[ -z $CONDA_ENV ]] || args+=(--set "defaults.conda=$CONDA_ENV")
+[[ -z $VENV ]] || args+=(--set "defaults.venv=$VENV")
+if [[ $NODES =~ ^[0-9]+$ ]]; then
+    args+=(--set "nodes=$NODES" --set transport=local)
+elif [[ -n $NODES ]]; then
+    read -ra hosts <<<"$NODES"
+    list=$(printf '"%s",' "${hosts[@]}")
+    args+=(--set "nodes=[${list%,}]" --set transport=ssh)
+fi
+
+mkdir -p "$LOG_DIR" || exit 2
+log=$LOG_DIR/$(date +%Y%m%d-%H%M%S)-$$.log
+"$PYTHON" launch.py "${args[@]}" "$@" 2>&1 | tee -i "$log"  # -i: Ctrl-C is launch.py's to answer
+status=${PIPESTATUS[0]}
+echo "output kept in $log (exit status $status)"
+exit "$status"

@@ -99,17 +99,14 @@ def make_sites(
 def interpreter(config: ClusterConfig, node_rank: int) -> Command:
     """The node's python as an argv of one word, with the setup lines it needs before it."""
     node = config.nodes[node_rank]
-    if node.venv:
-        python, named, conda = f"{node.venv.rstrip('/')}/bin/python", True, ()
-    elif node.conda and "/" in node.conda:
-        python, named, conda = f"{node.conda.rstrip('/')}/bin/python", True, ()
+    conda: tuple[str, ...] = ()
+    if node.venv or (node.conda and "/" in node.conda):
+        python = f"{(node.venv or node.conda or '').rstrip('/')}/bin/python"
     elif node.conda:
-        python, named, conda = "python", False, (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
-    elif config.transport == "local" and node.python == "python3":
-        python, named, conda = sys.executable, True, ()
+        python, conda = "python", (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
     else:
-        python, named, conda = node.python, "/" in node.python, ()
-    path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if named else ()
+        python = sys.executable if config.transport == "local" and node.python == "python3" else node.python
+    path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if "/" in python else ()
     return Command((python,), setup=(*node.setup, *conda, *path))
 
 

@@ -1,0 +1,81 @@
+"""cluster.yml → ``ClusterConfig``, driven by the dataclasses in ``launcher.config``.
+
+All mistakes of a file are found in one pass and raised as one ``ConfigError``, each with file and line.
+Paths written in a file are relative to that file, those in a ``--set`` to the current directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.config import ClusterConfig
+from launcher.config_checks import check
+from launcher.config_paths import resolve_paths
+from launcher.config_reader import FLOAT, Reader
+from launcher.errors import ConfigError, Problem
+from launcher.yaml_overrides import apply_override
+from launcher.yaml_tree import Origin, Report, Scalar, Section, read_tree
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """Read, override, check. Raises ConfigError with every mistake found."""
+    problems: list[Problem] = []
+    report = problems.append
+    tree = _read_file(path, report)
+    for override in overrides:
+        tree = apply_override(tree, override, report)
+    reader = Reader(report)
+    config = resolve_paths(reader.cluster(tree), reader)
+    check(config, reader)
+    if problems:
+        raise ConfigError(sorted(problems, key=lambda problem: (problem.line == 0, problem.line)))
+    return config
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """``config`` as YAML that ``load_config`` reads back to an equal value."""
+    return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _read_file(path: Path, report: Report) -> Section:
+    """The file's top level; mistakes that leave nothing to read end here."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(path), 1, f"not UTF-8 text (byte {error.start})")]) from None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), 0, f"cannot be read: {error.strerror}")]) from None
+    found: list[Problem] = []
+    tree = read_tree(text, str(path), path.absolute().parent, found.append)
+    if tree is None or isinstance(tree, Scalar) and tree.empty:
+        raise ConfigError(found or [Problem(str(path), 1, "the file is empty; start from templates/cluster.yml")])
+    if not isinstance(tree, Section):
+        raise ConfigError([Problem(str(path), tree.origin.line, "expected keys such as `nodes:` and `data:`")])
+    for problem in found:
+        report(problem)
+    return Section(Origin(str(path), 1, tree.origin.folder), tree.items, tree.keys)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: _plain(item) for name, item in items if item is not None}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, dict) else value

@@ -70,6 +70,7 @@ def _cluster(job: Job) -> Mapping[str, Any]:
             "host": site.node.host,
             "endpoint": endpoint(site.address, site.service_port) if job.serves else None,
             "parts": site.parts,
+            "ranks": site.ranks,
         }
         for site in job.sites
     ]

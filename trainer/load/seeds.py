@@ -6,7 +6,6 @@ seed is lost or doubled, whatever the number of ranks, hosts and parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numba
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from trainer.errors import SettingsError
 from trainer.sample.rng import batch_key, shuffled
+from trainer.service.cluster import Cluster
 
 Ids = npt.NDArray[np.int64]
 
@@ -70,14 +70,11 @@ class RankLayout:
         return cls(1, ((0,),) * num_parts)
 
     @classmethod
-    def from_nodes(cls, nproc: Sequence[int], parts: Sequence[Sequence[int]]) -> RankLayout:
-        """Ranks in node order: ``nproc[k]`` ranks and ``parts[k]`` on node k."""
-        first = np.concatenate([[0], np.cumsum(nproc)])
-        node_of_part = {part: node for node, owned in enumerate(parts) for part in owned}
-        ranks = tuple(
-            tuple(range(first[node_of_part[p]], first[node_of_part[p] + 1])) for p in range(len(node_of_part))
-        )
-        return cls(int(first[-1]), ranks)
+    def from_cluster(cls, cluster: Cluster) -> RankLayout:
+        """As ``cluster.json`` places ranks and parts."""
+        ranks_of_part = {part: node.ranks for node in cluster.nodes for part in node.parts}
+        world_size = sum(len(node.ranks) for node in cluster.nodes)
+        return cls(world_size, tuple(ranks_of_part[part] for part in range(cluster.num_parts)))
 
     def table(self) -> npt.NDArray[np.int64]:
         """int64 [num_parts, most ranks of a part], padded with -1."""

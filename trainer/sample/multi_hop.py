@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.errors import DataError
+from trainer.errors import DataError, SettingsError
 from trainer.sample import kernels
 from trainer.sample.types import GraphAccess, HopRequest, HopSample, Ids
 
@@ -69,6 +69,7 @@ def sample_multi_hop(
     ``ServiceError`` when an owner does not answer and ``DataError`` for a seed that is no
     node. ``table`` is clean again afterwards.
     """
+    _check_fanouts(fanouts, replace)
     _check_seeds(seeds, len(table.positions))
     growth = _Growth(seeds, table, edges)
     try:
@@ -92,6 +93,15 @@ def _shuffle_of(fanouts: Sequence[int], hop: int) -> int:
     """The largest fanout that may cut a prefix of this hop's picks: a later one's, or an asked-again node's."""
     others = fanouts if _needs_more(fanouts, hop) else fanouts[hop + 1 :]
     return max((fanout for fanout in others if fanout >= 0), default=0)
+
+
+def _check_fanouts(fanouts: Sequence[int], replace: bool) -> None:
+    """Draws with replacement are no prefix of a whole row, so blocks could not share one answer."""
+    if replace and -1 in fanouts and any(fanout >= 0 for fanout in fanouts):
+        raise SettingsError(
+            f"fanouts {list(fanouts)} with replacement: -1 takes whole rows, the others draw from them;"
+            " use -1 for every hop, or for none"
+        )
 
 
 def _check_seeds(seeds: Ids, num_nodes: int) -> None:

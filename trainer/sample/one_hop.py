@@ -30,26 +30,27 @@ class LocalGraph:
             (part,) = self.store.parts.values()
             self._check_owned(request.nodes)
             return _sample_part(part, request)
-        groups = self._by_part(request.nodes)
-        samples = [(at, _sample_part(self.store.parts[p], replace(request, nodes=request.nodes[at]))) for p, at in groups.items()]
+        samples = [
+            (at, _sample_part(self.store.parts[p], replace(request, nodes=request.nodes[at])))
+            for p, at in self._by_part(request.nodes).items()
+        ]
         return merge_samples(len(request.nodes), samples, request.with_edge_id, self.id_dtype)
 
     def gather(self, nodes: Ids, attrs: Sequence[str]) -> Mapping[str, Array]:
         """Rows of owned nodes; name -> [n, …]. Raises ``PartitionError``."""
         groups = self._by_part(nodes)
-        return {
-            name: merge_rows(
-                len(nodes),
-                [(at, *_column(self.store.parts[p], name, nodes[at])) for p, at in groups.items()],
-                *self._spec(name),
-            )
-            for name in attrs
-        }
+        return {name: self._rows(name, nodes, groups, *self._spec(name)) for name in attrs}
 
     @property
     def id_dtype(self) -> np.dtype[Any]:
         """dtype of stored global ids."""
         return next(iter(self.store.parts.values())).indices.dtype if self.store.parts else np.dtype(np.int64)
+
+    def _rows(
+        self, name: str, nodes: Ids, groups: Mapping[int, Ids], dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> Array:
+        answers = [(at, *_column(self.store.parts[p], name, nodes[at])) for p, at in groups.items()]
+        return merge_rows(len(nodes), answers, dtype, shape)
 
     def _by_part(self, nodes: Ids) -> dict[int, Ids]:
         groups = group_by(self.book.part_of(nodes))

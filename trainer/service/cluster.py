@@ -23,6 +23,7 @@ class ClusterNode:
     host: str
     endpoint: str | None  #: of its graph server; None when it serves nothing
     parts: tuple[int, ...]
+    ranks: tuple[int, ...]  #: of the trainer processes on it
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ def read_cluster(path: str | Path) -> Cluster:
 
 def _node(raw: Mapping[str, Any]) -> ClusterNode:
     endpoint = None if raw["endpoint"] is None else str(raw["endpoint"])
-    return ClusterNode(int(raw["node_rank"]), str(raw["host"]), endpoint, tuple(int(part) for part in raw["parts"]))
+    parts, ranks = (tuple(int(item) for item in raw[key]) for key in ("parts", "ranks"))
+    return ClusterNode(int(raw["node_rank"]), str(raw["host"]), endpoint, parts, ranks)
 
 
 def _check(path: str | Path, cluster: Cluster) -> None:

@@ -1,0 +1,130 @@
+"""Stops a node, or says how it is: ``control.py stop|status RUN_DIR``; prints one JSON object.
+
+``stop`` asks the supervisor (``control/stop``) and waits for its result. A supervisor that is dead or
+too slow is helped: its recorded groups, its descendants and all holders of the run's token are ended,
+and so is the tmux session if it lingers. Exit 0 when nothing of the run is left on this node, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+if not __package__:  # run as a file: make the package above importable
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+from launcher.node import procs
+from launcher.node.record import read_json, write_json
+
+_POLL = 0.1  # seconds
+_SLACK = 6.0  # seconds a supervisor may need beyond its grace: outcomes, leftovers, result
+
+
+class NodeFolder:
+    """A node's run folder, as seen by a process that is not its supervisor."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.run_dir = run_dir
+        self.spec = read_json(self.path("node.json"))
+        if self.spec is None:
+            raise SystemExit(f"control: no run in {run_dir} (it has no node.json)")
+        self.token = procs.node_token(self.spec["token"], self.spec["node_rank"])
+
+    def path(self, *names: str) -> str:
+        return os.path.join(self.run_dir, *names)
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        state: dict[str, Any] | None = read_json(self.path("state.json"))
+        return state
+
+    def supervisor(self) -> int | None:
+        """The pid of the living supervisor."""
+        state = self.state
+        return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
+
+    def recorded(self) -> list[procs.Process]:
+        """Processes of the last recorded state that still run, with their groups."""
+        entries = (self.state or {}).get("processes", [])
+        groups = {entry["pgid"] for entry in entries if procs.alive(entry["pid"], entry["start_ticks"])}
+        return [process for process in procs.table() if process.pgid in groups]
+
+    def left(self) -> list[procs.Process]:
+        """Whatever of the run still runs on this node, the supervisor included."""
+        root = self.supervisor()
+        found = procs.run_processes(self.token, root) + self.recorded()
+        process = procs.look(root) if root else None
+        return list({one.pid: one for one in [*found, *([process] if process else [])]}.values())
+
+
+def stop(folder: NodeFolder, timeout: float, session: str) -> dict[str, Any]:
+    """Stop the node within about ``timeout`` seconds, by force at the end of it."""
+    os.makedirs(folder.path("control"), exist_ok=True)
+    write_json(folder.path("control", "stop"), {"time": time.time()})
+    deadline = time.monotonic() + timeout
+    while folder.supervisor() is not None and time.monotonic() < deadline:
+        time.sleep(_POLL)
+    killed = describe(folder.left())
+    supervisor = folder.supervisor()
+    if supervisor is not None:  # too slow: it must not see its children end and call that a failure
+        procs.send(supervisor, signal.SIGKILL)
+    left = procs.end(folder.left, min(folder.spec["grace"], 1.0) if killed else 0.0)
+    if session:
+        end_session(session)
+    return {"stopped": not left, "killed": killed, "leftovers": describe(left)}
+
+
+def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
+    return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
+
+
+def end_session(name: str) -> None:
+    """Close the tmux session of that name; there is none any more when all went well."""
+    try:
+        subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
+    except FileNotFoundError:  # no tmux, no session
+        return
+
+
+def status(folder: NodeFolder) -> dict[str, Any]:
+    """State, liveness and result of the node."""
+    state = folder.state
+    processes = [
+        {**entry, "alive": procs.alive(entry["pid"], entry["start_ticks"])}
+        for entry in (state or {}).get("processes", [])
+    ]
+    return {
+        "state": state["state"] if state else None,
+        "alive": folder.supervisor() is not None,
+        "heartbeat_age": round(time.time() - state["time"], 3) if state else None,
+        "stop_requested": os.path.exists(folder.path("control", "stop")),
+        "processes": processes,
+        "result": read_json(folder.path("result.json")),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="control.py", description="Stops a node, or says how it is.")
+    parser.add_argument("action", choices=["stop", "status"])
+    parser.add_argument("run_dir")
+    parser.add_argument("--timeout", type=float, help="seconds until force is used; default: the run's grace and some")
+    parser.add_argument("--session", default="", help="tmux session to close if it is still there")
+    options = parser.parse_args()
+    folder = NodeFolder(options.run_dir)
+    if options.action == "status":
+        print(json.dumps(status(folder)))
+        return 0
+    timeout = options.timeout if options.timeout is not None else folder.spec["grace"] + _SLACK
+    report = stop(folder, timeout, options.session)
+    print(json.dumps(report))
+    return 0 if report["stopped"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

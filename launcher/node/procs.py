@@ -1,0 +1,166 @@
+"""Processes as the kernel knows them: who they are, whose they are, and how they are ended.
+
+A process is named by pid and start time together, because pids are used again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+TOKEN = "GNNFLEET_TOKEN"
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One line of the process table."""
+
+    pid: int
+    ppid: int
+    pgid: int
+    start_ticks: int  #: clock ticks between boot and start
+    zombie: bool
+
+
+def look(pid: int) -> Process | None:
+    """The process with this pid now; None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, ppid, pgid = fields[0], int(fields[1]), int(fields[2])
+    return Process(pid, ppid, pgid, int(fields[19]), state in (b"Z", b"X"))
+
+
+def alive(pid: int, start_ticks: int) -> bool:
+    """Whether this very process still runs; a zombie does not."""
+    process = look(pid)
+    return process is not None and process.start_ticks == start_ticks and not process.zombie
+
+
+def table() -> list[Process]:
+    """All running processes, zombies left out."""
+    found = (look(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return [process for process in found if process is not None and not process.zombie]
+
+
+def ancestors(pid: int) -> set[int]:
+    """``pid``, its parent, and so on up."""
+    line: set[int] = set()
+    process = look(pid)
+    while process is not None and process.pid not in line:
+        line.add(process.pid)
+        process = look(process.ppid)
+    return line
+
+
+def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Process]:
+    """Children of ``pid``, their children, and so on down."""
+    children: dict[int, list[Process]] = {}
+    for process in table() if processes is None else processes:
+        children.setdefault(process.ppid, []).append(process)
+    found: list[Process] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += [process.pid for process in below]
+    return found
+
+
+def node_token(token: str, node_rank: int) -> str:
+    """What a run's processes on one node carry; nodes differ, since two may share a machine."""
+    return f"{token}-node{node_rank}"
+
+
+def with_token(token: str, processes: Iterable[Process] | None = None) -> list[Process]:
+    """Running processes that were started with ``GNNFLEET_TOKEN=token`` in their environment."""
+    return [process for process in (table() if processes is None else processes) if _holds(process.pid, token)]
+
+
+def _holds(pid: int, token: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return f"{TOKEN}={token}".encode() in file.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False  # ended meanwhile, or another user's
+
+
+def run_processes(token: str, root: int | None = None) -> list[Process]:
+    """All of a run on this machine but the caller and its ancestors: token holders, and what descends from ``root``."""
+    processes = table()
+    spared = ancestors(os.getpid())
+    found = with_token(token, processes) + (descendants(root, processes) if root else [])
+    return list({process.pid: process for process in found if process.pid not in spared}.values())
+
+
+def command_line(pid: int) -> str:
+    """The first 120 characters of a process's command; '' when it is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def send(pid: int, number: int) -> None:
+    """Signal one process; nothing happens when it is gone already."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def send_group(pgid: int, number: int) -> None:
+    """Signal a process group; nothing happens when it is empty already."""
+    try:
+        os.killpg(pgid, number)
+    except ProcessLookupError:
+        return
+
+
+def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
+    """TERM what ``find`` finds, KILL what is left after ``grace`` seconds; returns what outlived even that.
+
+    ``find`` is asked again and again, so that what is started meanwhile is ended too.
+    ``wait`` is called between two looks; by default it sleeps 50 ms.
+    """
+    pause = wait or (lambda: time.sleep(0.05))
+    termed: set[int] = set()
+    kill_at = time.monotonic() + grace
+    give_up = kill_at + 5.0
+    while True:
+        left = find()
+        now = time.monotonic()
+        if not left or now > give_up:
+            return left
+        for process in left:
+            if now >= kill_at:
+                send(process.pid, signal.SIGKILL)
+            elif process.pid not in termed:
+                termed.add(process.pid)
+                send(process.pid, signal.SIGTERM)
+        pause()
+
+
+def die_with_parent(number: int) -> None:
+    """Have the kernel send this process ``number`` when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none gets out of sight."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

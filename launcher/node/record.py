@@ -1,0 +1,42 @@
+"""Time stamps, and the two ways a file of the run folder is written: renamed whole, or appended by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+
+def stamp(when: float) -> str:
+    """Seconds since the epoch as UTC, ``2026-11-20T21:00:00.123Z``."""
+    milliseconds = int(when * 1000)
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(milliseconds // 1000))
+    return f"{whole}.{milliseconds % 1000:03d}Z"
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write ``value`` beside ``path`` and rename it into place."""
+    beside = f"{path}.{os.getpid()}.tmp"
+    with open(beside, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(beside, path)
+
+
+def read_json(path: str) -> Any:
+    """The value in ``path``; None when the file is not there (yet)."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def append_json(path: str, value: Any) -> None:
+    """Add one line in one write, so that readers never see half of it with another writer's half."""
+    line = json.dumps(value).encode() + b"\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""A node's run folder with real processes, for the tests of what runs on a node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.node import procs
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = ROOT / "launcher" / "node"
+PYTHON = sys.executable
+GRACE = 1.0
+
+
+def wait_until(true: Callable[[], Any], timeout: float = 15.0) -> Any:
+    """The first true value of ``true()``; the test fails when none comes in time."""
+    deadline = time.monotonic() + timeout
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"did not come true within {timeout} s"
+        time.sleep(0.02)
+    return value
+
+
+def python(code: str) -> list[str]:
+    return [PYTHON, "-c", code]
+
+
+class RunFolder:
+    """One node's run folder and, once started, its supervisor."""
+
+    def __init__(self, path: Path, *, server: list[str] | None = None, **more: Any) -> None:
+        self.path = path
+        self.token = uuid.uuid4().hex
+        self.spec: dict[str, Any] = {
+            "run_id": "test",
+            "token": self.token,
+            "node_rank": 0,
+            "num_nodes": 1,
+            "run_dir": str(path),
+            "ranks": [],
+            "server": {"argv": server, "env": {}, "cwd": str(path)} if server else None,
+            "trainer": None,
+            "ready_file": str(path / "server.ready"),
+            "start_timeout": 10.0,
+            "grace": GRACE,
+            **more,
+        }
+        path.mkdir(parents=True, exist_ok=True)
+        self.supervisor: subprocess.Popen[bytes] | None = None
+
+    def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
+        """One rank, started without torch.distributed.run."""
+        return self._trainer([PYTHON, str(NODE / "rank.py"), *self._runner(argv)], [0], {"RANK": "0", **(env or {})})
+
+    def torchrun(self, argv: list[str], nproc: int) -> RunFolder:
+        """Ranks started by the real torch.distributed.run."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        run = [PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0", f"--nproc-per-node={nproc}"]
+        run += ["--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "--no-python"]
+        return self._trainer([*run, PYTHON, str(NODE / "rank.py"), *self._runner(argv)], list(range(nproc)), {})
+
+    def _runner(self, argv: list[str]) -> list[str]:
+        return ["--run-dir", str(self.path), "--", *argv]
+
+    def _trainer(self, argv: list[str], ranks: list[int], env: Mapping[str, str]) -> RunFolder:
+        self.spec |= {"trainer": {"argv": argv, "env": dict(env), "cwd": str(self.path)}, "ranks": ranks}
+        return self
+
+    def write_spec(self) -> Path:
+        path = self.path / "node.json"
+        path.write_text(json.dumps(self.spec))
+        return path
+
+    def start(self) -> RunFolder:
+        argv = [PYTHON, str(NODE / "supervisor.py"), str(self.write_spec())]
+        self.supervisor = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
+        return self
+
+    def end(self, timeout: float = 20.0) -> dict[str, Any]:
+        """Wait for the supervisor; its result. Nothing of the run may be left then."""
+        assert self.supervisor is not None
+        status = self.supervisor.wait(timeout)
+        result: dict[str, Any] = self.json("result.json")
+        assert status == (0 if result["state"] == "done" else 1)
+        assert self.processes() == []
+        return result
+
+    def run(self, timeout: float = 20.0) -> dict[str, Any]:
+        return self.start().end(timeout)
+
+    def processes(self) -> list[str]:
+        """Commands of the run's processes on this machine, the supervisor not among them."""
+        found = procs.with_token(procs.node_token(self.token, self.spec["node_rank"]))
+        return [procs.command_line(process.pid) for process in found]
+
+    def json(self, name: str) -> Any:
+        return json.loads((self.path / name).read_text())
+
+    def outcome(self, name: str) -> dict[str, Any]:
+        record: dict[str, Any] = self.json(f"outcomes/{name}.json")
+        return record
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
+
+    def log(self, name: str) -> list[str]:
+        """Lines of a log without their time stamps; [] when there is none yet."""
+        path = self.path / "logs" / f"{name}.log"
+        return [line.partition(" ")[2] for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def says(self, name: str, text: str) -> Callable[[], bool]:
+        """For ``wait_until``: the log has a line with ``text``."""
+        return lambda: any(text in line for line in self.log(name))
+
+    def pid(self, name: str) -> int:
+        """Pid of a process once it is recorded."""
+        return int(wait_until(lambda: self._recorded(name)))
+
+    def _recorded(self, name: str) -> int | None:
+        path = self.path / "state.json"
+        found = json.loads(path.read_text())["processes"] if path.exists() else []
+        return next((process["pid"] for process in found if process["name"] == name), None)
+
+    def kill(self) -> None:
+        """Clean up after a test that has failed."""
+        if self.supervisor is not None and self.supervisor.poll() is None:
+            self.supervisor.kill()
+            self.supervisor.wait()
+        for process in procs.with_token(procs.node_token(self.token, self.spec["node_rank"])):
+            os.kill(process.pid, 9)

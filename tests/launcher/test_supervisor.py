@@ -1,0 +1,297 @@
+"""A node's supervisor with real processes: how runs end, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from node_kit import GRACE, NODE, PYTHON, RunFolder, python, wait_until
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
+IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+ESCAPE = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        open("escaped", "w").write(str(os.getpid()))
+        time.sleep(60)
+    os._exit(0)
+while not os.path.exists("escaped") or not open("escaped").read():
+    time.sleep(0.01)
+"""
+
+MakeFolder = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[MakeFolder]:
+    """Makes run folders and kills what a failed test leaves."""
+    made: list[RunFolder] = []
+
+    def make(**more: Any) -> RunFolder:
+        made.append(RunFolder(tmp_path / f"node{len(made)}", **more))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.kill()
+
+
+def running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+
+
+def stop(run: RunFolder) -> None:
+    (run.path / "control" / "stop").touch()
+
+
+def test_success_ends_the_server_and_reports_done(folder: MakeFolder) -> None:
+    result = folder(server=python(SERVE)).rank(python("print('trained')")).run()
+    assert result["state"] == "done"
+    assert {record["name"]: record["failed"] for record in result["outcomes"]} == {"rank0": False, "server": False}
+
+
+def test_success_leaves_logs_events_and_state(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python("print('trained')"))
+    run.run()
+    assert run.log("rank0") == ["trained"] and run.log("server") == ["serving"]
+    stamped = (run.path / "logs" / "rank0.log").read_text()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z trained\n", stamped)
+    assert run.json("state.json")["state"] == "done"
+    kinds = [(event["kind"], event.get("name")) for event in run.events()]
+    assert kinds[:4] == [
+        ("supervisor-start", None),
+        ("process-start", "server"),
+        ("server-ready", None),
+        ("process-start", "launcher"),
+    ]
+    assert ("process-exit", "rank0") in kinds and kinds[-1] == ("node-end", None)
+
+
+def test_trainer_waits_for_the_server(folder: MakeFolder) -> None:
+    slow = "import pathlib, time; time.sleep(0.5); pathlib.Path('server.ready').touch(); time.sleep(60)"
+    run = folder(server=python(slow)).rank(python("import os; print(os.path.exists('server.ready'))"))
+    assert run.run()["state"] == "done"
+    assert run.log("rank0") == ["True"]
+
+
+def test_exit_status_of_a_rank(folder: MakeFolder) -> None:
+    run = folder().rank(python("import sys; print('bye'); sys.exit(3)"))
+    assert run.run()["state"] == "failed"
+    outcome = run.outcome("rank0")
+    assert (outcome["returncode"], outcome["signal"], outcome["failed"]) == (3, None, True)
+    assert outcome["tail"] == ["bye"] and outcome["started"] < outcome["ended"]
+
+
+def test_command_that_does_not_exist(folder: MakeFolder) -> None:
+    run = folder().rank(["/no/such/program"])
+    assert run.run()["reason"] == "rank0: exit status 127"
+    assert run.outcome("rank0")["note"] == "cannot start /no/such/program: No such file or directory"
+
+
+def test_server_program_that_does_not_exist(folder: MakeFolder) -> None:
+    run = folder(server=["/no/such/server"]).rank(python("print('never')"))
+    assert "cannot start /no/such/server" in run.run()["reason"]
+    assert run.log("rank0") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_signal_that_ends_a_rank(folder: MakeFolder, number: signal.Signals) -> None:
+    run = folder().rank(python(SLEEP)).start()
+    os.kill(run.pid("rank0"), number)
+    assert run.end()["state"] == "failed"
+    outcome = run.outcome("rank0")
+    assert (outcome["returncode"], outcome["signal"]) == (128 + number, number.name)
+    assert outcome["failed"] and not outcome["stopped"]
+
+
+def test_rank_killed_together_with_its_runner(folder: MakeFolder) -> None:
+    run = folder().rank(python(SLEEP)).start()
+    child = run.pid("rank0")
+    os.kill(run.json("procs/rank0.json")["runner"]["pid"], signal.SIGKILL)
+    assert run.end()["state"] == "failed"
+    assert run.outcome("rank0")["signal"] == "SIGKILL" and run.outcome("rank0")["failed"]
+    assert not running(child)
+
+
+def test_raising_rank_is_the_failure_and_the_others_are_stopped(folder: MakeFolder) -> None:
+    code = (
+        "import os, time\nprint(os.environ['NODE_RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('no such column')\ntime.sleep(60)"
+    )
+    run = folder().torchrun(python(code), nproc=2)
+    result = run.run(timeout=60)
+    assert result["state"] == "failed" and result["reason"] == "rank1: exit status 1"
+    failed, stopped = run.outcome("rank1"), run.outcome("rank0")
+    assert failed["failed"] and failed["traceback"][-1] == "ValueError: no such column"
+    assert stopped["stopped"] and not stopped["failed"] and stopped["signal"] == "SIGTERM"
+    assert run.log("rank0") == ["0 2"] and not (run.path / "outcomes" / "launcher.json").exists()
+
+
+def test_killed_torchrun_takes_its_ranks_along(folder: MakeFolder) -> None:
+    run = folder().torchrun(python(SLEEP), nproc=2).start()
+    ranks = [run.pid("rank0"), run.pid("rank1")]
+    os.kill(run.pid("launcher"), signal.SIGKILL)
+    result = run.end()
+    assert result["state"] == "failed" and result["reason"].endswith("ended by SIGKILL")
+    assert [record["name"] for record in result["outcomes"] if record["failed"]] == ["launcher"]
+    assert not any(map(running, ranks))
+
+
+def test_server_that_never_gets_ready(folder: MakeFolder) -> None:
+    run = folder(server=python(SLEEP), start_timeout=0.5).rank(python("print('never')"))
+    assert "server: not ready after 0.5 s" in run.run()["reason"]
+    assert run.outcome("server")["failed"] and run.outcome("server")["tail"] == ["up"]
+
+
+def test_server_that_raises_at_start(folder: MakeFolder) -> None:
+    run = folder(server=python("raise OSError('port 29600 is taken')")).rank(python("print('never')"))
+    assert run.run()["reason"] == "server: ended before it was ready; exit status 1"
+    assert run.outcome("server")["traceback"][-1] == "OSError: port 29600 is taken"
+
+
+def test_server_dying_in_training_is_the_failure(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    os.kill(run.pid("server"), signal.SIGKILL)
+    assert run.end()["reason"] == "server: ended while it was needed; ended by SIGKILL"
+    assert run.outcome("server")["failed"] and run.outcome("rank0")["stopped"]
+
+
+def test_stop_request(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    wait_until(run.says("rank0", "up"))
+    stop(run)
+    result = run.end()
+    assert (result["state"], result["reason"]) == ("stopped", "control/stop")
+    assert all(record["stopped"] and not record["failed"] for record in result["outcomes"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_ask_to_stop(folder: MakeFolder, number: signal.Signals) -> None:
+    run = folder().rank(python(SLEEP)).start()
+    wait_until(run.says("rank0", "up"))
+    os.kill(run.supervisor.pid, number)
+    assert run.end()["reason"] == number.name
+
+
+def test_serving_only_node_is_done_when_stopped(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).start()
+    wait_until(lambda: (run.path / "state.json").exists() and run.json("state.json")["state"] == "serving")
+    stop(run)
+    assert run.end()["state"] == "done"
+
+
+def test_stop_asked_before_the_start(folder: MakeFolder) -> None:
+    run = folder().rank(python("print('never')"))
+    (run.path / "control").mkdir()
+    stop(run)
+    assert run.run()["state"] == "stopped"
+
+
+def test_rank_that_ignores_sigterm_is_killed_after_the_grace(folder: MakeFolder) -> None:
+    run = folder().rank(python(IGNORE_TERM)).start()
+    wait_until(run.says("rank0", "up"))
+    asked = time.monotonic()
+    stop(run)
+    assert run.end()["state"] == "stopped"
+    assert GRACE <= time.monotonic() - asked < GRACE + 3
+    outcome = run.outcome("rank0")
+    assert (outcome["signal"], outcome["stopped"], outcome["failed"]) == ("SIGKILL", True, False)
+
+
+def test_server_that_ignores_sigterm_is_killed(folder: MakeFolder) -> None:
+    stubborn = IGNORE_TERM.replace("print(", "open('server.ready', 'w'); print(")
+    run = folder(server=python(stubborn)).rank(python("print('trained')"))
+    assert run.run()["state"] == "done"
+    assert run.outcome("server")["signal"] == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    "environment", ["", "os.environ.clear(); os.execv(sys.executable, [sys.executable, '-c', REST])"]
+)
+def test_process_that_left_group_and_session_is_found(folder: MakeFolder, environment: str) -> None:
+    """By the run's token; and, should it have dropped its environment, as an orphan of this node."""
+    rest = "import time; open('escaped', 'w').write(str(__import__('os').getpid())); time.sleep(60)"
+    code = ESCAPE.replace("        open(", f"        import sys; REST = {rest!r}; {environment}\n        open(")
+    run = folder().rank(python(code))
+    assert run.run()["state"] == "done"
+    assert not running(int((run.path / "escaped").read_text()))
+
+
+def test_supervisor_killed_takes_everything_along(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).torchrun(python(SLEEP), nproc=2).start()
+    pids = [run.pid(name) for name in ("server", "launcher", "rank0", "rank1")]
+    run.supervisor.kill()
+    wait_until(lambda: not run.processes() and not any(map(running, pids)), timeout=2.0)
+
+
+def test_two_nodes_on_one_machine_do_not_touch_each_other(folder: MakeFolder) -> None:
+    first, second = folder(), folder(node_rank=1)
+    second.token = second.spec["token"] = first.token
+    second.rank(python(SLEEP)).start()
+    wait_until(second.says("rank0", "up"))
+    first.rank(python("print('trained')"))
+    assert first.run()["state"] == "done"
+    assert running(second.pid("rank0"))
+    stop(second)
+    assert second.end()["state"] == "stopped"
+
+
+def test_heartbeat_goes_on(folder: MakeFolder) -> None:
+    run = folder().rank(python(SLEEP)).start()
+    run.pid("rank0")
+    before = run.json("state.json")["time"]
+    wait_until(lambda: run.json("state.json")["time"] > before, timeout=3)
+    stop(run)
+    run.end()
+
+
+def test_control_status_and_stop(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    status = control("status", run)
+    assert status["alive"] and status["state"] == "training" and status["result"] is None
+    assert sorted((p["name"], p["alive"]) for p in status["processes"]) == [
+        ("launcher", True),
+        ("rank0", True),
+        ("server", True),
+    ]
+    assert control("stop", run) == {"stopped": True, "killed": [], "leftovers": []}
+    assert run.end()["state"] == "stopped"
+    after = control("status", run)
+    assert not after["alive"] and after["result"]["state"] == "stopped"
+
+
+def test_control_stops_without_the_supervisors_help(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    os.kill(run.supervisor.pid, signal.SIGSTOP)
+    report = control("stop", run, "--timeout", "0.5")
+    assert report["stopped"] and report["leftovers"] == [] and len(report["killed"]) == 4
+    assert run.supervisor.wait(5) == -signal.SIGKILL and run.processes() == []
+
+
+def test_control_on_a_folder_without_a_run(tmp_path: Path) -> None:
+    argv = [PYTHON, str(NODE / "control.py"), "stop", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr == f"control: no run in {tmp_path} (it has no node.json)\n"
+
+
+def control(action: str, run: RunFolder, *options: str) -> dict[str, Any]:
+    argv = [PYTHON, str(NODE / "control.py"), action, str(run.path), *options]
+    answer: dict[str, Any] = json.loads(subprocess.run(argv, capture_output=True, check=True, timeout=20).stdout)
+    return answer

@@ -61,7 +61,7 @@ def _parse(line: str, where: str) -> KnownKey | None:
     if len(words) < 3 or words[0].startswith("#") or marker == "@cert-authority":
         return None
     try:
-        return KnownKey(words[0], words[1], base64.b64decode(words[2]), marker == "@revoked", where)
+        return KnownKey(words[0], words[1], base64.b64decode(words[2], validate=True), marker == "@revoked", where)
     except binascii.Error:
         return None
 

@@ -31,6 +31,7 @@ _ATTEMPTS = 6  # of a connection that is dropped before login
 _PING_EVERY = 15.0
 _PING_TIMEOUT = 45.0
 _STALL = 60.0  # seconds without progress after which a transfer is given up
+_STOP_TIMEOUT = 5.0
 _CHUNK = 32768  # the largest SFTP packet every server takes
 _READ_AHEAD = 64  # SFTP reads under way
 
@@ -51,7 +52,7 @@ class SshTransport(Transport):
     def connect(self, timeout: float) -> None:
         """Open the line, anew when it broke. A line dropped before login is tried again, a wrong key is not."""
         with self._opening:
-            if self._connection is not None and self._connection.is_connected:
+            if self._alive():
                 return
             self._let_go()
             deadline = time.monotonic() + timeout
@@ -158,6 +159,10 @@ class SshTransport(Transport):
         self._connection, self._pinger = None, None
         self._sftp_idle.clear()
 
+    def _alive(self) -> bool:
+        connection = self._connection
+        return connection is not None and connection.is_connected
+
     def _line(self) -> paramiko.Transport:
         connection = self._connection
         if connection is None or not connection.is_connected:
@@ -207,9 +212,11 @@ class SshTransport(Transport):
             try:
                 yield sftp
             except OSError as error:
-                if not line.is_active() or isinstance(error, TimeoutError):
-                    sftp.close()
+                if not line.is_active():
                     raise
+                if isinstance(error, TimeoutError):
+                    sftp.close()
+                    raise EOFError(f"no progress for {_STALL:g} s") from error
                 self._sftp_idle.append(sftp)
                 raise self._file_error(verb, path, error) from error
             except BaseException:
@@ -230,10 +237,9 @@ class SshTransport(Transport):
         try:
             yield
         except LINE_ERRORS as error:
-            connection = self._connection
-            if type(error) is OSError and connection is not None and connection.is_connected:
-                raise  # not the line: the caller's own callback
-            raise line_error(error, self.target, self.node_rank) from error
+            if isinstance(error, OSError) and self._alive():
+                raise  # from the caller's own callback; the line is sound
+            raise line_error(error, self._alive(), self.target, self.node_rank) from error
 
     def _timed_out(self, command: Command, timeout: float) -> TransportError:
         return CommandTimeout(
@@ -268,7 +274,10 @@ class _Pinger:
 def _close_hops(connection: Connection) -> None:
     """Close the connection and its jump hosts. Not ``Connection.close``: it passes over half-open ones."""
     for hop in hops(connection):
+        line = hop.client.get_transport()
         hop.client.close()
+        if line is not None and line.is_alive():
+            line.join(_STOP_TIMEOUT)  # paramiko leaves its thread to end by itself
 
 
 def _open_sftp(line: paramiko.Transport) -> paramiko.SFTPClient:

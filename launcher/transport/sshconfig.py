@@ -63,7 +63,8 @@ def make_connection(
         config = Config(lazy=True, ssh_config=load_ssh_config())
     except (paramiko.SSHException, OSError) as error:
         raise TransportError(f"~/.ssh/config cannot be used: {error}", host=node.host, node_rank=node_rank) from error
-    limits = {"banner_timeout": timeout, "auth_timeout": timeout, "channel_timeout": timeout}
+    # the banner's is shorter than the handshake's, so that it is the one that speaks
+    limits = {"banner_timeout": 0.8 * timeout, "auth_timeout": timeout, "channel_timeout": timeout}
     connection = Connection(
         node.host,
         user=node.user,

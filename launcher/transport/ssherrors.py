@@ -40,9 +40,16 @@ def failed_hop(connection: Connection) -> Connection:
     return next((hop for hop in reversed(chain) if not hop.is_connected), connection)
 
 
-def line_error(error: Exception, target: str, node_rank: int | None) -> TransportError:
-    """The error to raise when an open line broke with ``error``."""
+def line_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
+    """The error to raise when an open line broke with ``error``, or still stands but refused."""
     why = str(error) or type(error).__name__
+    if alive and isinstance(error, paramiko.SSHException):
+        return TransportError(
+            f"the host refused a command or SFTP session ({why})",
+            host=target,
+            node_rank=node_rank,
+            remedy="its sshd must allow both: no ForceCommand, `Subsystem sftp` set, MaxSessions 4 or more",
+        )
     return ConnectionLost(
         f"connection lost ({why})",
         host=target,
@@ -52,11 +59,17 @@ def line_error(error: Exception, target: str, node_rank: int | None) -> Transpor
 
 
 def _explain(error: Exception, hop: Connection, timeout: float) -> tuple[type[TransportError], str, str]:
-    if isinstance(error, paramiko.AuthenticationException) or "No authentication methods" in str(error):
+    if isinstance(error, paramiko.AuthenticationException) or _during_login(error, hop):
         return AuthError, *_auth(error, hop)
     if isinstance(error, paramiko.ChannelException):
         return UnreachableError, *_through_jump(error, hop)
     return UnreachableError, *_unreachable(error, hop, timeout)
+
+
+def _during_login(error: Exception, hop: Connection) -> bool:
+    """Whether all but the login worked. paramiko may then raise what its last key parser said."""
+    line = hop.client.get_transport()
+    return isinstance(error, paramiko.SSHException) and line is not None and line.is_active() and line.initial_kex_done
 
 
 def _auth(error: Exception, hop: Connection) -> tuple[str, str]:

@@ -1,0 +1,335 @@
+"""SSH alone: keys, passwords, host keys, ssh config, drops."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+from paramiko.hostkeys import HostKeys
+from sshd_inprocess import Sshd, serving
+from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
+from launcher.script import Command, Secret
+from launcher.transport import close_all, connect_all
+from launcher.transport.base import Transport
+from launcher.transport.hostkeys import read_known_hosts
+from launcher.transport.ssh import SshTransport
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    return folder
+
+
+@pytest.fixture
+def client() -> paramiko.PKey:
+    return new_key()
+
+
+@pytest.fixture
+def key(client: paramiko.PKey, tmp_path: Path) -> Path:
+    return save_key(client, tmp_path / "id")
+
+
+@pytest.fixture
+def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
+    """Takes the key ``client`` and the password ``right``; the user knows its host key."""
+    with serving(Sshd(home=home, host_key=new_key(), authorized=client, password="right")) as server:
+        know(home, server.port, server.host_key)
+        yield server
+    assert ssh_threads() == []
+
+
+def whoami(transport: SshTransport) -> bytes:
+    """Connect, run one command, close."""
+    transport.connect(10)
+    try:
+        return transport.run(Command(("echo", "hello")), timeout=10).stdout
+    finally:
+        transport.close()
+
+
+# -- login ---------------------------------------------------------------
+
+
+def test_password(sshd: Sshd) -> None:
+    assert whoami(ssh_to(sshd, password="right")) == b"hello\n"
+    assert sshd.logins == ["password ok"]
+
+
+def test_a_wrong_password_is_tried_once(sshd: Sshd) -> None:
+    with pytest.raises(AuthError, match=r"node3 \(ann@127.0.0.1:\d+\): password of ann was not accepted") as caught:
+        ssh_to(sshd, password="wrong").connect(10)
+    assert sshd.logins == ["password refused"]
+    assert sshd.connections == 1
+    assert "wrong" not in str(caught.value)
+
+
+def test_a_wrong_key_names_what_was_tried(sshd: Sshd, tmp_path: Path) -> None:
+    other = save_key(new_key(), tmp_path / "other")
+    with pytest.raises(AuthError, match="no key was accepted for ann") as caught:
+        ssh_to(sshd, key=other).connect(10)
+    assert str(other) in str(caught.value)
+    assert f"ssh -v -p {sshd.port} ann@127.0.0.1" in str(caught.value)
+    assert sshd.connections == 1
+
+
+def test_no_key_at_all(sshd: Sshd, home: Path) -> None:
+    with pytest.raises(AuthError, match=f"no ssh-agent, no key in {home}/.ssh"):
+        ssh_to(sshd).connect(10)
+
+
+def test_a_host_that_takes_no_passwords_says_what_it_takes(home: Path, client: paramiko.PKey) -> None:
+    with serving(Sshd(home=home, host_key=new_key(), authorized=client)) as server:
+        with pytest.raises(AuthError, match="accepts only publickey"):
+            ssh_to(server, password="right", host_keys="insecure").connect(10)
+
+
+def test_a_missing_key_file_is_said_before_connecting(sshd: Sshd, tmp_path: Path) -> None:
+    with pytest.raises(AuthError, match=f"key file {tmp_path}/nothere does not exist"):
+        ssh_to(sshd, key=tmp_path / "nothere").connect(10)
+    assert sshd.connections == 0
+
+
+def test_a_public_key_in_place_of_the_private_one(sshd: Sshd, tmp_path: Path) -> None:
+    (tmp_path / "id.pub").write_text("ssh-ed25519 AAAA someone\n")
+    with pytest.raises(AuthError, match="id.pub holds no .* private key .*public half"):
+        ssh_to(sshd, key=tmp_path / "id.pub").connect(10)
+
+
+def test_an_encrypted_key_without_agent(sshd: Sshd, client: paramiko.PKey, tmp_path: Path) -> None:
+    locked = save_key(client, tmp_path / "locked", "opensesame")
+    with pytest.raises(AuthError, match=f"key file {locked} is encrypted.*ssh-add"):
+        ssh_to(sshd, key=locked).connect(10)
+    with pytest.raises(AuthError, match="wrong passphrase"):
+        ssh_to(sshd, key=locked, password="no").connect(10)
+    assert sshd.connections == 0
+    assert whoami(ssh_to(sshd, key=locked, password="opensesame")) == b"hello\n"
+    assert sshd.logins == ["key ok"]
+
+
+# -- host keys -----------------------------------------------------------
+
+
+def test_an_unknown_host_key_shows_its_fingerprint_and_the_way_out(sshd: Sshd, key: Path, home: Path) -> None:
+    (home / ".ssh/known_hosts").unlink()
+    with pytest.raises(HostKeyError, match="is not known") as caught:
+        ssh_to(sshd, key=key).connect(10)
+    assert sshd.host_key.fingerprint in str(caught.value)
+    assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >> {home}/.ssh/known_hosts" in str(caught.value)
+    assert "host_keys: accept-new" in str(caught.value)
+    assert sshd.logins == []
+
+
+def test_accept_new_learns_the_key_once(sshd: Sshd, key: Path, home: Path) -> None:
+    (home / ".ssh/known_hosts").unlink()
+    for mode in ("accept-new", "accept-new", "strict"):
+        assert whoami(ssh_to(sshd, key=key, host_keys=mode)) == b"hello\n"  # type: ignore[arg-type]
+    assert len((home / ".ssh/known_hosts").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", ["strict", "accept-new"])
+def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: str) -> None:
+    (home / ".ssh/known_hosts").unlink()
+    know(home, sshd.port, new_key())
+    with pytest.raises(HostKeyError, match="has CHANGED") as caught:
+        ssh_to(sshd, key=key, host_keys=mode).connect(10)  # type: ignore[arg-type]
+    assert f"{home}/.ssh/known_hosts:1" in str(caught.value)
+    assert f"ssh-keygen -f {home}/.ssh/known_hosts -R '[127.0.0.1]:{sshd.port}'" in str(caught.value)
+    assert sshd.logins == []
+
+
+def test_insecure_takes_any_key(sshd: Sshd, key: Path, home: Path) -> None:
+    (home / ".ssh/known_hosts").unlink()
+    know(home, sshd.port, new_key())
+    assert whoami(ssh_to(sshd, key=key, host_keys="insecure")) == b"hello\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "fine"),
+    [
+        ("[127.0.0.1]:{port}", True),
+        ("hashed", True),
+        ("127.0.0.1", True),  # as ssh does, a line without the port will do
+        ("[127.0.0.*]:*", True),
+        ("!127.0.0.1,!\\[127.0.0.1]:{port},*", True),
+        ("[127.0.0.*]:*,![127.0.0.1]:{port}", False),
+        ("@revoked [127.0.0.1]:{port}", False),
+        ("elsewhere", False),
+    ],
+)
+def test_known_hosts_lines(sshd: Sshd, key: Path, home: Path, names: str, fine: bool) -> None:
+    if names == "hashed":
+        names = HostKeys.hash_host(f"[127.0.0.1]:{sshd.port}")
+    line = f"{names.format(port=sshd.port)} {sshd.host_key.get_name()} {sshd.host_key.get_base64()}\n"
+    (home / ".ssh/known_hosts").write_text("# comment\nnonsense\n" + line)
+    if fine:
+        assert whoami(ssh_to(sshd, key=key)) == b"hello\n"
+    else:
+        with pytest.raises(HostKeyError):
+            ssh_to(sshd, key=key).connect(10)
+
+
+def test_broken_lines_in_known_hosts_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "known").write_text("h ssh-ed25519 !!!\n@cert-authority * ssh-rsa AAAA\nh ssh-ed25519 AAAA\n")
+    assert [line.where for line in read_known_hosts([tmp_path / "known"])] == [f"{tmp_path}/known:3"]
+
+
+# -- reaching it ---------------------------------------------------------
+
+
+def test_a_closed_port(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(UnreachableError, match=f"connection refused on port {port} – is sshd running"):
+        ssh_to(port, password="x").connect(5)
+
+
+def test_a_name_that_does_not_resolve(home: Path) -> None:
+    node = NodeConfig(host="no-such-host.invalid")
+    with pytest.raises(UnreachableError, match="name no-such-host.invalid cannot be resolved"):
+        SshTransport(node, "strict", None, 0).connect(5)
+
+
+def test_a_port_where_something_else_listens(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match="no SSH server speaks there"):
+            ssh_to(silent.getsockname()[1], password="x").connect(1)
+        assert time.monotonic() - started < 5
+
+
+def test_a_busy_sshd_that_drops_newcomers_is_asked_again(sshd: Sshd, key: Path) -> None:
+    sshd.hang_up = 2
+    assert whoami(ssh_to(sshd, key=key)) == b"hello\n"
+    assert (sshd.connections, sshd.logins) == (3, ["key ok"])
+
+
+def test_one_that_always_drops_is_given_up(sshd: Sshd, key: Path) -> None:
+    sshd.hang_up = 1000
+    with pytest.raises(UnreachableError, match="hung up before login.*MaxStartups"):
+        ssh_to(sshd, key=key).connect(1)
+    assert sshd.logins == []
+
+
+# -- a line that breaks --------------------------------------------------
+
+
+def test_a_line_that_breaks_during_a_command_and_is_opened_again(sshd: Sshd, key: Path) -> None:
+    transport = ssh_to(sshd, key=key)
+    transport.connect(10)
+    threading.Timer(0.3, sshd.drop).start()
+    started = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"node3 \(ann@127.0.0.1:\d+\): connection lost"):
+        transport.run(sh("sleep 60"), timeout=60)
+    assert time.monotonic() - started < 5
+    with pytest.raises(ConnectionLost):
+        transport.run(sh("true"), timeout=5)
+    assert whoami(transport) == b"hello\n"
+
+
+def test_a_line_that_breaks_during_a_stream(sshd: Sshd, key: Path) -> None:
+    transport = ssh_to(sshd, key=key)
+    transport.connect(10)
+    lines: list[str] = []
+    threading.Timer(0.3, sshd.drop).start()
+    with pytest.raises(ConnectionLost):
+        transport.stream(sh("echo one; sleep 60"), lines.append, threading.Event())
+    assert lines == ["one"]
+    transport.close()
+
+
+def test_an_upload_that_breaks_off_is_taken_up_where_it_ended(
+    sshd: Sshd, key: Path, home: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "big").write_bytes(os.urandom(2_000_000))
+    transport = ssh_to(sshd, key=key)
+    transport.connect(10)
+    sshd.drop_after = 1_000_000
+    with pytest.raises(ConnectionLost):
+        transport.upload(tmp_path / "big", "~/big")
+    sshd.drop_after = None
+    arrived = (home / "big").stat().st_size
+    assert 0 < arrived < 2_000_000
+    transport.connect(10)
+    transport.upload(tmp_path / "big", "~/big", offset=arrived)
+    transport.close()
+    assert (home / "big").read_bytes() == (tmp_path / "big").read_bytes()
+
+
+def test_one_connection_serves_everything(sshd: Sshd, key: Path, tmp_path: Path) -> None:
+    transport = ssh_to(sshd, key=key)
+    transport.connect(10)
+    transport.connect(10)
+    transport.write(b"x", "~/x")
+    transport.download("~/x", tmp_path / "x")
+    transport.run(sh("true"), timeout=10)
+    transport.close()
+    assert sshd.connections == 1
+
+
+# -- ~/.ssh/config -------------------------------------------------------
+
+
+def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, home: Path) -> None:
+    (home / ".ssh/config").write_text("Host other\n  User nobody\nInclude conf.d/*\nHost *\n  User wrong\n")
+    (home / ".ssh/conf.d").mkdir()
+    (home / ".ssh/conf.d/gpu").write_text(
+        f"Host gpu\n HostName 127.0.0.1\n Port {sshd.port}\n User ann\n HostKeyAlias gpubox\n"
+        f" UserKnownHostsFile ~/.ssh/gpu_hosts\n IdentityFile ~/.ssh/missing\n IdentityFile {key}\n"
+    )
+    line = f"gpubox {sshd.host_key.get_name()} {sshd.host_key.get_base64()}\n"
+    (home / ".ssh/gpu_hosts").write_text(line)
+    transport = SshTransport(NodeConfig(host="gpu"), "strict", None, 0)
+    assert whoami(transport) == b"hello\n"
+    assert transport.target == f"ann@127.0.0.1:{sshd.port}"
+
+
+def test_a_broken_ssh_config_is_named(sshd: Sshd, home: Path) -> None:
+    (home / ".ssh/config").write_text("Host x\nnonsense\n")
+    with pytest.raises(TransportError, match="~/.ssh/config cannot be used"):
+        ssh_to(sshd, password="right").connect(5)
+
+
+# -- all nodes -----------------------------------------------------------
+
+
+def cluster(*nodes: NodeConfig) -> ClusterConfig:
+    return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"))
+
+
+def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
+    good = NodeConfig(host="127.0.0.1", port=sshd.port, user="ann", key=str(key))
+    config = cluster(good, NodeConfig(host="a.invalid"), NodeConfig(host="127.0.0.1", port=1, user="ann"), good)
+    results = connect_all(config)
+    assert [type(results[k]).__name__ for k in range(4)] == [
+        "SshTransport", "UnreachableError", "UnreachableError", "SshTransport",
+    ]  # fmt: skip
+    assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
+    close_all(results)
+
+
+def test_a_password_is_asked_for_once_per_login(sshd: Sshd) -> None:
+    node = NodeConfig(host="127.0.0.1", port=sshd.port, user="ann", password=True)
+    asked: list[str] = []
+
+    def ask(target: str) -> Secret:
+        asked.append(target)
+        return Secret("right")
+
+    results = connect_all(cluster(node, node, node), ask)
+    assert all(isinstance(result, Transport) for result in results.values())
+    assert asked == ["ann@127.0.0.1"]
+    close_all(results)

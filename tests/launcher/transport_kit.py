@@ -1,0 +1,59 @@
+"""SSH keys, configs and nodes for the transport tests."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import paramiko
+from sshd_inprocess import Sshd
+
+from launcher.config import HostKeys, NodeConfig
+from launcher.script import Command, Secret
+from launcher.transport.ssh import SshTransport
+
+
+def sh(script: str) -> Command:
+    """A shell script as a command."""
+    return Command(("sh", "-c", script))
+
+
+def new_key() -> paramiko.PKey:
+    return paramiko.ECDSAKey.generate()
+
+
+def save_key(key: paramiko.PKey, path: Path, passphrase: str | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key.write_private_key_file(str(path), passphrase)
+    return path
+
+
+def know(home: Path, port: int, key: paramiko.PKey) -> None:
+    """Put the server's key into the user's known_hosts."""
+    line = f"[127.0.0.1]:{port} {key.get_name()} {key.get_base64()}\n"
+    (home / ".ssh").mkdir(exist_ok=True)
+    with (home / ".ssh/known_hosts").open("a") as file:
+        file.write(line)
+
+
+def ssh_to(
+    sshd: Sshd | int,
+    *,
+    key: Path | None = None,
+    password: str | None = None,
+    host_keys: HostKeys = "strict",
+    node_rank: int = 3,
+) -> SshTransport:
+    port = sshd if isinstance(sshd, int) else sshd.port
+    node = NodeConfig(host="127.0.0.1", port=port, user="ann", key=str(key) if key else None)
+    return SshTransport(node, host_keys, Secret(password) if password is not None else None, node_rank)
+
+
+def ssh_threads() -> list[str]:
+    """Names of client-side threads that are alive: paramiko's, pings, feeders."""
+    kinds = (paramiko.Transport,)
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("ssh-") or (isinstance(thread, kinds) and not thread.server_mode)
+    ]

@@ -1,0 +1,94 @@
+"""Packaging and hygiene: what a person who clones the repository relies on."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import launcher
+import trainer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+#: Absolute paths that mean something on one machine only. (Standard ones such as /tmp or /usr are fine.)
+PRIVATE_PATH = re.compile(r"(?<![\w./~}-])/(work|farm|home|Users)/[\w.-]+")
+SHOWN = ("/home/me", "/home/user", "/home/alice", "/home/bob")  # examples in documentation
+
+
+def tracked() -> list[Path]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listing.stdout.split("\0") if name and (path := REPOSITORY / name).is_file()]
+
+
+def setup() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(REPOSITORY / "setup.cfg")
+    return parser
+
+
+def words(text: str) -> list[str]:
+    """Names of the requirements in a setup.cfg list."""
+    return [re.split(r"[<>=;\[ ]", line)[0].lower().replace("_", "-") for line in text.split("\n") if line.strip()]
+
+
+def test_no_path_of_one_machine_is_in_the_repository() -> None:
+    found = []
+    for path in tracked():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            hits = [hit.group() for hit in PRIVATE_PATH.finditer(line) if not hit.group().startswith(SHOWN)]
+            found += [f"{path.relative_to(REPOSITORY)}:{number}: {hit}" for hit in hits]
+    assert found == []
+
+
+def test_one_version_everywhere() -> None:
+    newest = re.search(r"^## (\d+\.\d+\.\d+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest
+    versions = {launcher.__version__, trainer.__version__, setup()["metadata"]["version"], newest.group(1)}
+    assert len(versions) == 1
+
+
+def test_licence_is_apache_2_in_full() -> None:
+    text = (REPOSITORY / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+    assert setup()["metadata"]["license"] == "Apache-2.0"
+
+
+def test_constraints_pin_every_direct_dependency() -> None:
+    lines = [line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.match(r"[\w.-]+==[\w.]+", line) for line in lines if line)
+    options = setup()
+    wanted = words(options["options"]["install_requires"]) + words(options["options.extras_require"]["test"])
+    assert set(wanted) <= set(words("\n".join(lines)))
+
+
+def test_all_packages_are_packaged() -> None:
+    """Every folder with Python files below the two packages is found by setuptools."""
+    for package in ("launcher", "trainer"):
+        folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
+        assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_launch_py_runs_from_another_folder(tmp_path: Path) -> None:
+    argv = [sys.executable, REPOSITORY / "launch.py", "--help"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--config" in done.stdout and "launch.py" in done.stdout, done.stderr
+
+
+def test_launch_py_names_a_missing_dependency(tmp_path: Path) -> None:
+    argv = [sys.executable, "-I", "-S", REPOSITORY / "launch.py", "--help"]  # -S: no site-packages
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "click is not installed" in done.stderr and f"pip install -e {REPOSITORY}" in done.stderr
+
+
+def test_console_script_is_the_same_program() -> None:
+    line = setup()["options.entry_points"]["console_scripts"].strip()
+    module, _, function = line.partition("= ")[2].partition(":")
+    source = (REPOSITORY / "launch.py").read_text()
+    assert f"from {module} import {function}" in source and f"{function}()" in source

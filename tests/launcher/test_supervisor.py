@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from node_kit import GRACE, NODE, PYTHON, RunFolder, python, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"

@@ -1,0 +1,155 @@
+"""tmux sessions: one per node, running the node's supervisor.
+
+tmux keeps the supervisor alive when the launcher goes away, and lets a person attach to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import libtmux
+import libtmux.exc
+
+from launcher.errors import SessionError
+from launcher.plan import NodePlan
+from launcher.script import Command, quote
+from launcher.transport.base import Completed, Transport
+
+_TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
+_NO_TMUX = 127
+_STOP_SLACK = 20.0  # seconds beyond the timeout in which control.py ends by itself
+
+#: $1 run folder. What the session runs; what start.sh complains about stays readable afterwards.
+_RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
+
+#: $1 run folder, $2 session, $3 seconds. Exit 0: the supervisor is up; 1: its session has ended; 2: too late.
+_AWAIT = """
+up() { [ -e "$1/state.json" ]; }
+end=$((SECONDS + $3))
+until up "$1"; do
+  if ! tmux has-session -t "=$2" 2>/dev/null; then up "$1" && exit 0; exit 1; fi
+  [ "$SECONDS" -lt "$end" ] || exit 2
+  sleep 0.1
+done
+"""
+
+
+@dataclass(frozen=True)
+class StopReport:
+    """What stopping one node took."""
+
+    stopped: bool  #: nothing of the run is left on the node
+    killed: tuple[str, ...]  #: ``pid command`` of processes the supervisor did not end itself
+    leftovers: tuple[str, ...]  #: ``pid command`` of processes that outlived SIGKILL
+
+
+def new_session_argv(node: NodePlan) -> tuple[str, ...]:
+    """tmux's arguments: a session that ends with its command, whatever the user's tmux.conf says."""
+    command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
+    start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
+    return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
+
+
+def start_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
+    """Start the node's supervisor in its tmux session and wait until it is up.
+
+    The files of ``node.files`` must be in place. Raises SessionError when tmux is missing, the session
+    exists already, or no supervisor has come up after ``start_timeout`` seconds.
+    """
+    if _tmux(transport, ("has-session", "-t", f"={node.session}")).returncode == 0:
+        raise SessionError(f"{_where(node)}: {_already(transport, node)}")
+    made = _tmux(transport, new_session_argv(node))
+    if made.returncode == _NO_TMUX:
+        raise SessionError(
+            f"{_where(node)}: tmux is not installed there; install it (apt install tmux) and launch again"
+        )
+    if made.returncode != 0:
+        raise SessionError(f"{_where(node)}: tmux could not start session {node.session}: {_text(made.stderr)}")
+    _await_supervisor(transport, node, start_timeout)
+
+
+def stop_session(transport: Transport, node: NodePlan, *, timeout: float) -> StopReport:
+    """Stop everything of the run on one node; force is used after ``timeout`` seconds.
+
+    Raises SessionError when the node's own stop program does not answer.
+    """
+    options = ["--timeout", f"{timeout:g}", "--session", node.session]
+    answer = _control(transport, node, ["stop", node.run_dir, *options], timeout + _STOP_SLACK)
+    killed, leftovers = (
+        tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
+    )
+    return StopReport(answer["stopped"], killed, leftovers)
+
+
+def session_status(transport: Transport, node: NodePlan) -> dict[str, Any]:
+    """How the node is doing: ``control.py status`` (state, alive, heartbeat_age, processes, result)."""
+    return _control(transport, node, ["status", node.run_dir], _TMUX_TIMEOUT)
+
+
+def control_command(node: NodePlan, arguments: Sequence[str]) -> Command:
+    """``control.py`` with the supervisor's own interpreter and surroundings."""
+    program = f"{node.code_dir}/launcher/node/control.py"
+    return replace(node.start, argv=(node.start.argv[0], program, *arguments))
+
+
+def watch_command(node: NodePlan, offsets: dict[str, int]) -> Command:
+    """``watch.py`` with the supervisor's own interpreter, going on from ``offsets`` (file -> byte)."""
+    program = f"{node.code_dir}/launcher/node/watch.py"
+    return replace(node.start, argv=(node.start.argv[0], program, node.run_dir, "--offsets", json.dumps(offsets)))
+
+
+def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
+    done = transport.run(control_command(node, arguments), timeout=timeout)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        reason = _text(done.stderr) or f"exit status {done.returncode}"
+        raise SessionError(f"{_where(node)}: could not {arguments[0]} the run there: {reason}") from None
+    return answer
+
+
+def _await_supervisor(transport: Transport, node: NodePlan, timeout: float) -> None:
+    words = ("bash", "-c", _AWAIT, "bash", node.run_dir, node.session, str(max(1, round(timeout))))
+    done = transport.run(Command(words), timeout=timeout + _TMUX_TIMEOUT)
+    if done.returncode == 0:
+        return
+    log = f"{node.run_dir}/logs/start.log"
+    said = _text(transport.run(Command(("tail", "-n", "20", log)), timeout=_TMUX_TIMEOUT).stdout)
+    if done.returncode == 1:
+        what = "the supervisor ended before it was up"
+    else:
+        what = f"the supervisor was not up after {timeout:g} s (run.start_timeout)"
+        _tmux(transport, ("kill-session", "-t", f"={node.session}"))
+    raise SessionError(f"{_where(node)}: {what}; {log} says:\n{said or '(nothing)'}")
+
+
+def _tmux(transport: Transport, arguments: Sequence[str]) -> Completed:
+    """One tmux command: through libtmux on this machine, over the transport elsewhere."""
+    if transport.target != "local":
+        return transport.run(Command(("tmux", *arguments)), timeout=_TMUX_TIMEOUT)
+    try:
+        done = libtmux.Server().cmd(*arguments)
+    except libtmux.exc.TmuxCommandNotFound:
+        return Completed(_NO_TMUX, b"", b"tmux: command not found")
+    return Completed(done.returncode, _joined(done.stdout), _joined(done.stderr))
+
+
+def _joined(lines: Sequence[str]) -> bytes:
+    return "\n".join(lines).encode()
+
+
+def _already(transport: Transport, node: NodePlan) -> str:
+    stop = f"tmux kill-session -t {quote('=' + node.session)}"
+    over = "" if transport.target == "local" else f" (on {node.target})"
+    return f"tmux session {node.session} exists already; end it with `{stop}`{over}, or take another --run-id"
+
+
+def _where(node: NodePlan) -> str:
+    return f"node{node.node_rank} ({node.target})"
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace").strip()

@@ -1,0 +1,183 @@
+"""The rank runner: what it logs and records of the process it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import lines
+from launcher.node.lines import LineLog, TracebackFinder
+from node_kit import NODE, PYTHON, python, wait_until
+
+ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
+
+
+def rank_argv(folder: Path, argv: list[str]) -> list[str]:
+    return [PYTHON, str(NODE / "rank.py"), "--run-dir", str(folder), "--", *argv]
+
+
+def run_rank(folder: Path, code: str) -> int:
+    argv = rank_argv(folder, python(code))
+    return subprocess.run(argv, env=ENVIRONMENT, capture_output=True, timeout=30, check=False).returncode
+
+
+def logged(folder: Path) -> list[str]:
+    text = (folder / "logs" / "rank5.log").read_text(encoding="utf-8")
+    return [line.partition(" ")[2] for line in text.split("\n")[:-1]]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / "outcomes" / "rank5.json").read_text())
+    return record
+
+
+def test_outcome_of_a_good_end(tmp_path: Path) -> None:
+    before = time.time()
+    assert run_rank(tmp_path, "print('a'); import sys; print('b', file=sys.stderr)") == 0
+    record = outcome(tmp_path)
+    assert logged(tmp_path) == ["a", "b"] == record["tail"]
+    names = ("name", "node_rank", "rank", "returncode", "signal", "failed", "stopped", "oom", "traceback")
+    assert [record[name] for name in names] == ["rank5", 2, 5, 0, None, False, False, False, []]
+    assert before <= record["started"] <= record["ended"] <= time.time()
+    assert record["max_rss"] > 1e6
+
+
+@pytest.mark.parametrize(("code", "status"), [("exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_passes_the_exit_status_on(tmp_path: Path, code: str, status: int) -> None:
+    assert run_rank(tmp_path, code) == status == outcome(tmp_path)["returncode"]
+
+
+def test_environment_of_the_rank(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "NODE_RANK", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"]
+    run_rank(tmp_path, f"import os; print(*[os.environ[name] for name in {names}])")
+    assert logged(tmp_path) == ["5 1 2 1 1"]
+
+
+def test_segfault_shows_where(tmp_path: Path) -> None:
+    run_rank(tmp_path, "import ctypes; ctypes.string_at(0)")
+    assert outcome(tmp_path)["signal"] == "SIGSEGV"
+    assert "Fatal Python error: Segmentation fault" in outcome(tmp_path)["tail"]
+
+
+def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
+    run_rank(tmp_path, r"import os; os.write(1, b'caf\xe9 \xff\nZ\xc3\xbcrich')")
+    assert logged(tmp_path) == ["caf\ufffd \ufffd", "Zürich"]
+
+
+def test_progress_bar_leaves_its_last_state(tmp_path: Path) -> None:
+    bar = "for i in range(101): print(f'\\r{i}%', end='', flush=True)\nprint()\n"
+    run_rank(tmp_path, bar + "print('dos', end='\\r\\n')\nprint('50%\\r99%\\r', end='')")
+    assert logged(tmp_path) == ["100%", "dos", "99%"]
+
+
+def test_long_progress_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "SNAPSHOT_EVERY", 0.0)
+    log = LineLog(str(tmp_path / "log"))
+    log.feed(b"\r10%")
+    log.feed(b"\r20%\r30%")
+    assert list(log.tail) == ["10%", "30%"]
+
+
+def test_burst_of_ten_megabytes_loses_nothing(tmp_path: Path) -> None:
+    run_rank(tmp_path, "for i in range(100_000): print(f'{i:06d}', 'x' * 93)")
+    assert [line[:6] for line in logged(tmp_path)] == [f"{i:06d}" for i in range(100_000)]
+    assert len(outcome(tmp_path)["tail"]) == 40
+
+
+def test_one_very_long_line_is_cut_between_characters(tmp_path: Path) -> None:
+    run_rank(tmp_path, "print('ü' * 100_001)")
+    pieces = logged(tmp_path)
+    assert "".join(pieces) == "ü" * 100_001
+    assert max(len(piece.encode()) for piece in pieces) <= lines.MAX_LINE
+
+
+def test_stop_is_passed_on_and_marked(tmp_path: Path) -> None:
+    code = "import time; print('up', flush=True)\ntry: time.sleep(60)\nfinally: print('bye')"
+    runner = subprocess.Popen(
+        rank_argv(tmp_path, python("import signal; signal.signal(15, lambda *_: exit(4))\n" + code)), env=ENVIRONMENT
+    )
+    wait_until(lambda: (tmp_path / "logs/rank5.log").exists() and logged(tmp_path) == ["up"])
+    runner.send_signal(signal.SIGTERM)
+    assert runner.wait(10) == 4 and logged(tmp_path) == ["up", "bye"]
+    assert outcome(tmp_path)["stopped"] and not outcome(tmp_path)["failed"]
+
+
+def test_failure_of_its_own_is_not_marked_stopped(tmp_path: Path) -> None:
+    runner = subprocess.Popen(rank_argv(tmp_path, python("import time; time.sleep(60)")), env=ENVIRONMENT)
+    record = wait_until(lambda: next(iter(tmp_path.glob("procs/rank5.json")), None))
+    os.kill(json.loads(record.read_text())["pid"], signal.SIGTERM)
+    assert runner.wait(10) == 128 + signal.SIGTERM
+    assert outcome(tmp_path)["failed"] and not outcome(tmp_path)["stopped"]
+
+
+def test_what_the_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid); raise SystemExit(1)"
+    )
+    assert run_rank(tmp_path, code) == 1
+    assert not Path(f"/proc/{logged(tmp_path)[0]}").exists()
+
+
+def test_full_disk_does_not_stop_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank5.log").symlink_to("/dev/full")
+    assert run_rank(tmp_path, "print('a'); open('/dev/null').close()") == 0
+    assert outcome(tmp_path)["tail"] == ["a"]
+
+
+TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "ValueError: no"]
+CHAINS = [
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+]
+
+
+def found_in(*parts: list[str]) -> list[str]:
+    finder = TracebackFinder()
+    for line in [line for part in parts for line in part]:
+        finder.feed(line)
+    return finder.lines
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_chained_exceptions_are_kept_whole(chain: str) -> None:
+    second = [*TRACEBACK[:-1], "RuntimeError: so this"]
+    whole = [*TRACEBACK, "", chain, "", *second]
+    assert found_in(["epoch 1"], whole, ["", "ended"]) == whole
+
+
+def test_first_traceback_counts() -> None:
+    assert found_in(TRACEBACK, [*TRACEBACK[:-1], "OSError: later"]) == TRACEBACK
+
+
+def test_torchs_rank_prefix_is_taken_off() -> None:
+    assert found_in([f"[rank3]: {line}" for line in TRACEBACK]) == TRACEBACK
+
+
+def test_message_of_several_lines_is_kept() -> None:
+    message = ["RuntimeError: sizes differ", "\tweight: 3 and 4", "  bias: 1 and 2"]
+    assert found_in(TRACEBACK[:-1], message, ["", "INFO next epoch"]) == [*TRACEBACK[:-1], *message]
+
+
+def test_traceback_of_a_real_rank(tmp_path: Path) -> None:
+    load = "def load():\n    return {}['x']\n"
+    code = load + "try:\n    load()\nexcept KeyError as e:\n    raise RuntimeError('no x') from e"
+    assert run_rank(tmp_path, code) == 1
+    found = outcome(tmp_path)["traceback"]
+    assert "KeyError: 'x'" in found and found[-1] == "RuntimeError: no x"
+    assert sum(bool(re.match("Traceback", line)) for line in found) == 2
+
+
+def test_runs_without_torch_in_reach(tmp_path: Path) -> None:
+    """With the system's bare interpreter flags: isolated, no site packages."""
+    argv = rank_argv(tmp_path, ["true"])
+    done = subprocess.run([argv[0], "-S", "-E", *argv[1:]], env=ENVIRONMENT, capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,186 @@
+"""Sessions in a real tmux on a socket of the test's own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import SessionError
+from launcher.plan import NodePlan
+from launcher.script import Command, render
+from launcher.session import session_status, start_session, stop_session
+from launcher.transport.local import LocalTransport
+from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until
+
+TMUX = shutil.which("tmux")
+pytestmark = pytest.mark.skipif(TMUX is None, reason="needs tmux")
+
+SLEEP = python("import time; print('up', flush=True); time.sleep(60)")
+LOCAL = LocalTransport()
+Make = Callable[..., tuple[RunFolder, NodePlan]]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder, and a tmux server that only this test talks to."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TMUX", raising=False)
+    with tempfile.TemporaryDirectory(prefix="tmux") as sockets:  # short: socket paths are limited
+        monkeypatch.setenv("TMUX_TMPDIR", sockets)
+        yield tmp_path
+        subprocess.run([str(TMUX), "kill-server"], capture_output=True, check=False)
+
+
+@pytest.fixture
+def make(home: Path) -> Iterator[Make]:
+    """Makes a node's run folder, start.sh included, and its plan."""
+    made: list[RunFolder] = []
+
+    def make(interpreter: str = PYTHON, setup: tuple[str, ...] = ()) -> tuple[RunFolder, NodePlan]:
+        k = len(made)
+        folder = RunFolder(home / "run with space" / f"node{k}", node_rank=k).rank(SLEEP)
+        made.append(folder)
+        folder.write_spec()
+        plan = node_plan(folder, k, interpreter, setup)
+        (folder.path / "start.sh").write_text(render(plan.start))
+        return folder, plan
+
+    yield make
+    for folder in made:
+        folder.kill()
+
+
+def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...]) -> NodePlan:
+    argv = (interpreter, str(NODE / "supervisor.py"), str(folder.path / "node.json"))
+    start = Command(argv, {"MARK": "a b"}, str(folder.path), setup)
+    return NodePlan(
+        node_rank=k,
+        target="local",
+        nproc=1,
+        ranks=(0,),
+        devices=(),
+        parts=(),
+        address="127.0.0.1",
+        workdir=str(folder.path),
+        code_dir=str(ROOT),
+        data_dir="",
+        run_dir=str(folder.path),
+        master_port=0,
+        service_port=0,
+        session=f"gnnfleet-test-node{k}",
+        start=start,
+        server=None,
+        trainer=Command(()),
+        files=(),
+        log_files=(),
+    )
+
+
+def sessions() -> list[str]:
+    listed = subprocess.run(["tmux", "list-sessions", "-F", "#S"], capture_output=True, text=True, check=False)
+    return listed.stdout.split()
+
+
+def test_start_runs_the_node_and_stop_leaves_nothing(make: Make) -> None:
+    folder, plan = make()
+    start_session(LOCAL, plan, start_timeout=10)
+    assert sessions() == [plan.session]
+    wait_until(folder.says("rank0", "up"))
+    assert session_status(LOCAL, plan)["state"] == "training"
+    report = stop_session(LOCAL, plan, timeout=10)
+    assert report.stopped and report.killed == () == report.leftovers
+    assert folder.json("result.json")["state"] == "stopped"
+    assert folder.processes() == [] and sessions() == []
+
+
+def test_two_nodes_on_one_machine_have_two_sessions(make: Make) -> None:
+    (first, plan0), (second, plan1) = make(), make()
+    for plan in (plan0, plan1):
+        start_session(LOCAL, plan, start_timeout=10)
+    wait_until(second.says("rank0", "up"))
+    stop_session(LOCAL, plan0, timeout=10)
+    assert first.processes() == [] and sessions() == [plan1.session]
+    assert session_status(LOCAL, plan1)["alive"]
+    stop_session(LOCAL, plan1, timeout=10)
+
+
+def test_session_ends_with_the_run(make: Make) -> None:
+    folder, plan = make()
+    start_session(LOCAL, plan, start_timeout=10)
+    (folder.path / "control").mkdir(exist_ok=True)
+    (folder.path / "control" / "stop").touch()
+    wait_until(lambda: sessions() == [])
+    assert folder.json("result.json")["state"] == "stopped"
+
+
+def test_session_that_exists_already(make: Make) -> None:
+    _, plan = make()
+    start_session(LOCAL, plan, start_timeout=10)
+    with pytest.raises(SessionError, match=r"node0 \(local\): tmux session \S+ exists already; end it with `tmux kill"):
+        start_session(LOCAL, plan, start_timeout=10)
+    assert session_status(LOCAL, plan)["alive"]
+    stop_session(LOCAL, plan, timeout=10)
+
+
+def test_missing_python_is_named(make: Make) -> None:
+    _, plan = make("/no/such/python3")
+    with pytest.raises(
+        SessionError, match=r"(?s)supervisor ended before it was up; .*start.log says:.*/no/such/python3"
+    ):
+        start_session(LOCAL, plan, start_timeout=10)
+    assert sessions() == []
+
+
+def test_setup_that_takes_too_long(make: Make) -> None:
+    _, plan = make(setup=("echo loading modules >&2", "sleep 60"))
+    with pytest.raises(SessionError, match=r"not up after 1 s \(run.start_timeout\); .*\nloading modules"):
+        start_session(LOCAL, plan, start_timeout=1)
+    assert sessions() == []
+
+
+def test_missing_tmux(make: Make, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = make()
+    monkeypatch.setenv("PATH", str(home))
+    with pytest.raises(SessionError, match="tmux is not installed there; install it"):
+        start_session(LOCAL, plan, start_timeout=10)
+
+
+def test_closed_session_stops_the_run(make: Make) -> None:
+    folder, plan = make()
+    start_session(LOCAL, plan, start_timeout=10)
+    wait_until(folder.says("rank0", "up"))
+    subprocess.run(["tmux", "kill-session", "-t", f"={plan.session}"], check=True)
+    wait_until(lambda: (folder.path / "result.json").exists())
+    assert folder.json("result.json")["reason"] == "SIGHUP" and folder.processes() == []
+
+
+def test_users_tmux_conf_neither_keeps_nor_ends_the_session(make: Make, home: Path) -> None:
+    (home / ".tmux.conf").write_text("set -g remain-on-exit on\nset -g destroy-unattached on\n")
+    folder, plan = make()
+    start_session(LOCAL, plan, start_timeout=10)
+    wait_until(folder.says("rank0", "up"))
+    assert sessions() == [plan.session]
+    (folder.path / "control" / "stop").touch()
+    wait_until(lambda: sessions() == [])
+
+
+def test_environment_comes_from_start_sh_not_from_an_older_tmux_server(make: Make) -> None:
+    subprocess.run(
+        ["tmux", "new-session", "-d", "-s", "other"], env={"PATH": "/usr/bin:/bin", "MARK": "stale"}, check=True
+    )
+    folder, plan = make()
+    folder.rank(python("import os; print(os.environ['MARK'])")).write_spec()
+    start_session(LOCAL, plan, start_timeout=10)
+    wait_until(folder.says("rank0", "a b"))
+
+
+def test_stop_without_a_run_folder(make: Make) -> None:
+    folder, plan = make()
+    (folder.path / "node.json").unlink()
+    with pytest.raises(SessionError, match="could not stop the run there: control: no run in"):
+        stop_session(LOCAL, plan, timeout=5)

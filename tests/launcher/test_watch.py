@@ -1,0 +1,170 @@
+"""The watcher: each line told once, whatever happens to the connection or the supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from launcher.node.record import write_json
+from node_kit import NODE, PYTHON, RunFolder, python, wait_until
+
+LINES = 20_000
+TALK = f"import time\nfor i in range({LINES}):\n    print(i, 'x' * 100)\n    if i % 200 == 0: time.sleep(0.02)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(tmp_path / "node0")
+    yield folder
+    folder.kill()
+
+
+class Watch:
+    """A watcher program and what it has told so far."""
+
+    def __init__(self, run: RunFolder, offsets: dict[str, int] | None = None) -> None:
+        argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--offsets", json.dumps(offsets or {})]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.told: list[dict[str, Any]] = []
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        self._reader.start()
+
+    def _read(self, stdout: IO[str]) -> None:
+        for line in stdout:
+            if not line.endswith("\n"):
+                return  # a line cut by the end of the connection is worth nothing
+            self.told.append(json.loads(line))
+
+    def wait(self, timeout: float = 20.0) -> int:
+        status = self.process.wait(timeout)
+        self._reader.join()
+        return status
+
+    def offsets(self) -> dict[str, int]:
+        return {message["file"]: message["offset"] for message in self.told if "file" in message}
+
+    def lines(self, name: str) -> list[str]:
+        return [line for message in self.told if message.get("file") == name for line in message["lines"]]
+
+
+def texts(lines: list[str]) -> list[str]:
+    return [line.split(" ")[1] for line in lines]
+
+
+def test_tells_everything_and_the_result_last(run: RunFolder) -> None:
+    watch = Watch(run)  # before there is anything to see
+    run.rank(
+        python("import json; print('hello'); open('metrics-rank0.jsonl', 'w').write(json.dumps({'loss': 1}) + chr(10))")
+    )
+    run.run()
+    assert watch.wait() == 0
+    assert texts(watch.lines("logs/rank0.log")) == ["hello"]
+    assert watch.lines("metrics-rank0.jsonl") == ['{"loss": 1}']
+    assert json.loads(watch.lines("events.jsonl")[-1])["kind"] == "node-end"
+    assert watch.told[-1]["result"]["state"] == "done"
+    states = [message["state"]["state"] for message in watch.told if "state" in message]
+    assert states[-1] == "done"
+
+
+def test_lines_are_told_while_the_run_goes_on(run: RunFolder) -> None:
+    run.rank(python("import time; print('up'); time.sleep(60)")).start()
+    watch = Watch(run)
+    wait_until(lambda: texts(watch.lines("logs/rank0.log")) == ["up"])
+    heartbeats = sum("state" in message for message in watch.told)
+    wait_until(lambda: sum("state" in message for message in watch.told) > heartbeats + 1, timeout=5)
+    (run.path / "control" / "stop").touch()
+    run.end()
+    assert watch.wait() == 0
+
+
+def test_restart_from_offsets_loses_and_doubles_nothing(run: RunFolder) -> None:
+    run.rank(python(TALK)).start()
+    told: list[str] = []
+    offsets: dict[str, int] = {}
+    for _ in range(3):
+        watch = Watch(run, offsets)
+        wait_until(lambda watch=watch: len(watch.lines("logs/rank0.log")) > 500)
+        watch.process.kill()
+        watch.wait()
+        told += watch.lines("logs/rank0.log")
+        offsets.update(watch.offsets())
+    last = Watch(run, offsets)
+    run.end()
+    assert last.wait() == 0
+    assert texts(told + last.lines("logs/rank0.log")) == [str(i) for i in range(LINES)]
+
+
+def test_unfinished_line_is_told_when_it_is_whole(run: RunFolder) -> None:
+    (run.path / "logs").mkdir()
+    log = (run.path / "logs" / "rank0.log").open("a")
+    log.write("one\ntw")
+    log.flush()
+    watch = Watch(run)
+    wait_until(lambda: watch.lines("logs/rank0.log") == ["one"])
+    log.write("o\n" + "three" * 100_000 + "\nfour")
+    log.close()
+    write_json(str(run.path / "result.json"), {"state": "done"})
+    assert watch.wait() == 0
+    assert watch.lines("logs/rank0.log") == ["one", "two", "three" * 100_000]
+
+
+def test_killed_supervisor_is_told_as_lost(run: RunFolder) -> None:
+    run.rank(python("import time; print('up'); time.sleep(60)")).start()
+    watch = Watch(run)
+    wait_until(lambda: texts(watch.lines("logs/rank0.log")) == ["up"])
+    run.supervisor.kill()
+    run.supervisor.wait()
+    assert watch.wait() == 3
+    lost = watch.told[-1]["lost"]
+    assert (
+        f"the supervisor (pid {run.supervisor.pid}) is gone" in lost["reason"] and lost["state"]["state"] == "training"
+    )
+
+
+@pytest.mark.parametrize("end", ["stdin", "stdout"])
+def test_ends_when_nobody_listens(run: RunFolder, end: str) -> None:
+    write_json(
+        str(run.path / "state.json"),
+        {"state": "training", "time": time.time(), "pid": os.getpid(), "start_ticks": own_ticks()},
+    )
+    argv = [PYTHON, str(NODE / "watch.py"), str(run.path)]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    getattr(process, end).close()
+    write_json(
+        str(run.path / "state.json"),
+        {"state": "stopping", "time": time.time(), "pid": os.getpid(), "start_ticks": own_ticks()},
+    )
+    assert process.wait(5) == 1 and process.stderr.read() == b""
+
+
+def own_ticks() -> int:
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def test_idle_watcher_costs_next_to_nothing(run: RunFolder) -> None:
+    run.rank(python("import time; time.sleep(60)")).start()
+    run.pid("rank0")
+    watch = Watch(run)
+    time.sleep(0.5)
+    before = cpu_seconds(watch.process.pid)
+    time.sleep(3)
+    assert cpu_seconds(watch.process.pid) - before < 0.15
+    os.kill(run.supervisor.pid, signal.SIGTERM)
+    run.end()
+    watch.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,274 @@
+"""Loading: seeds, their split over ranks, prefetching, and the same batch by every road."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partitions import random_graph, store_of
+from torch_geometric.data import Data
+
+from trainer.errors import ServiceError, SettingsError
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.open import Graph
+from trainer.load.prefetch import ordered_ahead
+from trainer.load.pyg import DistNeighborLoader
+from trainer.load.seeds import RankLayout, SeedOrder, split_step
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.service.client import HostClient
+from trainer.service.protocol import HelloInfo
+from trainer.service.server import GraphServer
+
+NUM_NODES, NUM_EDGES, NUM_SEEDS = 400, 6000, 103
+
+
+def graph_store(num_parts, only=None):
+    edge_index, num_nodes = random_graph(11, NUM_NODES, NUM_EDGES)
+    rng = np.random.default_rng(12)
+    attrs = {
+        "x": rng.standard_normal((num_nodes, 6)).astype(np.float16),
+        "y": rng.integers(0, 5, num_nodes).astype(np.int16),
+    }
+    owner = rng.integers(0, num_parts, num_nodes)
+    return WithSeeds.of(store_of(edge_index, num_nodes, num_parts, attrs=attrs, only=only, assignment=owner), owner)
+
+
+class WithSeeds(type(store_of(np.empty((2, 0), np.int64), 1))):
+    """A store whose train seeds are the first original ids, as global ids."""
+
+    @classmethod
+    def of(cls, store, owner):
+        fields = {field.name: getattr(store, field.name) for field in dataclasses.fields(store)}
+        made = cls(**fields)
+        gid = np.empty(NUM_NODES, np.int64)
+        gid[np.argsort(owner, kind="stable")] = np.arange(NUM_NODES)
+        object.__setattr__(made, "_seeds", gid[np.random.default_rng(0).permutation(NUM_NODES)[:NUM_SEEDS]])
+        return made
+
+    def seeds(self, split):
+        assert split == "train"
+        return self._seeds
+
+
+@contextmanager
+def opened(num_parts, here):
+    """The graph with parts ``here`` opened in process and each other part behind a real server."""
+    with ExitStack() as stack:
+        store = graph_store(num_parts, only=here)
+        clients = {}
+        for part in sorted(set(range(num_parts)) - set(here)):
+            served = LocalGraph(graph_store(num_parts, only=[part]))
+            server = GraphServer(served, "tcp://127.0.0.1:*", HelloInfo(part, "test", (part,), "digest"), threads=2)
+            server.start()
+            stack.callback(server.stop)
+            clients[part] = HostClient(server.endpoint, part, "test", (part,), deadline=20)
+            stack.callback(clients[part].close)
+        yield Graph(store, DistGraph(LocalGraph(store), clients), clients)
+
+
+ROADS = {
+    "one part": (1, [0]),
+    "two parts here": (2, [0, 1]),
+    "two parts, one over the wire": (2, [0]),
+    "four parts, two over the wire": (4, [1, 3]),
+    "four parts, all over the wire": (4, []),
+}
+
+
+def batches(graph, threads=1, rank=0, layout=None, **more):
+    settings_ = LoaderSettings("train", (6, 4, 3), 25, seed=3, threads=threads, want_degree=True, **more)
+    layout = layout or RankLayout.single(graph.manifest.num_parts)
+    return list(BatchLoader(graph, settings_, rank, layout).epoch(1))
+
+
+def assert_same_batch(ours, theirs):
+    assert (ours.step, ours.key, ours.num_seeds, ours.global_seeds) == (
+        theirs.step, theirs.key, theirs.num_seeds, theirs.global_seeds,
+    )  # fmt: skip
+    for name in ("n_id", "x", "y", "input_id", "degree"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
+        assert torch.equal(mine.indptr, other.indptr) and torch.equal(mine.indices, other.indices)
+        assert mine.num_src == other.num_src
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("road", ROADS)
+def test_batches_are_bit_identical_by_every_road(road, threads):
+    with opened(1, [0]) as graph:
+        expected = batches(graph)
+    with opened(*ROADS[road]) as graph:
+        got = batches(graph, threads=threads)
+        crossed = sum(batch.remote_bytes for batch in got)
+    assert len(got) == len(expected) == 5
+    for ours, theirs in zip(got, expected, strict=True):
+        assert_same_batch(ours, theirs)
+    assert (crossed > 0) == ("wire" in road)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_pyg_view_is_bit_identical_by_every_road(replace):
+    views = []
+    for num_parts, here in ROADS.values():
+        with opened(num_parts, here) as graph:
+            views.append(list(DistNeighborLoader(graph, [5, 3], batch_size=40, replace=replace, shuffle=True, seed=1)))
+    for other in views[1:]:
+        for ours, theirs in zip(views[0], other, strict=True):
+            assert all(torch.equal(ours[name], theirs[name]) for name in ("x", "edge_index", "n_id", "e_id", "input_id"))
+
+
+def test_ranks_share_every_global_batch():
+    """Three ranks on two nodes: together they see the one-process batch, seed for seed."""
+    with opened(1, [0]) as graph:
+        whole = batches(graph)
+    layout = RankLayout(3, ((0, 1), (2,)))
+    with opened(2, [0, 1]) as graph:
+        shares = [batches(graph, rank=rank, layout=layout) for rank in range(3)]
+    for step, batch in enumerate(whole):
+        mine = [share[step] for share in shares]
+        assert sorted(torch.cat([part.input_id for part in mine]).tolist()) == sorted(batch.input_id.tolist())
+        assert max(part.num_seeds for part in mine) - min(part.num_seeds for part in mine) <= 1
+        assert {part.global_seeds for part in mine} == {batch.num_seeds}
+
+
+def test_epochs_differ_and_each_covers_every_seed_once():
+    with opened(1, [0]) as graph:
+        loader = BatchLoader(graph, LoaderSettings("train", (2,), 25), 0, RankLayout.single(1))
+        first, second = (torch.cat([batch.input_id for batch in loader.epoch(epoch)]) for epoch in (0, 1))
+        resumed = [batch.input_id.tolist() for batch in loader.epoch(0, first_step=3)]
+    assert sorted(first.tolist()) == sorted(second.tolist()) == list(range(NUM_SEEDS))
+    assert not torch.equal(first, second)
+    assert [i for ids in resumed for i in ids] == first[75:].tolist()
+
+
+def test_more_ranks_than_seeds_gives_empty_batches_but_equal_steps():
+    layout = RankLayout(40, (tuple(range(40)),))
+    with opened(1, [0]) as graph:
+        shares = [batches(graph, rank=rank, layout=layout) for rank in (0, 39)]
+    assert [len(share) for share in shares] == [5, 5]
+    assert shares[1][0].num_seeds == 0 and shares[1][0].x.shape == (0, 6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world=st.integers(1, 7),
+    num_parts=st.integers(1, 5),
+    seeds=st.integers(0, 60),
+    salt=st.integers(0, 1000),
+)
+def test_split_is_complete_balanced_and_local_first(world, num_parts, seeds, salt):
+    rng = np.random.default_rng(salt)
+    owner_node = np.sort(rng.integers(0, num_parts, world))
+    ranks_of_part = tuple(tuple(np.flatnonzero(owner_node == part).tolist()) for part in range(num_parts))
+    parts = rng.integers(0, num_parts, seeds)
+    ranks = split_step(parts, RankLayout(world, ranks_of_part))
+    counts = np.bincount(ranks, minlength=world)
+    assert counts.sum() == seeds and counts.max() - counts.min() <= 1
+    for part in range(num_parts):
+        strangers = [rank for rank in ranks[parts == part] if rank not in ranks_of_part[part]]
+        own = counts[list(ranks_of_part[part])]
+        taken = [np.sum((ranks == rank) & (parts == part)) for rank in ranks_of_part[part]]
+        assert not strangers or list(own) == taken, "a seed left home while a rank there took strangers"
+
+
+def test_layout_follows_the_cluster_file(tmp_path):
+    from trainer.service.cluster import read_cluster
+
+    nodes = [
+        '{"node_rank": 0, "host": "a", "endpoint": null, "parts": [0, 1], "ranks": [0]}',
+        '{"node_rank": 1, "host": "b", "endpoint": null, "parts": [2], "ranks": [1, 2]}',
+    ]
+    (tmp_path / "cluster.json").write_text(f'{{"run_id": "r", "num_parts": 3, "nodes": [{", ".join(nodes)}]}}')
+    layout = RankLayout.from_cluster(read_cluster(tmp_path / "cluster.json"))
+    assert layout == RankLayout(3, ((0,), (0,), (1, 2)))
+
+
+def test_seed_order_counts_the_short_last_step():
+    order = SeedOrder(num_seeds=10, global_batch=4, seed=0)
+    assert order.num_steps == 3
+    assert [len(order.step(order.epoch(0), step)) for step in range(3)] == [4, 4, 2]
+    assert order.key(0, 0) != order.key(0, 1) != order.key(1, 1)
+    with pytest.raises(SettingsError, match="at least 1"):
+        SeedOrder(10, 0, 0)
+
+
+def test_work_ahead_keeps_order_and_runs_side_by_side():
+    barrier = threading.Barrier(3)
+
+    def work(job):
+        barrier.wait(5)
+        return job
+
+    assert list(ordered_ahead(work, range(9), threads=3, ahead=3, deadline=10)) == list(range(9))
+
+
+def test_an_error_in_a_thread_reaches_the_consumer_at_its_place():
+    def work(job):
+        if job == 2:
+            raise ServiceError("node1 is gone")
+        return job
+
+    ahead = ordered_ahead(work, range(5), threads=2, ahead=4, deadline=10)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    with pytest.raises(ServiceError, match="node1 is gone"):
+        next(ahead)
+
+
+def test_a_stuck_thread_is_noticed():
+    release = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(ServiceError, match=r"no batch within 0\.3 s"):
+        next(ordered_ahead(lambda job: release.wait(20), [1], threads=1, ahead=1, deadline=0.3))
+    release.set()
+    assert time.monotonic() - begun < 5
+
+
+def test_a_lost_server_fails_the_epoch_with_its_name():
+    store = graph_store(2, only=[0])
+    with opened(2, [0]) as graph:
+        host = graph.clients[1]
+        gone = HostClient("tcp://127.0.0.1:9", 1, "dead.example", (1,), deadline=0.5)
+        broken = Graph(store, DistGraph(LocalGraph(store), {1: gone}), {1: gone})
+        assert host.part_ids == gone.part_ids
+        with broken, pytest.raises(ServiceError, match=r"node1 \(dead.example"):
+            batches(broken, deadline=0.5)
+
+
+def test_pyg_batch_has_what_a_neighborloader_batch_has():
+    edge_index, _ = random_graph(11, NUM_NODES, NUM_EDGES)
+    with opened(2, [0]) as graph:
+        loader = DistNeighborLoader(graph, [4, 3], batch_size=16, shuffle=True)
+        assert len(loader) == 7
+        data = next(iter(loader))
+    assert isinstance(data, Data)
+    assert data.batch_size == 16 and data.x.shape == (data.num_nodes, 6) and len(data.y) == data.num_nodes
+    assert sum(data.num_sampled_nodes) == data.num_nodes and sum(data.num_sampled_edges) == data.num_edges
+    picked = torch.from_numpy(edge_index)[:, data.e_id]
+    assert torch.equal(data.n_id[data.edge_index], picked)
+    assert data.edge_index[1, : data.num_sampled_edges[0]].max() < 16
+    assert len(data.blocks) == 2 and data.blocks[1].num_dst == 16
+
+
+def test_pyg_view_at_full_fanout_equals_neighborloaders_subgraph():
+    """Same node and edge sets as torch_geometric's own k-hop subgraph."""
+    from torch_geometric.utils import k_hop_subgraph
+
+    edge_index, num_nodes = random_graph(11, NUM_NODES, 600)
+    store = WithSeeds.of(store_of(edge_index, num_nodes, attrs={"x": np.zeros((num_nodes, 1))}), np.zeros(num_nodes))
+    graph = Graph(store, DistGraph(LocalGraph(store), {}))
+    data = next(iter(DistNeighborLoader(graph, [-1, -1], batch_size=8)))
+    seeds = data.n_id[:8]
+    nodes, _, _, edges = k_hop_subgraph(seeds, 2, torch.from_numpy(edge_index), num_nodes=num_nodes)
+    one_hop, *_ = k_hop_subgraph(seeds, 1, torch.from_numpy(edge_index), num_nodes=num_nodes)
+    into_one_hop = torch.isin(torch.from_numpy(edge_index[1]), one_hop).nonzero().ravel()
+    assert sorted(data.n_id.tolist()) == sorted(nodes.tolist())
+    assert sorted(data.e_id.tolist()) == sorted(into_one_hop.tolist())
+    assert set(data.e_id.tolist()) <= set(edges.nonzero().ravel().tolist())

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import random_graph, store_of
 from torch_geometric.data import Data
 
+from partitions import random_graph, store_of
 from trainer.errors import ServiceError, SettingsError
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
@@ -122,7 +122,9 @@ def test_pyg_view_is_bit_identical_by_every_road(replace):
             views.append(list(DistNeighborLoader(graph, [5, 3], batch_size=40, replace=replace, shuffle=True, seed=1)))
     for other in views[1:]:
         for ours, theirs in zip(views[0], other, strict=True):
-            assert all(torch.equal(ours[name], theirs[name]) for name in ("x", "edge_index", "n_id", "e_id", "input_id"))
+            assert all(
+                torch.equal(ours[name], theirs[name]) for name in ("x", "edge_index", "n_id", "e_id", "input_id")
+            )
 
 
 def test_ranks_share_every_global_batch():

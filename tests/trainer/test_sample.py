@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import random_graph, store_of
 from scipy import stats
 
+from partitions import random_graph, store_of
 from trainer.errors import DataError, PartitionError, SettingsError
 from trainer.sample import kernels
 from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, sample_multi_hop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -170,13 +171,13 @@ def test_users_tmux_conf_neither_keeps_nor_ends_the_session(make: Make, home: Pa
 
 
 def test_environment_comes_from_start_sh_not_from_an_older_tmux_server(make: Make) -> None:
-    subprocess.run(
-        ["tmux", "new-session", "-d", "-s", "other"], env={"PATH": "/usr/bin:/bin", "MARK": "stale"}, check=True
-    )
+    older = ["tmux", "new-session", "-d", "-s", "older"]
+    subprocess.run(older, env={**os.environ, "MARK": "stale"}, check=True)
     folder, plan = make()
     folder.rank(python("import os; print(os.environ['MARK'])")).write_spec()
     start_session(LOCAL, plan, start_timeout=10)
     wait_until(folder.says("rank0", "a b"))
+    wait_until(lambda: sessions() == ["older"])
 
 
 def test_stop_without_a_run_folder(make: Make) -> None:

@@ -30,22 +30,37 @@ HostKeys = Literal["strict", "accept-new", "insecure"]
 class NodeConfig:
     """One machine (or one share of a machine) of the cluster."""
 
-    host: str = setting("Name, address or ~/.ssh/config alias; `localhost` with `transport: local`.")
+    host: str = setting("Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.")
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)
     user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None)
-    key: str | None = setting("Private key file; default: agent, ~/.ssh/config, usual places.", None)
-    password: bool = setting("Ask for a password once, without echo.", False)
-    python: str = setting("Python on the node, used when neither venv nor conda is given.", "python3")
-    venv: str | None = setting("Virtual environment folder on the node.", None)
+    key: str | None = setting(
+        "Private key file on this machine; default: SSH agent, ~/.ssh/config, usual places.", None
+    )
+    password: bool = setting("Ask for an SSH password at start, once, without echo.", False)
+    python: str = setting(
+        "Python on the node when neither venv nor conda is given; with `transport: local` this very Python.", "python3"
+    )
+    venv: str | None = setting("Folder of a virtual environment on the node (the one that holds bin/python).", None)
     conda: str | None = setting("Conda environment on the node, by name or prefix path.", None)
-    workdir: str = setting("Folder on the node for code, parts and runs; {node_rank} is filled in.", "~/gnnfleet/node{node_rank}")
-    data_folder: str | None = setting("This node's path of the shared partition folder (mode verify).", None)
-    devices: tuple[int, ...] = setting("CUDA device ids, one process each; empty: CPU.", (), at_least=0)
-    procs: int | None = setting("Processes on this node; default: one per device, else 1.", None, at_least=1)
-    address: str | None = setting("Address other nodes reach this one at; default: found by preflight.", None)
-    interface: str | None = setting("Network interface for gloo and NCCL; default: found by preflight.", None)
-    env: Mapping[str, str] = setting("Extra environment for everything on the node.", dict)
-    setup: tuple[str, ...] = setting("Shell lines run before anything else (module load …).", ())
+    workdir: str = setting(
+        "Folder on the node for our code, its parts and its runs; {node_rank} becomes 0, 1, …",
+        "~/gnnfleet/node{node_rank}",
+    )
+    data_folder: str | None = setting(
+        "Where this node sees the shared partition folder, if not at data.folder (mode verify).", None
+    )
+    devices: tuple[int, ...] = setting(
+        "CUDA device ids, as [0, 1]: one process for each; empty: train on the CPU.", (), at_least=0
+    )
+    procs: int | None = setting(
+        "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1
+    )
+    address: str | None = setting("Address at which the other nodes reach this one; default: found by preflight.", None)
+    interface: str | None = setting(
+        "Network interface of that address, as eth0, for gloo and NCCL; default: found by preflight.", None
+    )
+    env: Mapping[str, str] = setting("Environment variables for everything that runs on the node.", dict)
+    setup: tuple[str, ...] = setting("Bash lines run before anything else on the node, as `module load cuda`.", ())
 
     @property
     def nproc(self) -> int:
@@ -57,76 +72,106 @@ class NodeConfig:
 class PartitionConfig:
     """How the graph is divided."""
 
-    method: Literal["metis", "random"] = setting("Partition algorithm.", "metis")
-    seed: int = setting("Seed of the algorithm.", 0, at_least=0)
+    method: Literal["metis", "random"] = setting(
+        "`metis` cuts few edges; `random` is quick and cuts most of them.", "metis"
+    )
+    seed: int = setting("Seed of the partition algorithm.", 0, at_least=0)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """The graph, and where its parts live."""
 
-    dataset: str = setting("`synthetic`, `file`, `ogbn-…`, or a torch_geometric dataset as `Planetoid:Cora`.")
-    source: str | None = setting("Folder of .npy/.npz files or a .pt file (dataset: file); download cache otherwise.", None)
-    options: Mapping[str, Any] = setting("Dataset options, e.g. num_nodes for `synthetic`.", dict)
-    folder: str = setting("Partition folder: on this machine (mode sync) or as the nodes see it (mode verify).", "parts")
-    num_parts: int | None = setting("Number of parts; default: number of nodes.", None, at_least=1)
-    partition: PartitionConfig = setting("Partition algorithm.", PartitionConfig)
-    mode: Literal["sync", "verify"] = setting("`sync` sends each node its parts; `verify` checks a shared folder in place.", "sync")
+    dataset: str = setting("`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`.")
+    source: str | None = setting(
+        "What `file` reads: a folder of .npy/.npz files or a .pt file; for others the download folder.", None
+    )
+    options: Mapping[str, Any] = setting("Options of the dataset, as num_nodes for `synthetic`.", dict)
+    folder: str = setting(
+        "Partition folder: on this machine in mode sync, as the nodes see it in mode verify.", "parts"
+    )
+    num_parts: int | None = setting(
+        "Number of parts the graph is cut into, at least one per node; default: one per node.", None, at_least=1
+    )
+    partition: PartitionConfig = setting("How the graph is cut.", PartitionConfig)
+    mode: Literal["sync", "verify"] = setting(
+        "`sync` sends each node its parts; `verify` checks parts that the nodes already see.", "sync"
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """The bundled trainer's settings; each becomes one flag of `python -m trainer train`."""
 
-    model: Literal["sage", "gcn", "gat"] = setting("Model.", "sage")
-    hidden: int = setting("Width of hidden layers.", 256, at_least=1)
-    layers: int | None = setting("Number of layers; default: length of fanouts, and must equal it.", None, at_least=1)
-    heads: int = setting("Attention heads (gat).", 4, at_least=1)
+    model: Literal["sage", "gcn", "gat"] = setting("GraphSAGE, GCN or GAT.", "sage")
+    hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
+    layers: int | None = setting(
+        "Number of layers; follows from fanouts, and must equal its length if given.", None, at_least=1
+    )
+    heads: int = setting("Attention heads (gat only).", 4, at_least=1)
     dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
-    fanouts: tuple[int, ...] = setting("Neighbours per hop, seeds outward; -1 takes all.", (15, 10, 5))
-    eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
+    fanouts: tuple[int, ...] = setting(
+        "Neighbours sampled per vertex and hop, first hop first; -1 takes all.", (15, 10, 5)
+    )
+    eval_fanouts: tuple[int, ...] | None = setting("The same for evaluation; default: as fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
-    batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
+    batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
     epochs: int = setting("Passes over the train seeds.", 10, at_least=1)
-    lr: float = setting("Learning rate (Adam).", 0.004, above=0)
-    weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
-    seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0)
-    eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
-    checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
+    lr: float = setting("Learning rate of Adam.", 0.004, above=0)
+    weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
+    seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0)
+    eval_every: int = setting("Evaluate on the val split every so many epochs; 0: only at the end.", 1, at_least=0)
+    checkpoint_every: int = setting("Write a checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
-    prefetch: int = setting("Batches in flight per process.", 3, at_least=1)
-    backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
-    timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0)
-    resume: str | None = setting("Checkpoint file, or run id of an earlier run here, to go on from.", None)
+    prefetch: int = setting("Batches prepared ahead per process.", 3, at_least=1)
+    backend: Literal["auto", "gloo", "nccl"] = setting(
+        "torch.distributed backend; auto: nccl when every node has devices, else gloo.", "auto"
+    )
+    timeout: float = setting("Seconds after which any wait for another process fails.", 120.0, above=0)
+    resume: str | None = setting(
+        "Checkpoint to go on from: a file on this machine, or the id of an earlier run in runs_dir.", None
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
     """How a run is placed and watched."""
 
-    master_addr: str = setting("Address of node 0 as the others see it, or `auto`.", "auto")
-    master_port: int | Literal["auto"] = setting("Port for torch.distributed on node 0, or `auto`.", "auto", at_least=1, at_most=65535)
-    service_port: int | Literal["auto"] = setting("First port of the graph service, or `auto`.", "auto", at_least=1, at_most=65535)
-    runs_dir: str = setting("Folder on this machine for logs and results.", "runs")
-    connect_timeout: float = setting("Seconds to wait for one SSH connection.", 10.0, above=0)
+    master_addr: str = setting("Address of node 0 as the other nodes see it; auto: found by preflight.", "auto")
+    master_port: int | Literal["auto"] = setting(
+        "Port for torch.distributed on node 0; auto: 29500 or the next free one.", "auto", at_least=1, at_most=65535
+    )
+    service_port: int | Literal["auto"] = setting(
+        "Graph service port of node 0, one higher for each next node; auto: free ones from 29600.",
+        "auto",
+        at_least=1,
+        at_most=65535,
+    )
+    runs_dir: str = setting("Folder on this machine for logs, checkpoints and results of runs.", "runs")
+    connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0)
     start_timeout: float = setting("Seconds to wait for a node's supervisor and graph server.", 60.0, above=0)
     grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0)
-    encrypt: Literal["auto", "on", "off"] = setting("CURVE between graph services; auto: on off this machine.", "auto")
-    files: tuple[str, ...] = setting("Extra files sent beside your own script.", ())
+    lost_after: float = setting("Seconds without contact after which a node counts as lost.", 60.0, above=0)
+    encrypt: Literal["auto", "on", "off"] = setting(
+        "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
+    )
+    files: tuple[str, ...] = setting("Files and folders of this machine that your own script needs beside it.", ())
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """A whole cluster.yml."""
 
-    nodes: tuple[NodeConfig, ...] = setting("The machines, in node_rank order.")
-    data: DataConfig = setting("The graph.")
+    nodes: tuple[NodeConfig, ...] = setting("The machines, in node_rank order; the first one is the master.")
+    data: DataConfig = setting("The graph and where its parts live.")
     train: TrainConfig = setting("The bundled trainer's settings.", TrainConfig)
     run: RunConfig = setting("How the run is placed and watched.", RunConfig)
-    transport: Literal["ssh", "local"] = setting("`ssh`, or `local`: all nodes on this machine without sshd.", "ssh")
-    host_keys: HostKeys = setting("`strict`, `accept-new` (learn unknown ones) or `insecure`.", "strict")
-    name: str = setting("Shown in run ids and reports.", "run")
+    transport: Literal["ssh", "local"] = setting("`ssh`, or `local`: every node on this machine, without sshd.", "ssh")
+    host_keys: HostKeys = setting(
+        "Unknown SSH host keys: `strict` refuses, `accept-new` learns them, `insecure` asks nothing.", "strict"
+    )
+    name: str = setting("Begins the run ids and is shown in reports.", "run")
 
     @property
     def num_parts(self) -> int:

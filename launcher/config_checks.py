@@ -24,8 +24,11 @@ def check(config: ClusterConfig, reader: Reader) -> None:
 def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> None:
     here = ("nodes", k)
     if config.transport == "local" and reader.good(("transport",), (*here, "host")) and node.host not in LOCAL_HOSTS:
-        reader.report((*here, "host"), f"nodes.{k}.host: `transport: local` runs nodes on this machine only; "
-                      f"write localhost instead of `{node.host}`, or use `transport: ssh`")  # fmt: skip
+        reader.report(
+            (*here, "host"),
+            f"nodes.{k}.host: `transport: local` runs nodes on this machine only; "
+            f"write localhost instead of `{node.host}`, or use `transport: ssh`",
+        )
     if node.venv and node.conda:
         reader.report((*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one that holds torch")
     if len(set(node.devices)) < len(node.devices):
@@ -33,22 +36,30 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         reader.report((*here, "devices"), f"nodes.{k}.devices: device {twice} is listed twice")
     elif node.procs and node.devices and node.procs != len(node.devices):
         fewer = "fewer" if node.procs < len(node.devices) else "more"
-        reader.report((*here, "procs"), f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
-                      "each process has one device, so leave procs out or list as many devices")  # fmt: skip
+        reader.report(
+            (*here, "procs"),
+            f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
+            "each process has one device, so leave procs out or list as many devices",
+        )
     for name in node.env:
         if name in RANK_VARIABLES or name.startswith("GNNFLEET_"):
             reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")
     if node.data_folder and config.data.mode == "sync" and reader.good(("data", "mode")):
-        reader.report((*here, "data_folder"), f"nodes.{k}.data_folder: only for `data.mode: verify`; "
-                      "in mode sync the parts go below workdir")  # fmt: skip
+        reader.report(
+            (*here, "data_folder"),
+            f"nodes.{k}.data_folder: only for `data.mode: verify`; in mode sync the parts go below workdir",
+        )
 
 
 def _nodes(config: ClusterConfig, reader: Reader) -> None:
     if not config.nodes and reader.good(("nodes",)):
         reader.report(("nodes",), "nodes: empty; list at least one host")
     elif config.num_parts < len(config.nodes) and reader.good(("data", "num_parts")):
-        reader.report(("data", "num_parts"), f"fewer parts than nodes: data.num_parts is {config.data.num_parts} and "
-                      f"nodes has {len(config.nodes)} entries; leave num_parts out or raise it")  # fmt: skip
+        reader.report(
+            ("data", "num_parts"),
+            f"fewer parts than nodes: data.num_parts is {config.data.num_parts} and "
+            f"nodes has {len(config.nodes)} entries; leave num_parts out or raise it",
+        )
 
 
 def _folders(config: ClusterConfig, reader: Reader) -> None:
@@ -61,14 +72,19 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
         user = str(node.user) if folder.startswith("~") else ""
         same = first.setdefault((host_key(config, node), str(node.port), user, folder), k)
         if same != k:
-            reader.report(("nodes", k), f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
-                          f"{folder}); give it a workdir of its own, or put {{node_rank}} into the path")  # fmt: skip
+            reader.report(
+                ("nodes", k),
+                f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
+                f"{folder}); give it a workdir of its own, or put {{node_rank}} into the path",
+            )
 
 
 def _data(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
     if data.dataset == "file" and not data.source and data.mode == "sync" and reader.good(("data", "source")):
-        reader.report(("data", "dataset"), "data.source is missing: `dataset: file` needs the folder or .pt file to read")
+        reader.report(
+            ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
+        )
 
 
 def _train(config: ClusterConfig, reader: Reader) -> None:
@@ -77,28 +93,38 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         fanouts = getattr(train, name)
         wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
         if wrong is not None:
-            reader.report(("train", name), f"train.{name}: a fanout is -1 (all neighbours) or at least 1; found {wrong}")
+            reader.report(("train", name), f"train.{name}: each is -1 (all neighbours) or at least 1; found {wrong}")
     if not train.fanouts and reader.good(("train", "fanouts")):
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
     elif reader.good(("train", "fanouts")):
         _layers(config, reader)
     if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
-        reader.report(("train", "batch_size"), f"train.batch_size: the global batch ({train.batch_size}) is smaller than "
-                      f"the number of processes ({config.world_size}); raise it or use fewer processes")  # fmt: skip
+        reader.report(
+            ("train", "batch_size"),
+            f"train.batch_size: the global batch is {train.batch_size}, fewer seeds "
+            f"than processes ({config.world_size}); raise it or use fewer processes",
+        )
     cpu_only = next((k for k, node in enumerate(config.nodes) if not node.devices), None)
     if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
-        reader.report(("train", "backend"), f"train.backend: nccl needs devices on every node, and nodes.{cpu_only} "
-                      "lists none")  # fmt: skip
+        reader.report(
+            ("train", "backend"), f"train.backend: nccl needs devices on every node, and nodes.{cpu_only} lists none"
+        )
 
 
 def _layers(config: ClusterConfig, reader: Reader) -> None:
     train, hops = config.train, len(config.train.fanouts)
     if train.layers and train.layers != hops and reader.good(("train", "layers")):
-        reader.report(("train", "layers"), f"train.layers is {train.layers}, and train.fanouts has {hops} numbers; "
-                      "there is one fanout per layer, so layers may be left out")  # fmt: skip
+        reader.report(
+            ("train", "layers"),
+            f"train.layers is {train.layers}, and train.fanouts has {hops} numbers; "
+            "there is one fanout per layer, so layers may be left out",
+        )
     if train.eval_fanouts is not None and len(train.eval_fanouts) != hops:
-        reader.report(("train", "eval_fanouts"), f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, and "
-                      f"train.fanouts {hops}; both have one per layer")  # fmt: skip
+        reader.report(
+            ("train", "eval_fanouts"),
+            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, and "
+            f"train.fanouts {hops}; both have one per layer",
+        )
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
@@ -107,8 +133,12 @@ def _ports(config: ClusterConfig, reader: Reader) -> None:
         return
     last = first + count - 1
     if last > 65535:
-        reader.report(("run", "service_port"), f"run.service_port: {count} nodes need the ports {first} to {last}, "
-                      "and 65535 is the highest")  # fmt: skip
+        reader.report(
+            ("run", "service_port"),
+            f"run.service_port: {count} nodes need the ports {first} to {last}, and 65535 is the highest",
+        )
     if master != "auto" and first <= master <= last:
-        reader.report(("run", "master_port"), f"run.master_port: {master} is among the graph service's ports, "
-                      f"{first} to {last} (run.service_port)")  # fmt: skip
+        reader.report(
+            ("run", "master_port"),
+            f"run.master_port: {master} is among the graph service's ports, {first} to {last} (run.service_port)",
+        )

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from launcher.config import ClusterConfig, NodeConfig
-from launcher.config_reader import Reader, dotted
-
-Place = tuple["str | int", ...]
+from launcher.config_reader import Place, Reader, dotted
 
 
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:

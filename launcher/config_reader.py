@@ -8,7 +8,6 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config import ClusterConfig, NodeConfig
@@ -16,7 +15,7 @@ from launcher.errors import Problem
 from launcher.yaml_overrides import expand_count
 from launcher.yaml_tree import Origin, Report, Scalar, Section, Sequence, Tree, describe
 
-Path_ = tuple[Union[str, int], ...]  #: a place in the config, as ("nodes", 0, "procs")
+Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
 
 _INT = re.compile(r"[-+]?\d[\d_]*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
@@ -32,23 +31,23 @@ class Reader:
     """Turns trees into values, reports what does not fit, and remembers where each value stood."""
 
     report_problem: Report
-    origins: dict[Path_, Origin] = field(default_factory=dict)
-    bad: set[Path_] = field(default_factory=set)
+    origins: dict[Place, Origin] = field(default_factory=dict)
+    bad: set[Place] = field(default_factory=set)
 
-    def report(self, path: Path_, message: str) -> None:
+    def report(self, path: Place, message: str) -> None:
         """A mistake at ``path``, or where the nearest section around it begins."""
         origin = self.origin(path)
         self.bad.add(path)
         self.report_problem(Problem(origin.file, origin.line, message))
 
-    def origin(self, path: Path_) -> Origin:
+    def origin(self, path: Place) -> Origin:
         return next(self.origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.origins)
 
-    def given(self, path: Path_) -> bool:
+    def given(self, path: Place) -> bool:
         """Whether the user wrote this key (in the file, in defaults or with --set)."""
         return path in self.origins
 
-    def good(self, *paths: Path_) -> bool:
+    def good(self, *paths: Place) -> bool:
         """Whether these values, and all inside them, were read without a mistake."""
         return not any(bad[: len(path)] == path for path in paths for bad in self.bad)
 
@@ -112,7 +111,7 @@ class Reader:
             self.report(("nodes", index), f"nodes.{index}: {name} is given twice, in host and as a key of its own")
         return Section(node.origin, {**node.items, **found}, node.keys)
 
-    def _section(self, cls: type, tree: Tree, path: Path_) -> Any:
+    def _section(self, cls: type, tree: Tree, path: Place) -> Any:
         if isinstance(tree, Scalar) and tree.empty:
             tree = Section(tree.origin, {}, {})
         if not isinstance(tree, Section):
@@ -123,7 +122,7 @@ class Reader:
                 values[item.name] = self._absent(item, tree, path)
         return cls(**values)
 
-    def _read_fields(self, cls: type, tree: Section, path: Path_) -> dict[str, Any]:
+    def _read_fields(self, cls: type, tree: Section, path: Place) -> dict[str, Any]:
         hints, known = get_type_hints(cls), {item.name: item for item in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in tree.items.items():
@@ -142,7 +141,7 @@ class Reader:
                 values[name] = _stand_in(known[name])
         return values
 
-    def _absent(self, item: Field[Any], tree: Section, path: Path_) -> Any:
+    def _absent(self, item: Field[Any], tree: Section, path: Place) -> Any:
         here = (*path, item.name)
         if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
             return _stand_in(item)
@@ -151,18 +150,20 @@ class Reader:
         self.report(here, f"missing {kind} `{item.name}`{f' in {dotted(path)}' if path else ''}: {_help(item)}")
         return _stand_in(item)
 
-    def _unknown(self, name: str, cls: type, at: Origin, path: Path_) -> None:
+    def _unknown(self, name: str, cls: type, at: Origin, path: Place) -> None:
         """An unknown key, with the section it belongs in or the nearest key of this one."""
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name, known, 1)
-        elsewhere = [where for where, section in _SECTIONS.items() if section is not cls and name in _names(section)]
-        hint = f"; it belongs in {' or '.join(elsewhere)}" if elsewhere else f"; did you mean `{near[0]}`?" if near else ""
-        listing = "" if hint else f"; the keys here are {', '.join(known)}"
+        elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
+        if elsewhere:
+            hint = "it belongs " + " or ".join(f"in {where}" if where else "at the top level" for where in elsewhere)
+        else:
+            hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"
         self.bad |= {(*path, near[0])} if near and not elsewhere else {(*where.split("."), name) for where in elsewhere}
-        self.report_problem(Problem(at.file, at.line, f"unknown key `{name}` {place}{hint}{listing}"))
+        self.report_problem(Problem(at.file, at.line, f"unknown key `{name}` {place}; {hint}"))
 
-    def _value(self, wanted: Any, tree: Tree, path: Path_) -> Any:
+    def _value(self, wanted: Any, tree: Tree, path: Place) -> Any:
         kind = get_origin(wanted)
         if kind in (Union, types.UnionType):
             return self._one_of_types([kind for kind in get_args(wanted) if kind is not type(None)], tree, path)
@@ -176,7 +177,7 @@ class Reader:
             return self._section(wanted, tree, path)  # type: ignore[arg-type]
         return plain_value(tree) if wanted is Any else _scalar(wanted, tree)
 
-    def _one_of_types(self, kinds: list[Any], tree: Tree, path: Path_) -> Any:
+    def _one_of_types(self, kinds: list[Any], tree: Tree, path: Place) -> Any:
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
@@ -184,19 +185,21 @@ class Reader:
         try:
             return self._value(rest, tree, path)
         except _Wrong as wrong:
-            raise _Wrong(str(wrong).replace(", found", f" or `{words[0]}`, found", 1) if words else str(wrong)) from None
+            also = "".join(f" or `{word}`" for word in words)
+            raise _Wrong(str(wrong).replace(", found", f"{also}, found", 1)) from None
 
-    def _tuple(self, kind: Any, tree: Tree, path: Path_) -> tuple[Any, ...]:
+    def _tuple(self, kind: Any, tree: Tree, path: Place) -> tuple[Any, ...]:
         if isinstance(tree, Scalar) and kind is str and not tree.empty:
             return (tree.text,)
-        if isinstance(tree, Scalar) and kind is int and "," in tree.text:
+        from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
+        if isinstance(tree, Scalar) and kind is int and ("," in tree.text or from_shell):
             tree = Sequence(tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(",")))
         if not isinstance(tree, Sequence):
             example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
         return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
 
-    def _element(self, kind: Any, tree: Tree, path: Path_) -> Any:
+    def _element(self, kind: Any, tree: Tree, path: Place) -> Any:
         self.origins[path] = tree.origin
         try:
             return self._value(kind, tree, path)
@@ -207,16 +210,10 @@ class Reader:
     def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:
         if not isinstance(tree, Section):
             raise _Wrong(f"expected a section of keys, found {describe(tree)}")
-        return {name: plain_value(item) if kind is Any else self._entry(kind, name, item) for name, item in tree.items.items()}
-
-    def _entry(self, kind: Any, name: str, tree: Tree) -> Any:
-        try:
-            return _scalar(kind, tree)
-        except _Wrong as wrong:
-            raise _Wrong(f"{name}: {wrong}") from None
+        return {name: _entry(kind, name, item) for name, item in tree.items.items()}
 
 
-def dotted(path: Path_) -> str:
+def dotted(path: Place) -> str:
     """``nodes.0.procs``, as --set takes it."""
     return ".".join(map(str, path))
 
@@ -237,14 +234,14 @@ def plain_value(tree: Tree) -> Any:
     return _scalar(number, tree)
 
 
-_SECTIONS: dict[str, type] = {"the top level": ClusterConfig, "nodes": NodeConfig}
-_SECTIONS |= {name: hint for name, hint in get_type_hints(ClusterConfig).items() if is_dataclass(hint)}
-_SECTIONS |= {
-    f"{name}.{inner}": hint
-    for name, section in list(_SECTIONS.items())
-    for inner, hint in get_type_hints(section).items()
-    if section is not ClusterConfig and is_dataclass(hint)
-}
+def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
+    """Every dataclass of the config by its dotted name; "" for the top level, ``nodes`` for one node."""
+    found = {name: cls}
+    for key, hint in get_type_hints(cls).items():
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        if isinstance(inner, type) and is_dataclass(inner):
+            found |= sections(inner, f"{name}.{key}".lstrip("."))
+    return found
 
 
 def _with_defaults(node: Section, defaults: Section) -> Section:
@@ -257,6 +254,14 @@ def _with_defaults(node: Section, defaults: Section) -> Section:
     if isinstance(own, Section) and isinstance(common, Section):
         items["env"] = Section(own.origin, {**common.items, **own.items}, {**common.keys, **own.keys})
     return Section(node.origin, items, node.keys)
+
+
+def _entry(kind: Any, name: str, tree: Tree) -> Any:
+    """One value of a free mapping such as env."""
+    try:
+        return plain_value(tree) if kind is Any else _scalar(kind, tree)
+    except _Wrong as wrong:
+        raise _Wrong(f"{name}: {wrong}") from None
 
 
 def _scalar(wanted: type, tree: Tree) -> Any:

@@ -81,7 +81,7 @@ def make_sites(
             parts=part_block(k, len(config.nodes), config.num_parts),
             address=address,
             bind=address if fact is None or _is_ip(address) else fact.address,
-            interface=node.interface or (fact.interface if fact else "") or ("lo" if config.transport == "local" else ""),
+            interface=node_interface(config, node, fact),
             workdir=workdir,
             code_dir=f"{workdir}/code/{code_digest[:16]}",
             data_dir=_data_dir(config, node, workdir, data_name, fact),
@@ -115,6 +115,12 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
     return node.address or found
+
+
+def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
+    """The network interface for gloo and NCCL; '' when only preflight can tell."""
+    found = "lo" if config.transport == "local" else fact.interface if fact else ""
+    return node.interface or found
 
 
 def node_workdir(node: NodeConfig, node_rank: int) -> str:

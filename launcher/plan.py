@@ -47,6 +47,7 @@ __all__ = [
     "interpreter",
     "make_plan",
     "master_candidates",
+    "partition_command",
     "read_partition_files",
     "service_candidates",
     "to_json",
@@ -229,8 +230,9 @@ def _notes(
             "home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
         )
     if config.data.mode == "sync" and usable is None:
-        found = f"the parts in {config.data.folder} are {manifest.num_parts}, not {config.num_parts}; " if manifest else ""
-        notes.append(f"{found}parts are made at launch: their files, sizes and digests are not known yet")
+        notes.append("parts are made at launch: their files, sizes and digests are not known yet")
+        if manifest:
+            notes.append(f"{config.data.folder} holds {manifest.num_parts} parts, and {config.num_parts} are wanted")
     return notes
 
 

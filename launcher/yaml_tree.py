@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
 
 import yaml
 
@@ -55,7 +54,7 @@ class Section:
     keys: Mapping[str, Origin] = field(default_factory=dict)
 
 
-Tree = Union[Scalar, Sequence, Section]
+Tree = Scalar | Sequence | Section
 Report = Callable[[Problem], None]
 
 
@@ -80,7 +79,7 @@ def describe(tree: Tree) -> str:
     if isinstance(tree, Sequence):
         return "a list"
     if tree.empty:
-        return "nothing" + (" (a bare ~ is empty in YAML: write \"~\")" if tree.text == "~" else "")
+        return "nothing" + (' (a bare ~ is empty in YAML: write "~")' if tree.text == "~" else "")
     return f"the text `{tree.text}`" if tree.tag == "str" else f"`{tree.text}`"
 
 
@@ -103,7 +102,8 @@ class _Builder:
             return self.section(node, origin, (*parents, node))
         if isinstance(node, yaml.SequenceNode):
             return Sequence(origin, tuple(self.build(item, (*parents, node)) for item in node.value))
-        return Scalar(origin, node.value, node.tag.rpartition(":")[2], node.style is None)
+        plain = isinstance(node, yaml.ScalarNode) and not node.style
+        return Scalar(origin, node.value, node.tag.rpartition(":")[2], plain)
 
     def section(self, node: yaml.MappingNode, origin: Origin, parents: tuple[yaml.Node, ...]) -> Section:
         items: dict[str, Tree] = {}

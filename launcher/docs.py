@@ -1,0 +1,100 @@
+"""``python -m launcher.docs``: writes docs/config.md from the config dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from launcher.codefiles import CODE_ROOT
+from launcher.config_reader import limits_in_words, sections
+
+_INTRO = """\
+# cluster.yml, key by key
+
+This page is written by `python -m launcher.docs`; change the help texts in `launcher/config.py`.
+Ready-made files are in `templates/`. The smallest config that runs on two machines:
+
+```yaml
+nodes: [alice@gnn1, alice@gnn2]
+data: {dataset: synthetic}
+```
+
+**Defaults.** `defaults:` at the top level takes the same keys as a node and holds for every node. A node's own key
+wins; `env` is merged name by name; a node's own `python`, `venv` or `conda` replaces whichever of the three a
+default gives.
+
+**Short forms.** A node may be just `host`, `user@host` or `user@host:port`. With `transport: local`, `nodes: 2` stands
+for two nodes on this machine. A list of numbers may be written `15,10,5`, and a list of one text as that text.
+
+**Paths.** Paths of this machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`, `train.resume`) are
+relative to the YAML file they stand in; given with `--set` they are relative to the current directory, and so is
+`run.runs_dir` always. Paths of a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode verify) begin with
+`/` or `~/`; only with `transport: local` may they be relative to the YAML file. `~` is the home folder of whoever owns
+the path.
+
+**Changing a key for one run.** `--set key=value`, as often as needed: `--set train.lr=1e-3`,
+`--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`. The value is YAML; `null` takes a key back to its default.
+
+**Mistakes.** All of them are listed at once, each with file and line; nothing is started. `gnnfleet check` goes on to
+look at the machines themselves.
+"""
+
+_TITLES = {"": "Top level", "nodes": "nodes (one entry), and defaults"}
+
+
+def config_page() -> str:
+    """The whole of docs/config.md."""
+    parts = [_INTRO]
+    for name, section in sections().items():
+        title = _TITLES.get(name, name)
+        parts.append(f"## {title}\n\n{section.__doc__}\n\n{_table(section)}")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Write the page where it belongs."""
+    Path(CODE_ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
+
+
+def _table(section: type) -> str:
+    hints = get_type_hints(section)
+    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    rows += [_cells(item, hints[item.name]) for item in fields(section)]
+    return "\n".join(rows) + "\n"
+
+
+def _cells(item: Field[Any], hint: Any) -> str:
+    limits: Mapping[str, float] = item.metadata["limits"]
+    kind = type_in_words(hint) + (f", {limits_in_words(limits)}" if limits else "")
+    return f"| `{item.name}` | {kind} | {_default(item, hint)} | {item.metadata['help']} |"
+
+
+def type_in_words(hint: Any) -> str:
+    """``list of whole numbers``, ``sync or verify``, …"""
+    words = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    kind, inside = get_origin(hint), get_args(hint)
+    if hint in words:
+        return words[hint]
+    if kind is Literal:
+        return " or ".join(f"`{choice}`" for choice in inside)
+    if kind in (Union, UnionType):
+        return " or ".join(type_in_words(one) for one in inside if one is not type(None))
+    if kind is tuple:
+        return "list of nodes" if is_dataclass(inside[0]) else f"list of {type_in_words(inside[0])}s"
+    return "section"
+
+
+def _default(item: Field[Any], hint: Any) -> str:
+    if item.default is MISSING and item.default_factory is MISSING:
+        return "required"
+    if item.default in (None, MISSING, ()):
+        return ""
+    value = list(item.default) if isinstance(item.default, tuple) else item.default
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The plan for a person: per node where it runs, what runs, with which environment, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from launcher.plan import LaunchPlan, NodePlan, PlannedFile
+from launcher.script import Command, Secret, quote
+
+_Rows = Iterator[tuple[str, str]]
+
+
+def print_plan(plan: LaunchPlan, console: Console) -> None:
+    """Everything ``launch`` will do; lines are not wrapped, so commands can be copied."""
+    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan))]
+    for node in plan.nodes:
+        title = f"node{node.node_rank}  {node.target}  tmux session {node.session}"
+        lines += [Text(""), _heading(title), *map(_row, _node_rows(node))]
+    console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def describe_command(command: Command) -> str:
+    """The argv as a shell would take it; secrets as ``***``."""
+    return " ".join(_word(word) for word in command.argv)
+
+
+def describe_env(env: Mapping[str, str]) -> str:
+    """``A=1 B='two words'``, sorted; secrets as ``***``."""
+    return " ".join(f"{name}={_word(value)}" for name, value in sorted(env.items()))
+
+
+def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
+    """A node's files by what they are: code, parts, own (yours), generated."""
+    groups: dict[str, list[PlannedFile]] = {"code": [], "parts": [], "own": [], "generated": []}
+    tops = {"code": node.code_dir + "/", "parts": node.data_dir + "/", "own": f"{node.run_dir}/files/"}
+    for file in node.files:
+        named = next((name for name, top in tops.items() if file.dest.startswith(top)), "generated")
+        groups["own" if named == "generated" and file.source else named].append(file)
+    return groups
+
+
+def _summary(plan: LaunchPlan) -> str:
+    counts = f"{_count(len(plan.nodes), 'node')}, {_count(plan.world_size, 'process', 'es')}, "
+    counts += _count(plan.num_parts, "part")
+    return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
+
+
+def _run_rows(plan: LaunchPlan) -> _Rows:
+    total = sum(file.bytes for node in plan.nodes for file in node.files)
+    yield "code", f"digest {plan.code_digest[:16]}"
+    yield "move", f"{decimal(total)} in {_count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
+    if plan.partition:
+        yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
+    for note in plan.notes:
+        yield "note", note
+
+
+def _node_rows(node: NodePlan) -> _Rows:
+    devices = ",".join(map(str, node.devices)) or "CPU"
+    share = f"ranks {_span(node.ranks)}  devices {devices}  parts {_span(node.parts)}"
+    ports = f"master {node.master_port}" + (f", graph service {node.service_port}" if node.server else "")
+    yield "share", f"{share}  address {node.address}  ports {ports}"
+    yield "folders", f"run {node.run_dir}  parts {node.data_dir}  code {node.code_dir}"
+    for line in node.start.setup:
+        yield "setup", line
+    yield "env", describe_env(node.start.env)
+    yield "start", describe_command(node.start)
+    for name, command in (("server", node.server), ("trainer", node.trainer)):
+        if command:
+            yield name, f"cd {quote(command.cwd)}; {describe_command(command)}"
+            yield "  env", describe_env(_beyond(command.env, node.start.env))
+    for name, files in file_groups(node).items():
+        if files:
+            yield "files", f"{name}: {_files(files, list_them=name in ('own', 'generated'))}"
+    yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
+
+
+def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if common.get(name) != value}
+
+
+def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
+    total = decimal(sum(file.bytes for file in files))
+    if not list_them:
+        return f"{_count(len(files), 'file')}, {total}"
+    return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
+
+
+def _size(file: PlannedFile) -> str:
+    return decimal(file.bytes) if file.sha256 else "made at launch"
+
+
+def _word(word: str) -> str:
+    return str(word) if isinstance(word, Secret) else quote(word)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Consecutive numbers, as ranks and parts of a node always are."""
+    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number:,} {thing}{'' if number == 1 else plural}"
+
+
+def _heading(text: str) -> Text:
+    return Text(text, "bold")
+
+
+def _row(row: tuple[str, str]) -> Text:
+    return Text.assemble((f"  {row[0]:<11} ", "dim"), row[1])

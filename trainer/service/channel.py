@@ -90,8 +90,10 @@ class Channel:
         return call.reply
 
     def close(self) -> None:
-        """Close the sockets; waiting threads let go of the lock within a slice."""
+        """Close the sockets; waiting threads let go of the lock within a slice. Closing twice is harmless."""
         with self.lock:
+            if self._socket.closed:
+                return
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)

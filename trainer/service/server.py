@@ -21,10 +21,9 @@ from trainer.service.protocol import HelloInfo, ServerStats
 from trainer.service.wire import MAX_FRAME, MAX_HEAD, Kind, Message, Status, decode, encode
 
 _BACKLOG = 32  #: requests waiting per thread; beyond that the network queues hold them
+_FULL_GLANCE_MS = 1  #: until the next look at a full queue; dropped requests leave no reply that would wake the mover
 _REPLIES = "inproc://replies"
-_REFUSALS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
 class _Counters:
@@ -143,7 +142,7 @@ class GraphServer:
             while True:
                 full = self._queue.qsize() >= _BACKLOG * self._threads
                 poller.register(front, 0 if full else zmq.POLLIN)
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(_FULL_GLANCE_MS if full else None))
                 if replies in ready:
                     frames = replies.recv_multipart(copy=False)
                     self._counters.add(bytes_out=_size(frames))

@@ -1,0 +1,129 @@
+"""A graph of arithmetic with misbehaving attributes, and graph servers around it, here and as processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from trainer.errors import PartitionError
+from trainer.sample.types import HopRequest, HopSample
+from trainer.service.client import HostClient
+from trainer.service.keys import CurveKeys, read_key_file
+from trainer.service.protocol import HelloInfo
+from trainer.service.server import GraphServer
+
+INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
+
+
+class ArithmeticGraph:
+    """Node v's neighbours are v*10, v*10+1, …; row x[v] is (v, v+0.5). Some attributes misbehave."""
+
+    def sample_hop(self, request: HopRequest) -> HopSample:
+        counts = (request.nodes % (request.fanout + 1)).astype(np.int32)
+        start = np.repeat(np.cumsum(counts) - counts, counts)
+        src = np.repeat(request.nodes * 10, counts) + np.arange(counts.sum()) - start
+        return HopSample(counts, src, src + request.key if request.with_edge_id else None)
+
+    def gather(self, nodes, attrs):
+        return {name: self._column(name, nodes) for name in attrs}
+
+    def _column(self, name, nodes):
+        if name == "x":
+            return np.stack([nodes, nodes + 0.5], axis=1).astype(np.float32)
+        if name.startswith("sleep"):
+            time.sleep(float(name.removeprefix("sleep")))
+            return nodes
+        if name == "raises":
+            raise ValueError("row 7 is broken")
+        if name == "objects":
+            return nodes.astype(object)
+        raise PartitionError(f"no node attribute {name!r}; there are ['x']")
+
+
+@contextlib.contextmanager
+def serving(graph=None, keys=None, **options):
+    """A server in this process."""
+    endpoint = options.pop("endpoint", "tcp://127.0.0.1:0")
+    server = GraphServer(graph or ArithmeticGraph(), endpoint, INFO, options.pop("threads", 2), keys, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def client_of(endpoint, deadline=5.0, keys=None):
+    client = HostClient(endpoint, INFO.node_rank, INFO.host, INFO.part_ids, deadline, keys)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def server_process(endpoint, key_file=None):
+    """The same server as a process of its own, answering once this returns."""
+    argv = [sys.executable, __file__, endpoint, *([str(key_file)] if key_file else [])]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+
+
+def free_endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return f"tcp://127.0.0.1:{holder.getsockname()[1]}"
+
+
+def new_keys() -> CurveKeys:
+    return CurveKeys(*zmq.curve_keypair())
+
+
+def write_partition(folder, store):
+    """A ``PartStore`` of ``partitions.store_of`` as files."""
+    from trainer.partition.format import write_manifest
+
+    for part in store.parts.values():
+        nodes, edges = folder / f"part{part.part_id}" / "nodes", folder / f"part{part.part_id}" / "edges"
+        nodes.mkdir(parents=True)
+        edges.mkdir()
+        for name, array in {"orig_id": part.orig_id, **part.attrs}.items():
+            np.save(nodes / f"{name}.npy", array)
+        for name in ("indptr", "indices", "edge_id"):
+            np.save(edges / f"{name}.npy", getattr(part, name))
+    write_manifest(folder, store.manifest)
+
+
+def write_cluster(path, *nodes, num_parts=None):
+    """cluster.json of (node_rank, endpoint, parts) triples."""
+    entries = [{"node_rank": k, "host": f"host{k}", "endpoint": e, "parts": list(p)} for k, e, p in nodes]
+    count = sum(len(entry["parts"]) for entry in entries) if num_parts is None else num_parts
+    path.write_text(json.dumps({"run_id": "r", "num_parts": count, "nodes": entries}))
+    return path
+
+
+def main(endpoint: str, key_file: str | None = None) -> None:
+    keys = read_key_file(key_file) if key_file else None
+    server = GraphServer(ArithmeticGraph(), endpoint, INFO, 2, keys)
+    server.start()
+    print("ready", flush=True)
+    time.sleep(120)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

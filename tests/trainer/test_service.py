@@ -1,0 +1,320 @@
+"""The graph service: same answers as direct calls, and a clear error in time for whatever goes wrong."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zmq
+
+from partitions import random_graph, store_of
+from service_kit import (
+    INFO,
+    ArithmeticGraph,
+    client_of,
+    free_endpoint,
+    new_keys,
+    server_process,
+    serving,
+)
+from trainer.errors import ServiceError
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.types import HopRequest
+from trainer.service.wire import Kind, Message, Status, decode, encode
+
+NODES = np.array([5, 0, 17, 5, 900], np.int64)
+
+
+def request_of(nodes=NODES, fanout=7, key=3, **options) -> HopRequest:
+    return HopRequest(nodes, fanout, 2, key, **options)
+
+
+def assert_same_sample(there, here) -> None:
+    np.testing.assert_array_equal(there.counts, here.counts)
+    np.testing.assert_array_equal(there.src, here.src)
+    assert (there.edge_id is None) == (here.edge_id is None)
+    if here.edge_id is not None:
+        np.testing.assert_array_equal(there.edge_id, here.edge_id)
+
+
+@pytest.fixture
+def server():
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server.endpoint) as client:
+        yield client
+
+
+def test_answers_equal_direct_calls(client) -> None:
+    graph = ArithmeticGraph()
+    for request in (request_of(), request_of(with_edge_id=True), request_of(NODES[:0]), request_of(NODES + 2**40)):
+        assert_same_sample(client.sample_hop(request), graph.sample_hop(request))
+    rows = client.gather(NODES, ["x"])["x"]
+    np.testing.assert_array_equal(rows, graph.gather(NODES, ["x"])["x"])
+    assert rows.dtype == np.float32
+    assert client.hello() == INFO
+
+
+def test_a_partitioned_graph_answers_the_same_over_the_wire() -> None:
+    edge_index, num_nodes = random_graph(0, 300, 4000)
+    attrs = {"x": np.random.default_rng(1).normal(size=(num_nodes, 8)).astype(np.float32)}
+    whole = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs))
+    mine = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs, only=[0, 2]))
+    theirs = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs, only=[1, 3]))
+    nodes = np.random.default_rng(2).integers(0, num_nodes, 500)
+    with serving(theirs) as server, client_of(server.endpoint) as client:
+        routed = DistGraph(mine, {1: client})
+        for fanout, replace in ((5, False), (-1, False), (4, True)):
+            request = request_of(nodes, fanout, 2**64 - 7, replace=replace, with_edge_id=True)
+            assert_same_sample(routed.sample_hop(request), whole.sample_hop(request))
+        names = ["x", "orig_id", "in_degree"]
+        here, there = whole.gather(nodes, names), routed.gather(nodes, names)
+        for name in names:
+            np.testing.assert_array_equal(there[name], here[name])
+        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2, .*parts 1,3\): sample_hop failed: asked for nodes"):
+            client.sample_hop(request_of(np.array([whole.book.range_of(0)[0]])))
+        with pytest.raises(ServiceError, match="no node attribute 'z'"):
+            client.gather(nodes[:0], ["z"])
+
+
+def test_several_threads_with_several_requests_in_flight(server, client) -> None:
+    def work(seed: int) -> int:
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            asked = [request_of(rng.integers(0, 10**6, rng.integers(1, 3000)), with_edge_id=True) for _ in range(4)]
+            pending = [client.submit_sample(request) for request in asked]
+            rows = client.submit_gather(asked[0].nodes, ["x"])
+            for request, answer in reversed(list(zip(asked, pending, strict=True))):
+                assert_same_sample(answer.result(), ArithmeticGraph().sample_hop(request))
+            np.testing.assert_array_equal(rows.result()["x"][:, 0], asked[0].nodes)
+        return seed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [0, 1, 2, 3]
+    stats = client.stats()
+    assert stats.requests == 4 * 40 * 5 and stats.errors == stats.malformed == 0
+    assert 0 < client.bytes_received - stats.bytes_out < 2000  # the answer to stats itself
+    assert stats.seconds["sample_hop"] > 0
+
+
+def test_an_answer_may_be_awaited_by_another_thread(client) -> None:
+    pending = [client.submit_gather(np.array([k]), ["x"]) for k in range(20)]
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(lambda one: one.result()["x"][0, 0], pending))
+    assert found == list(range(20))
+
+
+def test_connections_of_ended_threads_are_used_again(client) -> None:
+    for _ in range(5):
+        thread = threading.Thread(target=client.hello)
+        thread.start()
+        thread.join(10)
+    assert len(client._channels) == 1
+
+
+@pytest.mark.parametrize(
+    ("attr", "cause"),
+    [("raises", "ValueError: row 7 is broken"), ("objects", "dtype object cannot be sent"), ("y", "no node attribute")],
+)
+def test_a_failing_handler_answers_at_once_and_the_server_lives(client, attr: str, cause: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(ServiceError, match=rf"node1 \(10.0.0.2, tcp://.*, parts 1,3\): gather failed: .*{cause}"):
+        client.gather(NODES, [attr])
+    assert time.monotonic() - start < 2
+    assert client.hello() == INFO and client.stats().errors == 1
+
+
+def test_a_slow_request_holds_up_nobody_and_misses_its_own_deadline(client) -> None:
+    client.deadline = 0.5
+    slow = client.submit_gather(NODES, ["sleep1.5"])
+    start = time.monotonic()
+    client.gather(NODES, ["x"])
+    assert time.monotonic() - start < 0.4
+    start = time.monotonic()
+    with pytest.raises(ServiceError, match=r"no answer within 0.5 s to gather \(connected, so it is slow"):
+        slow.result()
+    assert 0.45 < time.monotonic() - start < 0.9
+    np.testing.assert_array_equal(slow.result(timeout=5)["sleep1.5"], NODES)
+
+
+def test_nobody_there_is_an_error_at_the_deadline() -> None:
+    with client_of(free_endpoint(), deadline=0.7) as client:
+        start = time.monotonic()
+        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2, tcp.*parts 1,3\).*0.7 s to hello \(no connection\).*"
+                                               r"see logs/server.log of node1"):  # fmt: skip
+            client.hello()
+        assert 0.65 < time.monotonic() - start < 1.2
+
+
+def test_a_server_that_starts_late_is_waited_for() -> None:
+    endpoint = free_endpoint()
+    with client_of(endpoint, deadline=10) as client:
+        pending = client.submit_hello()
+        time.sleep(0.5)
+        with serving(endpoint=endpoint):
+            assert pending.result() == INFO
+
+
+def test_killed_server_is_named_by_the_deadline() -> None:
+    endpoint = free_endpoint()
+    with server_process(endpoint) as process, client_of(endpoint, deadline=1.5) as client:
+        client.hello()
+        pending = client.submit_gather(NODES, ["sleep30"])
+        process.kill()
+        start = time.monotonic()
+        with pytest.raises(ServiceError, match=r"graph server of node1 \(10.0.0.2.*connection lost"):
+            pending.result()
+        assert 1.4 < time.monotonic() - start < 2
+
+
+def test_restarted_server_answers_what_was_in_flight() -> None:
+    endpoint = free_endpoint()
+    with client_of(endpoint, deadline=20) as client:
+        with server_process(endpoint) as process:
+            client.hello()
+            pending = [client.submit_gather(NODES, ["sleep1"]), client.submit_gather(NODES, ["x"])]
+            time.sleep(0.1)
+            process.kill()
+            process.wait(5)
+        with server_process(endpoint):
+            np.testing.assert_array_equal(pending[0].result()["sleep1"], NODES)
+            np.testing.assert_array_equal(pending[1].result()["x"][:, 0], NODES)
+            assert client.hello() == INFO
+
+
+def test_close_wakes_those_who_wait(client) -> None:
+    failures: list[str] = []
+
+    def wait() -> None:
+        try:
+            client.gather(NODES, ["sleep1.5"])
+        except ServiceError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    start = time.monotonic()
+    client.close()
+    for thread in threads:
+        thread.join(5)
+    assert time.monotonic() - start < 1
+    assert len(failures) == 2 and all("was closed" in failure for failure in failures)
+    with pytest.raises(ServiceError, match="was closed"):
+        client.hello()
+
+
+def test_too_large_an_answer_is_refused_with_a_reason() -> None:
+    with serving(max_frame=100_000) as server, client_of(server.endpoint) as client:
+        with pytest.raises(ServiceError, match="200000 bytes is over 100000; ask for fewer nodes"):
+            client.gather(np.arange(25_000), ["x"])
+        assert len(client.gather(np.arange(10_000), ["x"])["x"]) == 10_000
+
+
+def raw_peer(endpoint: str) -> zmq.Socket[bytes]:
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.linger = 0
+    peer.connect(endpoint)
+    return peer
+
+
+def test_malformed_messages_are_dropped_and_counted_while_others_are_served(server, client) -> None:
+    rng = random.Random(0)
+    good = [bytes(frame) for frame in encode(Message(Kind.GATHER, Status.REQUEST, 1, (np.arange(9),), "x"))]
+    peer = raw_peer(server.endpoint)
+    for number in range(3000):
+        frames = list(good)
+        victim = rng.randrange(2)
+        cut = rng.randrange(len(frames[victim]))
+        frames[victim] = frames[victim][:cut] + rng.randbytes(rng.randrange(1, 40))
+        peer.send_multipart(frames[: rng.randint(1, 2)] + [b""] * rng.randint(0, 2))
+        if number % 100 == 0:
+            np.testing.assert_array_equal(client.gather(NODES, ["x"])["x"][:, 0], NODES)
+    peer.send_multipart(encode(Message(Kind.HELLO, Status.REQUEST, 4711)))
+    while decode(peer.recv_multipart()).request_id != 4711:
+        pass  # a few mutants are still requests
+    peer.close()
+    until = time.monotonic() + 5
+    while (stats := client.stats()).malformed < 2950 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert 2950 < stats.malformed <= 3000
+
+
+def test_junk_and_oversized_frames_on_the_port_harm_nobody() -> None:
+    with serving(max_frame=100_000) as server, client_of(server.endpoint) as client:
+        port = int(server.endpoint.rsplit(":", 1)[1])
+        for junk in (b"GET / HTTP/1.0\r\n\r\n", random.Random(1).randbytes(5000), b"\xff" + bytes(8) + b"\x7f" * 500):
+            with socket.create_connection(("127.0.0.1", port)) as line:
+                line.sendall(junk)
+        peer = raw_peer(server.endpoint)
+        peer.send(bytes(1_000_000))
+        assert client.hello() == INFO
+        assert not peer.poll(300)
+        peer.close()
+        assert client.stats().refused > 0
+
+
+def test_port_in_use_is_one_clear_message(server) -> None:
+    with pytest.raises(ServiceError, match="tcp://127.0.0.1:.* is in use by another process"):
+        with serving(endpoint=server.endpoint):
+            pass
+    with pytest.raises(ServiceError, match="cannot listen at tcp://203.0.113.1:5555"):
+        with serving(endpoint="tcp://203.0.113.1:5555"):
+            pass
+
+
+def test_stop_frees_the_port_at_once(server) -> None:
+    server.stop()
+    with serving(endpoint=server.endpoint) as second, client_of(second.endpoint) as client:
+        assert client.hello() == INFO
+
+
+def test_encrypted_service_answers_only_the_runs_key() -> None:
+    keys, other = new_keys(), new_keys()
+    with serving(keys=keys) as server:
+        with client_of(server.endpoint, keys=keys) as client:
+            np.testing.assert_array_equal(client.gather(NODES, ["x"])["x"][:, 0], NODES)
+        for wrong in (other, None):
+            with client_of(server.endpoint, deadline=1.2, keys=wrong) as client:
+                start = time.monotonic()
+                with pytest.raises(ServiceError, match="node1.*do both nodes have this run's service.key"):
+                    client.hello()
+                assert time.monotonic() - start < 1.7
+        stranger = raw_peer_with(server.endpoint, other, keys.public)
+        assert not stranger.poll(500)
+        stranger.close()
+        with client_of(server.endpoint, keys=keys) as client:
+            stats = client.stats()
+    assert stats.refused >= 3 and stats.requests == 1 and stats.malformed == 0
+
+
+def raw_peer_with(endpoint: str, keys, server_key: bytes) -> zmq.Socket[bytes]:
+    """One that knows the server's public key, with a keypair of its own."""
+    peer = zmq.Context.instance().socket(zmq.DEALER)
+    peer.linger = 0
+    peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = keys.public, keys.secret, server_key
+    peer.connect(endpoint)
+    peer.send_multipart(encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+    return peer
+
+
+def test_a_client_refused_once_gets_in_when_the_right_server_comes() -> None:
+    endpoint, keys = free_endpoint(), new_keys()
+    with client_of(endpoint, deadline=10, keys=keys) as client:
+        with serving(endpoint=endpoint):
+            with pytest.raises(ServiceError, match="service.key"):
+                client.submit_hello().result(timeout=0.8)
+            pending = client.submit_hello()
+        with serving(endpoint=endpoint, keys=keys):
+            assert pending.result() == INFO

@@ -1,0 +1,53 @@
+"""What every benchmark returns, and how it is shown."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured thing, and the same thing done another way in the same run."""
+
+    what: str
+    value: float
+    unit: str
+    against: str = ""  #: name of the other way
+    other: float | None = None  #: its value, same unit
+    better: str = "less"  #: whether ``less`` or ``more`` of the unit is better
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better than the other way."""
+        if self.other is None:
+            return None
+        return self.other / self.value if self.better == "less" else self.value / self.other
+
+
+def show(title: str, rows: Iterable[Row]) -> None:
+    table = Table(title=title, title_justify="left")
+    for name in ("what", "value", "unit", "against", "its value", "times better"):
+        table.add_column(name, justify="left" if name in ("what", "unit", "against") else "right")
+    for row in rows:
+        other = "" if row.other is None else f"{row.other:.4g}"
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.what, f"{row.value:.4g}", row.unit, row.against, other, ratio)
+    Console(width=140).print(table)
+
+
+def median_seconds(work: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time of ``work`` after one warm-up."""
+    work()
+    return statistics.median(_seconds(work) for _ in range(repeats))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun

@@ -1,0 +1,98 @@
+"""The main job on three sshd hosts: launch.py as a process, nothing shared unless a test says so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from launching import launch, local_config, write_config
+from netns import NetCluster
+
+SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
+
+
+def ssh_nodes(cluster: NetCluster, procs=(1, 1, 1)) -> list[dict]:
+    return [
+        {"host": host.address, "user": "root", "procs": count, "python": sys.executable}
+        for host, count in zip(cluster.hosts, procs, strict=False)
+    ]
+
+
+def left_behind(cluster: NetCluster) -> list[str]:
+    """Processes on the hosts besides the system's own, in words."""
+    return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
+
+
+def test_from_nothing_to_a_collected_result_with_the_loss_curve_of_one_process(cluster3, tmp_path):
+    (tmp_path / "alone").mkdir()
+    alone = launch(local_config(tmp_path / "alone", [1]))
+    far = launch(write_config(tmp_path, ssh_nodes(cluster3, (1, 2, 1))), env=cluster3.environment())
+    assert far.status == 0, far.output
+    assert far.step_losses() == pytest.approx(alone.step_losses(), rel=1e-4)
+    assert far.step_losses(1) == pytest.approx(alone.step_losses(1), rel=1e-4)
+    logs = {path.relative_to(far.run_dir / "logs").as_posix() for path in far.run_dir.glob("logs/*/rank*.log")}
+    assert logs == {"node0/rank0.log", "node1/rank1.log", "node1/rank2.log", "node2/rank3.log"}
+    assert left_behind(cluster3) == []
+
+
+def test_a_second_launch_sends_no_part_again(cluster3, tmp_path):
+    config = write_config(tmp_path, ssh_nodes(cluster3)[:2])
+    assert launch(config, "--run-id", "first", env=cluster3.environment()).status == 0
+    again = launch(config, "--run-id", "second", "--epochs", "1", env=cluster3.environment())
+    assert again.status == 0, again.output
+    assert "nothing to send" in again.output
+
+
+def test_shared_folder_is_verified_in_place_and_a_flipped_byte_refused(make_cluster, tmp_path):
+    cluster = make_cluster(2, shared_folder=tmp_path / "shared")
+    config = write_config(
+        tmp_path, ssh_nodes(cluster, (1, 1)), data={"folder": str(tmp_path / "shared/parts"), "mode": "verify"}
+    )
+    missing = launch(config, env=cluster.environment())
+    assert missing.status == 3 and "gnnfleet partition make" in missing.output
+    made = launch_partition(config, cluster)
+    assert made.status == 0, made.output
+    good = launch(config, "--run-id", "good", env=cluster.environment())
+    assert good.status == 0, good.output
+    flip_a_byte(tmp_path / "shared/parts/part1/nodes/x.npy")
+    bad = launch(config, "--run-id", "bad", env=cluster.environment())
+    assert bad.status != 0
+    assert "part1/nodes/x.npy" in bad.output and "node1" in bad.output and cluster.hosts[1].address in bad.output
+    assert left_behind(cluster) == []
+
+
+def launch_partition(config: Path, cluster: NetCluster):
+    import subprocess
+
+    from launching import REPOSITORY, Launched
+
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "partition", "make", "--config", str(config)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=cluster.environment(), cwd=config.parent
+    )
+    return Launched(done.returncode, done.stdout + done.stderr, config.parent)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the debian graph is not beside the repository")
+def test_the_real_graph_reaches_the_reference_accuracy(cluster3, tmp_path):
+    """Global batch 1024, fanouts 15,10,5, at most twenty epochs: at least 0.77."""
+    train = {"hidden": 256, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 20, "lr": 0.004, "dropout": 0.3}
+    config = write_config(
+        tmp_path,
+        ssh_nodes(cluster3),
+        data={"dataset": "file", "source": str(SHARED_DATA), "options": {}},
+        train=train,
+    )
+    done = launch(config, env=cluster3.environment(), timeout=1800)
+    assert done.status == 0, done.output
+    assert done.result["metrics"]["test_accuracy"] >= 0.77
+    assert left_behind(cluster3) == []

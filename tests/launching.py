@@ -1,0 +1,83 @@
+"""Running launch.py as a user does, for tests: a process, its output, and what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SYNTHETIC = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
+TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed": 3, "timeout": 60}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch.py that has ended."""
+
+    status: int
+    output: str  #: stdout and stderr
+    folder: Path  #: where it ran; runs/ lies here
+
+    @property
+    def run_dir(self) -> Path:
+        (run_dir,) = (self.folder / "runs").iterdir()
+        return run_dir
+
+    @property
+    def result(self) -> dict:
+        return json.loads((self.run_dir / "result.json").read_text())
+
+    def metrics(self, kind: str) -> list[dict]:
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+    def step_losses(self, epoch: int = 0) -> list[float]:
+        """Global loss of each step of an epoch."""
+        (line,) = (line for line in self.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line)
+        return line["step_loss"]
+
+
+def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
+    """A cluster.yml over the small synthetic graph in ``folder``."""
+    data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
+    train = TRAIN | sections.pop("train", {})
+    path = folder / "cluster.yml"
+    path.write_text(yaml.safe_dump({"nodes": nodes, "data": data, "train": train, **sections}))
+    return path
+
+
+def local_config(folder: Path, procs: list[int], **sections: dict) -> Path:
+    """A cluster.yml of local nodes with that many processes each, their state inside ``folder``."""
+    nodes = [
+        {"host": "localhost", "procs": count, "workdir": str(folder / f"node{rank}"), "python": sys.executable}
+        for rank, count in enumerate(procs)
+    ]
+    return write_config(folder, nodes, transport="local", **sections)
+
+
+def start(config: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+    """launch.py --config … in the config's folder, output piped together."""
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
+    environment = dict(os.environ if env is None else env)
+    environment.pop("TMUX", None)
+    return subprocess.Popen(
+        command, cwd=config.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout: float = 200) -> Launched:
+    """Run launch.py to its end."""
+    process = start(config, *words, env=env)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        process.kill()
+        raise
+    return Launched(process.returncode, output, config.parent)

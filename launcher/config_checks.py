@@ -92,7 +92,7 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
     for name in ("fanouts", "eval_fanouts"):
         fanouts = getattr(train, name)
         wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
-        if wrong is not None:
+        if wrong is not None and reader.good(("train", name)):
             reader.report(("train", name), f"train.{name}: each is -1 (all neighbours) or at least 1; found {wrong}")
     if not train.fanouts and reader.good(("train", "fanouts")):
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")

@@ -155,5 +155,5 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     words = next((clear for known, clear in _CLEAR_WORDS.items() if known in problem), problem)
     start = error.context_mark
     mark = start if "never closed" in words and start else error.problem_mark or start
-    since = f" (it begins on line {start.line + 1})" if start and mark and start.line < mark.line else ""
+    since = f" (begun on line {start.line + 1})" if start and mark and start.line < mark.line else ""
     return (mark.line + 1 if mark else 1), words + since

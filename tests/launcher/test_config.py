@@ -1,0 +1,336 @@
+"""cluster.yml: what is read, and how every mistake is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.codefiles import CODE_ROOT
+from launcher.config import ClusterConfig, NodeConfig
+from launcher.docs import config_page
+from launcher.errors import ConfigError
+from launcher.yaml_schema import load_config, to_yaml
+
+TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
+Load = Callable[..., ClusterConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def write_and_load(text: str, overrides: Sequence[str] = ()) -> ClusterConfig:
+        path = tmp_path / "c.yml"
+        path.write_text(text, encoding="utf-8")
+        return load_config(path, overrides)
+
+    return write_and_load
+
+
+def problems(load: Load, text: str, overrides: Sequence[str] = ()) -> list[str]:
+    """What is wrong, as ``line: message``, or ``--set …: message``."""
+    with pytest.raises(ConfigError) as caught:
+        load(text, overrides)
+    assert str(caught.value) == "\n".join(map(str, caught.value.problems))
+    assert caught.value.exit_status == 2
+    return [f"{p.line}: {p.message}" if p.line else str(p) for p in caught.value.problems]
+
+
+NODES = "data: {dataset: synthetic}\nnodes:\n"
+MISTAKES = {
+    # text -> every answer, whole
+    "nodes: [a\ndata: {dataset: x}": [
+        "2: not valid YAML: a list in [ ] without `,` or the closing `]` (begun on line 1)"
+    ],
+    "nodes:\n\t- a\n": ["2: not valid YAML: a tab cannot indent YAML; use spaces"],
+    "name: a: b\n": ["1: not valid YAML: a `:` where none can be; check the indentation, or quote the text"],
+    "name: x\n  nodes: [a]\n": ["2: not valid YAML: a `:` where none can be; check the indentation, or quote the text"],
+    "name: 'x\nnodes: [a]\n": ["1: not valid YAML: a quote that is never closed"],
+    TWO + "---\n" + TWO: ["3: not valid YAML: a second document (`---`); one file holds one cluster (begun on line 1)"],
+    "name: \x07\n": ["1: not valid YAML: the character '\\x07' is not allowed"],
+    "": ["1: the file is empty; start from templates/cluster.yml"],
+    "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
+    "name: x\n": [
+        "1: missing key `nodes`: the machines, in node_rank order; the first one is the master",
+        "1: missing section `data`: the graph and where its parts live",
+    ],
+    TWO + "data: {}\n": ["3: key `data` is given twice; first on line 2"],
+    TWO + "nam: x\n": ["3: unknown key `nam` at the top level; did you mean `name`?"],
+    TWO + "epochs: 3\n": ["3: unknown key `epochs` at the top level; it belongs in train"],
+    TWO + "train:\n  lr: 0.1\n  fanout: [3]\n": ["5: unknown key `fanout` in train; did you mean `fanouts`?"],
+    TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in nodes"],
+    TWO + "train: {transport: local}\n": ["3: unknown key `transport` in train; it belongs at the top level"],
+    "nodes: [a]\ndata: {dataset: synthetic, partition: {qqq: 1}}\n": [
+        "2: unknown key `qqq` in data.partition; the keys here are method, seed"
+    ],
+    "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
+    "nodes: [a]\ndata:\n  mode: sync\n": [
+        "2: missing key `dataset` in data: `synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as "
+        "`Planetoid:Cora`"
+    ],
+    NODES + "  - a\n  - port: 3\n": [
+        "4: missing key `host` in nodes.1: host name, IP address or ~/.ssh/config alias; `localhost` when "
+        "`transport: local`"
+    ],
+    TWO + "train: {epochs: many}\n": ["3: train.epochs: expected a whole number, found the text `many`"],
+    TWO + "train: {epochs: 2.5}\n": ["3: train.epochs: expected a whole number, found `2.5`"],
+    TWO + "train: {epochs: '2'}\n": ["3: train.epochs: expected a whole number, found the text `2` in quotes"],
+    TWO + "train: {lr: fast}\n": ["3: train.lr: expected a number, found the text `fast`"],
+    TWO + "train: {lr: .inf}\n": ["3: train.lr: expected a number, found `.inf`"],
+    TWO + "train: {replace: maybe}\n": ["3: train.replace: expected true or false, found the text `maybe`"],
+    TWO + "train: {fanouts: 5}\n": ["3: train.fanouts: expected a list such as [2, 1], found `5`"],
+    TWO + "train: {fanouts: [5, x]}\n": ["3: train.fanouts.1: expected a whole number, found the text `x`"],
+    TWO + "train: {hidden: [1]}\n": ["3: train.hidden: expected a whole number, found a list"],
+    TWO + "train: 7\n": ["3: train: expected keys such as `model:`, found `7`"],
+    TWO + "name: {a: 1}\n": ["3: name: expected text, found a section of keys"],
+    "nodes: a\ndata: {dataset: synthetic}\n": ["1: nodes: expected a list of hosts, found the text `a`"],
+    NODES + "  - [a]\n": ["3: nodes.0: expected keys such as `host:`, found a list"],
+    NODES + "  - {host: a, env: [A]}\n": ["3: nodes.0.env: expected a section of keys, found a list"],
+    NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
+    TWO + "train: {model: sagee}\n": [
+        "3: train.model: expected one of sage, gcn, gat, found the text `sagee`; did you mean `sage`?"
+    ],
+    TWO + "host_keys: no\n": ["3: host_keys: expected one of strict, accept-new, insecure, found `no`"],
+    TWO + "run: {master_port: free}\n": [
+        "3: run.master_port: expected a whole number or `auto`, found the text `free`"
+    ],
+    "nodes: []\ndata: {dataset: synthetic}\n": ["1: nodes: empty; list at least one host"],
+    TWO + "train: {batch_size: 0}\n": ["3: train.batch_size: must be at least 1; found 0"],
+    TWO + "train: {epochs: -1}\n": ["3: train.epochs: must be at least 1; found -1"],
+    TWO + "train: {dropout: 1}\n": ["3: train.dropout: must be at least 0 and below 1; found 1.0"],
+    TWO + "train: {lr: 0}\n": ["3: train.lr: must be above 0; found 0.0"],
+    TWO + "run: {master_port: 65536}\n": ["3: run.master_port: must be at least 1 and at most 65535; found 65536"],
+    NODES + "  - {host: a, procs: 0}\n": ["3: nodes.0.procs: must be at least 1; found 0"],
+    NODES + "  - a:70000\n": ["3: nodes.0.port: must be at least 1 and at most 65535; found 70000"],
+    NODES + "  - {host: a, devices: [-1]}\n": ["3: nodes.0.devices: must be at least 0; found -1"],
+    NODES + "  - a b\n": ["3: nodes.0.host: expected host, user@host or user@host:port, found `a b`"],
+    NODES + "  - host: u@a\n    user: v\n": ["3: nodes.0: user is given twice, in host and as a key of its own"],
+    TWO + "train: {fanouts: [5, 0]}\n": ["3: train.fanouts: each is -1 (all neighbours) or at least 1; found 0"],
+    TWO + "train: {fanouts: [5, -2]}\n": ["3: train.fanouts: each is -1 (all neighbours) or at least 1; found -2"],
+    TWO + "train: {fanouts: []}\n": ["3: train.fanouts: empty; give one number per layer"],
+    TWO + "train:\n  fanouts: [5, 5]\n  layers: 3\n": [
+        "5: train.layers is 3, and train.fanouts has 2 numbers; there is one fanout per layer, so layers may be left out"
+    ],
+    TWO + "train: {eval_fanouts: [5]}\n": [
+        "3: train.eval_fanouts has 1 numbers, and train.fanouts 3; both have one per layer"
+    ],
+    TWO + "train: {batch_size: 1}\n": [
+        "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
+    ],
+    TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, and nodes.0 lists none"],
+    NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
+    NODES + "  - host: a\n    devices: [0, 1]\n    procs: 1\n": [
+        "5: nodes.0: fewer procs (1) than devices (2); each process has one device, so leave procs out or list as many "
+        "devices"
+    ],
+    NODES + "  - host: a\n    devices: [0]\n    procs: 2\n": [
+        "5: nodes.0: more procs (2) than devices (1); each process has one device, so leave procs out or list as many "
+        "devices"
+    ],
+    NODES + "  - host: a\n    venv: /v\n    conda: gnn\n": [
+        "5: nodes.0: venv and conda are both given; keep the one that holds torch"
+    ],
+    NODES + "  - host: a\n    env: {RANK: 1}\n": [
+        "4: nodes.0.env: RANK is set by gnnfleet for each process; leave it out"
+    ],
+    NODES + "  - host: a\n    workdir: work\n": [
+        "4: nodes.0.workdir is a path on the node, so it must begin with / or ~/; found `work`"
+    ],
+    NODES + "  - host: a\n    workdir: ~\n    name: x\n": [
+        "5: unknown key `name` in nodes.0; it belongs at the top level"
+    ],
+    NODES + "  - host: a\n    data_folder: /d\n": [
+        "4: nodes.0.data_folder: only for `data.mode: verify`; in mode sync the parts go below workdir"
+    ],
+    "nodes: [a, b]\ndata:\n  dataset: synthetic\n  num_parts: 1\n": [
+        "4: fewer parts than nodes: data.num_parts is 1 and nodes has 2 entries; leave num_parts out or raise it"
+    ],
+    "nodes: [a]\ndata: {dataset: file}\n": [
+        "2: data.source is missing; it is the folder or .pt file that `dataset: file` reads"
+    ],
+    "nodes: [a]\ndata:\n  dataset: synthetic\n  mode: verify\n  folder: parts\n": [
+        "5: data.folder is a path on the node, so it must begin with / or ~/; found `parts`"
+    ],
+    NODES + "  - host: a\n    workdir: /w\n  - host: b\n    workdir: /w\n  - host: a\n    workdir: /w\n": [
+        "7: nodes.2 has the same host and workdir as nodes.0 (a, /w); give it a workdir of its own, or put {node_rank} "
+        "into the path"
+    ],
+    "transport: local\ndefaults: {workdir: /w}\n" + NODES + "  - localhost\n  - 127.0.0.1\n": [
+        "6: nodes.1 has the same host and workdir as nodes.0 (127.0.0.1, /w); give it a workdir of its own, or put "
+        "{node_rank} into the path"
+    ],
+    "transport: local\n" + NODES + "  - gnn1\n": [
+        "4: nodes.0.host: `transport: local` runs nodes on this machine only; write localhost instead of `gnn1`, or use "
+        "`transport: ssh`"
+    ],
+    "nodes: 2\ndata: {dataset: synthetic}\n": [
+        "1: nodes: a number of nodes needs `transport: local`; list the hosts instead"
+    ],
+    TWO + "run: {service_port: 65535}\n": [
+        "3: run.service_port: 2 nodes need the ports 65535 to 65536, and 65535 is the highest"
+    ],
+    TWO + "run: {service_port: 7000, master_port: 7001}\n": [
+        "3: run.master_port: 7001 is among the graph service's ports, 7000 to 7001 (run.service_port)"
+    ],
+    TWO + "defaults:\n  prcs: 2\n  port: x\n": [
+        "4: unknown key `prcs` in defaults; did you mean `procs`?",
+        "5: defaults.port: expected a whole number, found the text `x`",
+    ],
+    TWO + "defaults: [a]\n": ["3: defaults: expected keys of a node, found a list"],
+    "nodes: &n [*n]\ndata: {dataset: synthetic}\n": [
+        "1: this alias contains itself",
+        "1: missing key `host` in nodes.0: host name, IP address or ~/.ssh/config alias; `localhost` when "
+        "`transport: local`",
+    ],
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-60:])
+def test_every_mistake_is_answered_with_its_line(load: Load, text: str) -> None:
+    assert problems(load, text) == MISTAKES[text]
+
+
+def test_all_mistakes_of_a_file_come_at_once(load: Load) -> None:
+    text = NODES + "  - host: a\n    procs: x\n  - host: b\n    port: 0\ntrain:\n  lr: -1\n  modl: sage\n"
+    assert problems(load, text) == [
+        "4: nodes.0.procs: expected a whole number, found the text `x`",
+        "6: nodes.1.port: must be at least 1 and at most 65535; found 0",
+        "8: train.lr: must be above 0; found -1.0",
+        "9: unknown key `modl` in train; did you mean `model`?",
+    ]
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none.yml: cannot be read: No such file"):
+        load_config(tmp_path / "none.yml")
+    (tmp_path / "latin.yml").write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(ConfigError, match="latin.yml:1: not UTF-8 text"):
+        load_config(tmp_path / "latin.yml")
+
+
+def test_missing_own_file_is_named(load: Load, tmp_path: Path) -> None:
+    text = TWO + "run:\n  files:\n  - c.yml\n  - nix.py\n"
+    assert problems(load, text) == [f"6: run.files: no file or folder `{tmp_path}/nix.py` on this machine"]
+
+
+def test_numbers_and_words_as_people_write_them(load: Load) -> None:
+    config = load(
+        TWO + "train: {lr: 1e-3, weight_decay: 1, epochs: 1_000, fanouts: '15,10,5', replace: yes}\n"
+        "run: {encrypt: on}\n"
+        "name: 123\ndefaults: {env: {A: 1, FLAG: on, B: 1e3}, setup: module load cuda}\n"
+    )
+    assert (config.train.lr, config.train.weight_decay, config.train.epochs) == (0.001, 1.0, 1000)
+    assert config.train.fanouts == (15, 10, 5) and config.train.replace is True
+    assert config.run.encrypt == "on" and config.name == "123"
+    assert config.nodes[0].env == {"A": "1", "FLAG": "on", "B": "1e3"}
+    assert config.nodes[1].setup == ("module load cuda",)
+
+
+def test_dataset_options_keep_their_types(load: Load) -> None:
+    text = "nodes: [a]\ndata: {dataset: synthetic, options: {n: 100_000, p: 1e-3, q: '1e-3', r: true, s: [x, ~]}}\n"
+    assert load(text).data.options == {"n": 100_000, "p": 0.001, "q": "1e-3", "r": True, "s": ["x", None]}
+
+
+@pytest.mark.parametrize(
+    ("written", "host", "user", "port"),
+    [
+        ("gnn1", "gnn1", None, None),
+        ("u@gnn1:2222", "gnn1", "u", 2222),
+        ("10.0.0.1:22", "10.0.0.1", None, 22),
+        ("fe80::1", "fe80::1", None, None),
+        ("u@[fe80::1]:22", "fe80::1", "u", 22),
+    ],
+)
+def test_node_as_plain_text(load: Load, written: str, host: str, user: str | None, port: int | None) -> None:
+    node = load(f'nodes: ["{written}"]\ndata: {{dataset: synthetic}}\n').nodes[0]
+    assert (node.host, node.user, node.port) == (host, user, port)
+
+
+def test_defaults_are_merged_into_every_node(load: Load) -> None:
+    config = load(
+        "defaults: {user: u, conda: gnn, env: {A: 1, B: 1}, setup: [one], procs: 3}\n"
+        "nodes: [v@a, {host: b, venv: /v, env: {B: 2}, setup: [two, three], procs: null}]\ndata: {dataset: synthetic}\n"
+    )
+    first, second = config.nodes
+    assert (first.user, first.conda, first.nproc, first.env) == ("v", "gnn", 3, {"A": "1", "B": "1"})
+    assert (second.user, second.venv, second.conda, second.nproc) == ("u", "/v", None, 1)
+    assert second.env == {"A": "1", "B": "2"} and second.setup == ("two", "three")
+
+
+def test_anchors_and_merge_keys(load: Load) -> None:
+    config = load(NODES + "  - &first {host: a, port: 22, procs: 2}\n  - {<<: *first, host: b, procs: 4}\n")
+    assert [(node.host, node.port, node.procs) for node in config.nodes] == [("a", 22, 2), ("b", 22, 4)]
+
+
+def test_a_number_of_local_nodes(load: Load) -> None:
+    config = load("transport: local\nnodes: 3\ndata: {dataset: synthetic}\ndefaults: {procs: 2}\n")
+    assert config.nodes == (NodeConfig(host="localhost", procs=2),) * 3
+    assert config.num_parts == 3 and config.world_size == 6
+
+
+def test_overrides(load: Load) -> None:
+    text = TWO + "train: {lr: 0.1}\n"
+    sets = ["train.lr=1e-3", "nodes.1.procs=2", "defaults.user=me", "train.fanouts=[7, 7]", "train.fanouts=4,-1"]
+    config = load(text, [*sets, "data.options.num_nodes=50", "data.partition.method=random", "train.batch_size=null"])
+    assert config.train.lr == 0.001 and config.train.fanouts == (4, -1) and config.train.batch_size == 1024
+    assert [(node.host, node.user, node.nproc) for node in config.nodes] == [("a", "me", 1), ("b", "me", 2)]
+    assert config.data.options == {"num_nodes": 50} and config.data.partition.method == "random"
+    assert load(text, ["train.fanouts=10"]).train.fanouts == (10,)
+    assert len(load(text, ["transport=local", "nodes=4", "nodes.2.procs=2"]).nodes) == 4
+
+
+def test_mistakes_in_overrides_name_the_override(load: Load) -> None:
+    sets = ["train.lrr=1", "train.epochs=x", "nodes.2.procs=2", "nodes", "train.lr.x=1", "name={"]
+    assert problems(load, TWO + "train: {lr: 0.1}\n", sets) == [
+        "--set nodes.2.procs=2: nodes has entries 0 to 1, no `2`",
+        "--set nodes: expected key=value, for instance train.lr=0.01 or nodes.0.procs=2",
+        "--set train.lr.x=1: train.lr is `0.1`, which has no keys",
+        "--set name={: not valid YAML: a value is missing here",
+        "--set train.lrr=1: unknown key `lrr` in train; did you mean `lr`?",
+        "--set train.epochs=x: train.epochs: expected a whole number, found the text `x`",
+    ]
+
+
+def test_paths_start_from_where_they_are_written(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (tmp_path / "m.py").touch()
+    (tmp_path / "last.pt").touch()
+    config = load(
+        "defaults: {key: keys/id, workdir: ~/w}\nnodes: [a]\n"
+        "data: {dataset: file, source: raw, folder: ../p}\nrun: {files: [m.py]}\ntrain: {resume: last.pt}\n"
+    )
+    assert config.nodes[0].key == str(tmp_path / "keys/id") and config.nodes[0].workdir == "~/w"
+    assert config.data.source == str(tmp_path / "raw") and config.data.folder == str(tmp_path.parent / "p")
+    assert config.run.files == (str(tmp_path / "m.py"),) and config.train.resume == str(tmp_path / "last.pt")
+    assert config.run.runs_dir == "runs"
+    assert load(TWO).data.folder == str(tmp_path / "parts")
+    assert load(TWO, ["data.folder=here"]).data.folder == str(elsewhere / "here")
+    assert load(TWO, ["train.resume=run-1"]).train.resume == "run-1"
+    local = load("transport: local\nnodes: 1\ndata: {dataset: synthetic}\n", ["defaults.venv=../.venv"])
+    assert local.nodes[0].venv == str(tmp_path / ".venv")
+
+
+@pytest.mark.parametrize("template", sorted((CODE_ROOT / "templates").glob("*.yml")), ids=lambda path: path.name)
+def test_templates_load_and_survive_being_saved(template: Path, tmp_path: Path) -> None:
+    config = load_config(template)
+    saved = tmp_path / "config.yml"
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
+    config = load(
+        'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
+        'data: {dataset: synthetic, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
+    )
+    saved = tmp_path / "saved.yml"
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert load_config(saved) == config
+    assert config.name == "on" and config.data.options == {"p": 1e-7, "q": "1e-3", "n": "12"}
+
+
+def test_config_page_is_current() -> None:
+    page = (CODE_ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == config_page(), "run `python -m launcher.docs`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import importlib
 import re
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_launch_py_names_a_missing_dependency(tmp_path: Path) -> None:
 
 
 def test_console_script_is_the_same_program() -> None:
-    line = setup()["options.entry_points"]["console_scripts"].strip()
-    module, _, function = line.partition("= ")[2].partition(":")
-    source = (REPOSITORY / "launch.py").read_text()
-    assert f"from {module} import {function}" in source and f"{function}()" in source
+    target = setup()["options.entry_points"]["console_scripts"].strip().partition(" = ")[2]
+    module, _, function = target.partition(":")
+    assert f"from {module} import {function} as" in (REPOSITORY / "launch.py").read_text()
+    assert callable(getattr(importlib.import_module(module), function))

@@ -1,0 +1,139 @@
+"""README and docs: every YAML block loads, every command parses, every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from launcher import errors
+from launcher.cli import gnnfleet, run
+from launcher.yaml_schema import load_config
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").glob("*.md")])
+PROGRAMS = (["python", "launch.py"], ["python3", "launch.py"], ["launch.py"], ["./launch.py"], ["gnnfleet"])
+MINIMAL = {"nodes": ["me@host1", "me@host2"], "data": {"dataset": "synthetic"}}
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^ *```(\w+)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+            found.append(Block(page, text[: match.start()].count("\n") + 1, match[1], textwrap.dedent(match[2])))
+    return [block for block in found if block.language in languages]
+
+
+def commands() -> list[tuple[Block, list[str]]]:
+    """Every command line of the shell blocks, continued lines joined, comments and prompts dropped."""
+    return [
+        (block, words)
+        for block in blocks("bash", "sh", "shell", "console")
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if (words := shlex.split(line.removeprefix("$ "), comments=True))
+    ]
+
+
+def launches() -> list[tuple[Block, list[str]]]:
+    """The words after ``launch.py`` of each command that runs it."""
+    found = ((block, words, [each for each in PROGRAMS if words[: len(each)] == each]) for block, words in commands())
+    return [(block, words[len(program[0]) :]) for block, words, program in found if program]
+
+
+@pytest.mark.parametrize("block", blocks("yaml", "yml"), ids=str)
+def test_yaml_loads(block: Block, tmp_path: Path) -> None:
+    """Whole cluster files as they stand; parts of one together with what they leave out."""
+    written = yaml.safe_load(block.text)
+    missing = {key: value for key, value in MINIMAL.items() if key not in written}
+    file = tmp_path / "cluster.yml"
+    file.write_text(block.text + (yaml.safe_dump(missing) if missing else ""))
+    assert load_config(file).nodes
+
+
+@pytest.mark.parametrize(("block", "words"), launches(), ids=lambda value: " ".join(map(str, value))[:60])
+def test_launch_commands_are_valid(
+    block: Block, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Launches run as dry runs, in a folder that has the files they name; other commands must parse."""
+    put_named_files(words, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if words[0] in ("check", "partition"):
+        gnnfleet.commands[words[0]].make_context(words[0], words[1:])
+        return
+    ours, own = before_own(words), words[len(before_own(words)) :]
+    status = run([*ours, *([] if words[0] == "plan" or "--dry-run" in ours else ["--dry-run"]), *own])
+    assert status == 0, f"{block}: {shlex.join(words)}\n{capsys.readouterr().err}"
+
+
+def put_named_files(words: list[str], folder: Path) -> None:
+    for word in words:
+        path = folder / word
+        if path.suffix in (".yml", ".yaml"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(
+                (REPOSITORY / word).read_text() if (REPOSITORY / word).exists() else yaml.safe_dump(MINIMAL)
+            )
+        elif path.suffix == ".py":
+            path.touch()
+
+
+def before_own(words: list[str]) -> list[str]:
+    """The words up to ``--``, after which the user's own command follows."""
+    return words[: words.index("--")] if "--" in words else words
+
+
+def test_commands_name_targets_and_files_that_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    variables = set(re.findall(r"^([A-Z_]+)=", (REPOSITORY / "run_dist.sh").read_text(), re.MULTILINE))
+    for block, words in commands():
+        given = [word.partition("=")[0] for word in words if re.match(r"[A-Z_]+=", word)]
+        command = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        if command[:1] == ["make"]:
+            assert set(command[1:]) <= targets, f"{block}: {shlex.join(words)}"
+        elif command and command[0].startswith("./"):
+            assert (REPOSITORY / command[0]).exists(), f"{block}: {command[0]}"
+        if command[:1] == ["./run_dist.sh"]:
+            assert set(given) <= variables, f"{block}: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [each for each in targets if "://" not in each and not (page.parent / each).exists()]
+    assert missing == []
+
+
+def test_readme_begins_with_the_two_commands() -> None:
+    first = next(block for block in blocks("bash") if block.page.name == "README.md")
+    assert [words for block, words in commands() if block == first] == [["make", "demo"], ["make", "test"]]
+    assert first.line < 15
+
+
+def test_readme_states_the_exit_statuses_of_the_program() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    for error in (errors.FleetError, errors.ConfigError, errors.PreflightRefused, errors.Interrupted):
+        assert re.search(rf"\| {error.exit_status} \|", readme), error
+
+
+def test_readme_names_only_options_that_exist() -> None:
+    prose = re.findall(r"`(--[a-z_-]+)", (REPOSITORY / "README.md").read_text())
+    options = {option for parameter in gnnfleet.params for option in parameter.opts} | {"--help"}
+    assert {word.replace("_", "-") for word in prose} - options == {"--"} & set(prose)

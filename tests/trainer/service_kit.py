@@ -15,6 +15,7 @@ import numpy as np
 import zmq
 
 from trainer.errors import PartitionError
+from trainer.partition.format import write_manifest
 from trainer.sample.types import HopRequest, HopSample
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys, read_key_file
@@ -74,8 +75,7 @@ def client_of(endpoint, deadline=5.0, keys=None):
 def server_process(endpoint, key_file=None):
     """The same server as a process of its own, answering once this returns."""
     argv = [sys.executable, __file__, endpoint, *([str(key_file)] if key_file else [])]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=server_environment())
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         yield process
@@ -83,6 +83,10 @@ def server_process(endpoint, key_file=None):
         process.kill()
         process.wait(10)
         process.stdout.close()
+
+
+def server_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 
 
 def free_endpoint() -> str:
@@ -96,8 +100,6 @@ def new_keys() -> CurveKeys:
 
 def write_partition(folder, store):
     """A ``PartStore`` of ``partitions.store_of`` as files."""
-    from trainer.partition.format import write_manifest
-
     for part in store.parts.values():
         nodes, edges = folder / f"part{part.part_id}" / "nodes", folder / f"part{part.part_id}" / "edges"
         nodes.mkdir(parents=True)
@@ -111,7 +113,7 @@ def write_partition(folder, store):
 
 def write_cluster(path, *nodes, num_parts=None):
     """cluster.json of (node_rank, endpoint, parts) triples."""
-    entries = [{"node_rank": k, "host": f"host{k}", "endpoint": e, "parts": list(p)} for k, e, p in nodes]
+    entries = [{"node_rank": k, "host": f"host{k}", "endpoint": e, "parts": list(p), "ranks": [k]} for k, e, p in nodes]
     count = sum(len(entry["parts"]) for entry in entries) if num_parts is None else num_parts
     path.write_text(json.dumps({"run_id": "r", "num_parts": count, "nodes": entries}))
     return path

@@ -25,6 +25,7 @@ class Pending(Generic[T]):
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
+        self._asked_at = time.monotonic()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait at most ``timeout`` seconds (default: the client's deadline) from now.
@@ -35,7 +36,7 @@ class Pending(Generic[T]):
         kind = self._call.request.kind.name.lower()
         reply = self._channel.wait(self._call, time.monotonic() + patience, self._client.check_open)
         if reply is None:
-            raise self._client.no_answer(kind, patience, self._channel.state)
+            raise self._client.no_answer(kind, time.monotonic() - self._asked_at, self._channel.state)
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
@@ -127,10 +128,10 @@ class HostClient:
         if self._closed:
             raise ServiceError(f"{self.name}: the client was closed")
 
-    def no_answer(self, kind: str, patience: float, state: str) -> ServiceError:
+    def no_answer(self, kind: str, seconds: float, state: str) -> ServiceError:
         """The error of a deadline that passed."""
         return ServiceError(
-            f"{self.name}: no answer within {patience:g} s to {kind} ({state}); "
+            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); "
             f"is its process alive? see logs/server.log of node{self.node_rank}"
         )
 

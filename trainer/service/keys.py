@@ -82,8 +82,9 @@ def _parse(path: Path, text: str) -> CurveKeys:
     try:
         value = json.loads(text)
         keys = CurveKeys(value["public"].encode("ascii"), value["secret"].encode("ascii"))
-        sizes = [len(z85.decode(key)) for key in (keys.public, keys.secret)]
-        matching = sizes == [_RAW_KEY_BYTES] * 2 and zmq.curve_public(keys.secret) == keys.public
+        if [len(z85.decode(key)) for key in (keys.public, keys.secret)] != [_RAW_KEY_BYTES] * 2:
+            raise ValueError("keys of another length")
+        matching = zmq.curve_public(keys.secret) == keys.public
     except (ValueError, KeyError, TypeError, AttributeError, zmq.ZMQError) as error:
         raise ServiceError(f"service key {path} is no key file: {type(error).__name__}") from None
     if not matching:

@@ -1,0 +1,191 @@
+"""A cluster of real server processes: serve, cluster.json, hello, keys, endings."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from partitions import random_graph, store_of
+from service_kit import INFO, free_endpoint, new_keys, server_environment, serving, write_cluster, write_partition
+from trainer.errors import ServiceError, SettingsError
+from trainer.partition.format import manifest_digest
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.types import HopRequest
+from trainer.service.cluster import connect_cluster, read_cluster
+from trainer.service.keys import read_key_file, write_key_file
+from trainer.store.part import open_parts
+
+CALL = """
+import json, sys
+from trainer.errors import TrainerError
+from trainer.service.serve import serve
+try:
+    serve(**json.loads(sys.argv[1]))
+except TrainerError as error:
+    print("error:", error)
+    sys.exit(error.exit_status)
+"""
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """A partition of four parts on disk."""
+    edge_index, num_nodes = random_graph(3, 200, 2000)
+    x = np.random.default_rng(0).normal(size=(num_nodes, 4)).astype(np.float32)
+    write_partition(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))
+    return tmp_path / "parts"
+
+
+@contextmanager
+def serve_process(folder, parts, own, bind, cluster, key_file=None):
+    """``serve`` as a process, and the file that says it is ready."""
+    ready = folder / f"ready{own[0]}.json"
+    options = {"parts": parts, "own": own, "bind": bind, "cluster": cluster, "ready_file": ready, "key_file": key_file}
+    arguments = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in options.items()})
+    process = subprocess.Popen(
+        [sys.executable, "-c", CALL, arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=server_environment(),
+    )  # fmt: skip
+    try:
+        yield process, ready
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def wait_for(ready, process) -> dict:
+    until = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < until, "no ready file within 60 s"
+        time.sleep(0.02)
+    return json.loads(ready.read_text())
+
+
+def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None:
+    endpoint = free_endpoint()
+    cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 2]), (1, endpoint, [1, 3]))
+    write_key_file(tmp_path / "service.key", new_keys())
+    keys, whole = read_key_file(tmp_path / "service.key"), LocalGraph(open_parts(parts))
+    with serve_process(tmp_path, parts, [3, 1], endpoint, cluster, tmp_path / "service.key") as (process, ready):
+        clients = connect_cluster(cluster, 0, manifest_digest(parts), 60, keys)
+        assert list(clients) == [1] and clients[1].part_ids == (1, 3)
+        assert wait_for(ready, process) == {"endpoint": endpoint, "pid": process.pid}
+        routed = DistGraph(LocalGraph(open_parts(parts, [0, 2])), clients)
+        nodes = np.random.default_rng(1).integers(0, 200, 100)
+        request = HopRequest(nodes, 5, 5, key=11)
+        np.testing.assert_array_equal(routed.sample_hop(request).src, whole.sample_hop(request).src)
+        np.testing.assert_array_equal(routed.gather(nodes, ["x"])["x"], whole.gather(nodes, ["x"])["x"])
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=10)
+        assert process.returncode == 0 and time.monotonic() - start < 3
+        assert f"serving parts 1,3 at {endpoint}" in output and "Traceback" not in output
+        clients[1].close()
+
+
+def test_busy_port_ends_with_one_line_and_status_1(tmp_path, parts) -> None:
+    with serving() as other:
+        cluster = write_cluster(tmp_path / "cluster.json", (0, other.endpoint, [0, 1, 2, 3]))
+        with serve_process(tmp_path, parts, [0, 1, 2, 3], other.endpoint, cluster) as (process, ready):
+            output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and not ready.exists()
+    assert output.strip().splitlines() == [
+        f"error: graph server: {other.endpoint} is in use by another process; end it or choose another port"
+    ]
+
+
+def test_parts_that_no_node_owns(tmp_path, parts) -> None:
+    cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]), (1, None, [2, 3]))
+    with serve_process(tmp_path, parts, [0, 3], "tcp://127.0.0.1:0", cluster) as (process, _):
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "owns exactly the parts [0, 3]" in output
+
+
+def test_a_peer_may_start_late(tmp_path) -> None:
+    endpoint = free_endpoint()
+    cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 2]), (1, endpoint, [1, 3]))
+    found: list[dict] = []
+    connecting = threading.Thread(
+        target=lambda: found.append(connect_cluster(cluster, 0, INFO.manifest_digest, 1, start_deadline=10))
+    )
+    connecting.start()
+    time.sleep(1.5)
+    with serving(endpoint=endpoint):
+        connecting.join(10)
+    assert list(found[0]) == [1] and found[0][1].deadline == 1
+    found[0][1].close()
+
+
+def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
+    absent = free_endpoint()
+    with serving() as one, serving() as two:
+        nodes = [(0, None, [0]), (1, one.endpoint, [1, 3]), (2, two.endpoint, [2]), (4, absent, [4])]
+        cluster = write_cluster(tmp_path / "cluster.json", *nodes)
+        start = time.monotonic()
+        with pytest.raises(ServiceError) as caught:
+            connect_cluster(cluster, 0, "a7" * 32, 1)
+        assert time.monotonic() - start < 2
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("manifest.json of node1 (host1) differs: d1d1d1d1d1d1 there, a7a7a7a7a7a7 here")
+    assert "answers node1 (10.0.0.2) with parts [1, 3]; cluster.json says node2 with parts [2]" in lines[1]
+    assert f"node4 (host4, {absent}, parts 4): no answer within 1 s to hello (no connection)" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not a cluster.json"),
+        ("[]", "is not a cluster.json"),
+        ('{"run_id": "r", "num_parts": 1}', "is not a cluster.json"),
+        ('{"run_id": "r", "num_parts": 2, "nodes": []}', r"own parts \[\]; each of 2"),
+    ],
+)
+def test_bad_cluster_files(tmp_path, text: str | None, cause: str) -> None:
+    if text is not None:
+        (tmp_path / "cluster.json").write_text(text)
+    with pytest.raises(SettingsError, match=f"cluster.json.*{cause}"):
+        read_cluster(tmp_path / "cluster.json")
+
+
+def test_key_file_is_private_and_survives(tmp_path) -> None:
+    keys, path = new_keys(), tmp_path / "service.key"
+    write_key_file(path, keys)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_key_file(path) == keys
+    assert keys.secret.decode() not in repr(keys)
+    assert set(json.loads(path.read_text())) == {"public", "secret"}
+
+
+def test_bad_key_files(tmp_path) -> None:
+    path, keys = tmp_path / "service.key", new_keys()
+    with pytest.raises(ServiceError, match="service.key cannot be read: .*No such file"):
+        read_key_file(path)
+    write_key_file(path, keys)
+    path.chmod(0o640)
+    with pytest.raises(ServiceError, match=f"mode 0640.*chmod 600 {path}"):
+        read_key_file(path)
+    path.chmod(0o600)
+    stranger = new_keys()
+    for text, cause in [
+        ("", "no key file"),
+        ('{"public": "short", "secret": "short"}', "no key file"),
+        ('{"public": 1}', "no key file"),
+        (json.dumps({"public": stranger.public.decode(), "secret": keys.secret.decode()}), "do not belong together"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ServiceError, match=cause) as caught:
+            read_key_file(path)
+        assert keys.secret.decode() not in str(caught.value)

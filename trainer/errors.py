@@ -8,7 +8,9 @@
     ├── SettingsError      arguments that make no sense together
     ├── ServiceError       a graph server that failed, refused or did not answer in time
     │   └── WireError      bytes that are not a message of the graph service
-    └── CheckpointError    a checkpoint that does not fit this run
+    ├── CheckpointError    a checkpoint that does not fit this run
+    └── TrainingError      training cannot go on
+        └── PeerError      another rank is missing, failed, or did not answer in time
 
 Every message says what, where and what to do. ``trainer.cli`` prints it without a traceback
 and exits 1 (2 for SettingsError).
@@ -50,3 +52,11 @@ class WireError(ServiceError):
 
 class CheckpointError(TrainerError):
     """A checkpoint does not fit this model or config."""
+
+
+class TrainingError(TrainerError):
+    """Training cannot go on, for instance because the loss is no longer a finite number."""
+
+
+class PeerError(TrainingError):
+    """Another rank is missing, failed, or did not answer before its deadline."""

@@ -1,0 +1,104 @@
+"""``python -m trainer``: partition, train, serve, inspect."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trainer.config import IntList, TrainJob, TrainSettings, settings_options
+from trainer.errors import TrainerError
+
+#: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
+_ELSEWHERE = {"partition": ("trainer.partition.cli", "partition"), "inspect": ("trainer.partition.cli", "inspect")}
+
+
+def _dashes(name: str) -> str:
+    return name.replace("_", "-")
+
+
+class _Commands(click.Group):
+    """A group that also holds the commands of ``_ELSEWHERE``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *_ELSEWHERE})
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _ELSEWHERE:
+            return super().get_command(ctx, name)
+        module, attribute = _ELSEWHERE[name]
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line; a ``TrainerError`` ends as one ``error:`` message and its exit status."""
+    try:
+        cli.main(args=argv, prog_name="python -m trainer")
+    except TrainerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_status)
+
+
+@click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Partition a graph, train on it, serve its parts to other hosts."""
+
+
+@cli.command()
+@click.option(
+    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
+)
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), envvar="GNNFLEET_RUN_DIR", default="run", show_default=True,
+    help="Folder for metrics and checkpoints.",
+)  # fmt: skip
+@click.option("--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", help="Parts to open here; default: all.")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), envvar="GNNFLEET_CLUSTER",
+    help="cluster.json of the run, when other hosts serve the other parts.",
+)  # fmt: skip
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY",
+    help="service.key of the run, when the graph service is encrypted.",
+)  # fmt: skip
+@settings_options
+def train(
+    parts: Path, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Train a model on a partition folder; under torchrun, one rank of it."""
+    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file)
+    from trainer.train.job import train as run
+
+    run(job)
+
+
+@cli.command()
+@click.option(
+    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
+)
+@click.option("--own", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
+@click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    envvar="GNNFLEET_CLUSTER",
+    required=True,
+    help="cluster.json of the run.",
+)
+@click.option(
+    "--ready-file", type=click.Path(path_type=Path), required=True, help="Written once requests are answered."
+)
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY", help="service.key: encrypt."
+)
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that answer.")
+def serve(**options: Any) -> None:
+    """Serve parts to the trainers of other hosts until SIGTERM."""
+    from trainer.service.serve import serve as run
+
+    run(**options)

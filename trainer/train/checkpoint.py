@@ -1,0 +1,156 @@
+"""Checkpoints: written whole or not at all, readable with ``torch.load(weights_only=True)``."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import TrainSettings
+from trainer.errors import CheckpointError
+from trainer.partition.format import Manifest
+
+FORMAT = "gnnfleet-checkpoint"
+VERSION = 1
+KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
+
+#: Settings that change the loss curve; a run goes on only with the same.
+BINDING = (
+    "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "batch_size", "lr", "weight_decay", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Best:
+    """The epoch with the best val accuracy so far, and its weights."""
+
+    epoch: int
+    val_accuracy: float
+    model: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that is needed to go on after ``epoch`` as if there had been no break."""
+
+    epoch: int  #: epochs done
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+    settings: Mapping[str, Any]  #: from ``settings_record``
+    graph: Mapping[str, Any]  #: from ``graph_record``
+    step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
+    best: Best | None  #: None before the first evaluation
+
+
+def settings_record(settings: TrainSettings) -> dict[str, Any]:
+    """The settings as plain values, ``layers`` filled in."""
+    return {**asdict(settings), "layers": len(settings.fanouts)}
+
+
+def graph_record(manifest: Manifest) -> dict[str, Any]:
+    """What tells one dataset from another, however it is partitioned."""
+    return {name: getattr(manifest, name) for name in ("dataset", "num_nodes", "num_edges", "num_classes")}
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write ``epoch-0007.pt`` and ``last.pt``, then drop older epoch files; returns the former's path.
+
+    Raises ``CheckpointError`` when the folder cannot be written (disk full, no rights).
+    """
+    path = folder / f"epoch-{checkpoint.epoch:04d}.pt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, {"format": FORMAT, "version": VERSION, **_plain(checkpoint)})
+        _point_to(folder / "last.pt", path)
+        _prune(folder, checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a checkpoint onto the CPU. Raises ``CheckpointError`` when it is missing, damaged or no checkpoint."""
+    try:
+        raw = torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # torch.load raises whatever its zip reader or unpickler meets
+        raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
+        raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}; give a file from a checkpoints folder")
+    values = {entry.name: raw[entry.name] for entry in fields(Checkpoint)}
+    best = values.pop("best")
+    values["step_loss"] = tuple(values["step_loss"])
+    return Checkpoint(**values, best=Best(**best) if best else None)
+
+
+def check_fits(checkpoint: Checkpoint, settings: TrainSettings, manifest: Manifest, path: str | Path) -> None:
+    """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's."""
+    ours, graph = settings_record(settings), graph_record(manifest)
+    pairs = [(name, checkpoint.settings.get(name), ours[name]) for name in BINDING]
+    pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
+    problems = [f"{name} is {new}, there {old}" for name, old, new in pairs if old != new]
+    if problems:
+        raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
+
+
+def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Dicts, tensors and numbers only, which ``weights_only`` reads."""
+    values = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
+    best = checkpoint.best
+    values["best"] = best and {"epoch": best.epoch, "val_accuracy": best.val_accuracy, "model": dict(best.model)}
+    return {**values, "step_loss": list(checkpoint.step_loss)}
+
+
+def _write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Written beside, synced, renamed: whoever finds ``path`` finds all of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _point_to(link: Path, target: Path) -> None:
+    """Make ``link`` the same file as ``target``; a copy where there are no hard links."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(target, temporary)
+    except OSError:
+        shutil.copyfile(target, temporary)
+    temporary.replace(link)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _prune(folder: Path, newest: Checkpoint) -> None:
+    """Keep the newest epochs up to this one, and the best one's."""
+    epochs = {int(path.stem[6:]): path for path in folder.glob("epoch-*.pt") if re.fullmatch(r"epoch-\d+", path.stem)}
+    older = sorted(epoch for epoch in epochs if epoch < newest.epoch)
+    for epoch in older[: len(older) - (KEPT_EPOCHS - 1)]:
+        if newest.best is None or epoch != newest.best.epoch:
+            epochs[epoch].unlink(missing_ok=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,38 @@
+"""Accuracy on a split by sampled inference, each seed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.train.epoch import Batches
+from trainer.train.task import Task
+from trainer.train.team import Team
+
+EVAL_EPOCH = 0  #: training counts from 1; always the same samples, so that scores can be compared
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result on one split, over all ranks."""
+
+    accuracy: float
+    loss: float  #: mean over seeds
+    seeds: int
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Score:
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=team.device)
+    for batch in batches.epoch(EVAL_EPOCH):
+        batch = batch.to(team.device)
+        out = model(batch)
+        sums[0] += task.correct(out, batch)
+        sums[1] += task.loss_sum(out, batch)
+        sums[2] += batch.num_seeds
+    correct, loss, seeds = team.sum(sums.cpu()).tolist()
+    return Score(correct / seeds, loss / seeds, int(seeds))

@@ -94,10 +94,6 @@ class LineLog:
         self._emit([piece for line in whole for piece in _pieces(_last_state(line).rstrip(b"\r"))] + over)
         self._snapshot()
 
-    def write(self, text: str) -> None:
-        """Add a line of our own."""
-        self._emit([text.encode()])
-
     def close(self) -> None:
         """Write what is left without a line end."""
         if self._partial:

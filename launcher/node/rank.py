@@ -115,9 +115,12 @@ def supervisor_gone(environment: dict[str, str]) -> bool:
     return bool(pid) and not procs.alive(int(pid), int(start_ticks))
 
 
-def oom_kills() -> int | None:
-    """Processes the kernel has killed for memory in this cgroup (in all, where that cannot be read)."""
-    for path in (*_cgroup_files(), "/proc/vmstat"):
+def oom_kills(files: Sequence[str] = ()) -> int | None:
+    """Processes the kernel has killed for memory, by the first of ``files`` that tells.
+
+    By default those of this process's cgroup, else of the whole machine.
+    """
+    for path in files or (*_cgroup_files(), "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
                 counters = dict(line.split()[:2] for line in file)

@@ -253,7 +253,7 @@ class Supervisor:
 
     def record(self, record: dict[str, Any]) -> None:
         """Write an outcome of our own making."""
-        write_json(self.path("outcomes", f"{record['name']}.json"), record)
+        self.put(self.path("outcomes", f"{record['name']}.json"), record)
         self.take(record)
 
     def take(self, record: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ class Supervisor:
         self.event("node-end", state=end, reason=reason)
         self.set_state(end)
         result = {"node_rank": self.spec.node_rank, "state": end, "reason": reason}
-        write_json(self.path("result.json"), {**result, "outcomes": list(self.outcomes.values())})
+        self.put(self.path("result.json"), {**result, "outcomes": list(self.outcomes.values())})
 
     # What others see.
 
@@ -321,21 +321,20 @@ class Supervisor:
         running = [{**child.record(), "rank": None} for child in self.children if child.running()]
         running += [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         me = {"pid": os.getpid(), "start_ticks": self.start_ticks}
-        state = {"state": self.state, "time": time.time(), **me, "processes": running}
-        try:
-            write_json(self.path("state.json"), state)
-        except OSError as error:  # a full disk must not keep us from ending the processes
-            self.say(f"cannot write state.json: {error.strerror}")
+        self.put(self.path("state.json"), {"state": self.state, "time": time.time(), **me, "processes": running})
 
     def event(self, kind: str, **more: Any) -> None:
         """Add to ``events.jsonl``, and in words to the log."""
-        try:
-            append_json(
-                self.path("events.jsonl"), {"t": time.time(), "kind": kind, "node_rank": self.spec.node_rank, **more}
-            )
-        except OSError as error:
-            self.say(f"cannot write events.jsonl: {error.strerror}")
+        record = {"t": time.time(), "kind": kind, "node_rank": self.spec.node_rank, **more}
+        self.put(self.path("events.jsonl"), record, append_json)
         self.say(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
+
+    def put(self, path: str, value: Any, write: Callable[[str, Any], None] = write_json) -> None:
+        """Write a file of the run folder; a full disk must not keep us from ending the processes."""
+        try:
+            write(path, value)
+        except OSError as error:
+            self.say(f"cannot write {path}: {error.strerror}")
 
     def say(self, text: str) -> None:
         """Log, and show whoever attaches to the session."""

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher.node import lines
 from launcher.node.lines import LineLog, TracebackFinder
+from launcher.node.rank import oom_kills
 from node_kit import NODE, PYTHON, python, wait_until
 
 ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
@@ -86,6 +89,21 @@ def test_long_progress_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytes
     assert list(log.tail) == ["10%", "30%"]
 
 
+@given(st.lists(st.sampled_from([b"a", b"\xc3", b"\xbc", b"\r", b"\n", b"12%"]), max_size=30), st.data())
+def test_lines_do_not_depend_on_how_the_output_arrives(data: list[bytes], draw: st.DataObject) -> None:
+    whole = b"".join(data)
+    cut = draw.draw(st.integers(0, len(whole)))
+    assert lines_of(whole) == lines_of(whole[:cut], whole[cut:])
+
+
+def lines_of(*parts: bytes) -> list[str]:
+    log = LineLog(os.devnull)
+    for part in parts:
+        log.feed(part)
+    log.close()
+    return list(log.tail)
+
+
 def test_burst_of_ten_megabytes_loses_nothing(tmp_path: Path) -> None:
     run_rank(tmp_path, "for i in range(100_000): print(f'{i:06d}', 'x' * 93)")
     assert [line[:6] for line in logged(tmp_path)] == [f"{i:06d}" for i in range(100_000)]
@@ -131,6 +149,15 @@ def test_full_disk_does_not_stop_the_rank(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank5.log").symlink_to("/dev/full")
     assert run_rank(tmp_path, "print('a'); open('/dev/null').close()") == 0
     assert outcome(tmp_path)["tail"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("memory.events", "low 0\noom 2\noom_kill 3\n"), ("memory.oom_control", "under_oom 0\noom_kill 3\n")],
+)
+def test_oom_kills_are_read_from_either_cgroup_version(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert oom_kills([str(tmp_path / "absent"), str(tmp_path / name)]) == 3
 
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "ValueError: no"]

@@ -6,6 +6,7 @@
     ├── UsageError                2   bad command line
     ├── ConfigError               2   one or more Problems in the YAML, each with file:line
     ├── PreflightRefused          3   findings that would break the run, per node
+    ├── NodeCallError             3   a node's python is missing, or failed at one of our small programs
     ├── TransportError            3   the line to one node (node_rank, host, remedy)
     │   ├── UnreachableError
     │   ├── AuthError
@@ -60,10 +61,24 @@ class ConfigError(FleetError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def _where(host: str, node_rank: int | None) -> str:
+    return f"node{node_rank} ({host}): " if node_rank is not None else f"{host}: " if host else ""
+
+
 class PreflightRefused(FleetError):
     """At least one finding blocks the run."""
 
     exit_status = 3
+
+
+class NodeCallError(FleetError):
+    """A small program of ours could not run on a node, or raised there."""
+
+    exit_status = 3
+
+    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
+        self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
+        super().__init__(_where(host, node_rank) + message + (f" – {remedy}" if remedy else ""))
 
 
 class TransportError(FleetError):
@@ -73,8 +88,7 @@ class TransportError(FleetError):
 
     def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
         self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
-        where = f"node{node_rank} ({host}): " if node_rank is not None else f"{host}: " if host else ""
-        super().__init__(where + message + (f" – {remedy}" if remedy else ""))
+        super().__init__(_where(host, node_rank) + message + (f" – {remedy}" if remedy else ""))
 
 
 class UnreachableError(TransportError):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import FleetError
+from launcher.errors import NodeCallError
 from launcher.script import Command
 from launcher.transport.base import Completed, Transport
 
@@ -28,12 +28,6 @@ sys.stdout.write("\\n{MARKER}" + json.dumps(reply) + "\\n")
 _PROGRAMS = Path(__file__).parent / "node"
 
 
-class NodeCallError(FleetError):
-    """A node program could not run there, or raised; the message names node, python and cause."""
-
-    exit_status = 3
-
-
 def program_source(name: str) -> str:
     """Source of ``launcher/node/<name>.py``."""
     return (_PROGRAMS / f"{name}.py").read_text()
@@ -47,7 +41,7 @@ def call(transport: Transport, python: Command, program: str, request: dict[str,
     """
     command = Command((*python.argv, "-c", BOOT), env=python.env, cwd=python.cwd, setup=python.setup)
     done = transport.run(command, stdin=join_request(program, request), timeout=timeout)
-    return parse_reply(done, python.argv[0], transport.target)
+    return parse_reply(done, python.argv[0], transport)
 
 
 def join_request(program: str, request: dict[str, Any]) -> bytes:
@@ -62,16 +56,16 @@ def split_request(stdin: bytes) -> tuple[str, dict[str, Any]]:
     return rest[: int(length)].decode(), json.loads(rest[int(length) :])
 
 
-def parse_reply(done: Completed, python: str, target: str) -> Any:
+def parse_reply(done: Completed, python: str, transport: Transport) -> Any:
     """The reply in what a call printed; raises ``NodeCallError``."""
     found = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.startswith(MARKER)]
     if done.returncode == 0 and found:
         return json.loads(found[-1][len(MARKER) :])
     said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    where: dict[str, Any] = {"host": transport.target, "node_rank": transport.node_rank}
     if done.returncode in (126, 127):
-        raise NodeCallError(
-            f"{target}: cannot run {python} ({said[-1] if said else 'not found'}); "
-            "set `python`, `venv` or `conda` of this node in the config"
-        )
+        why = said[-1] if said else "not found"
+        remedy = "set `python`, `venv` or `conda` of this node"
+        raise NodeCallError(f"cannot run {python} ({why})", remedy=remedy, **where)
     last = "\n    ".join(said[-5:]) or "it printed nothing"
-    raise NodeCallError(f"{target}: {python} ended with status {done.returncode}:\n    {last}")
+    raise NodeCallError(f"{python} ended with status {done.returncode}:\n    {last}", **where)

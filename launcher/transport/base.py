@@ -33,6 +33,7 @@ class Transport(ABC):
     """
 
     target: str  #: what a person would type after ``ssh``, or ``local``
+    node_rank: int | None = None  #: named in errors
 
     @abstractmethod
     def connect(self, timeout: float) -> None:

@@ -20,7 +20,7 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
-from launcher.node.record import read_json, write_json
+from launcher.node.record import read_json
 
 _POLL = 0.1  # seconds
 _SLACK = 6.0  # seconds a supervisor may need beyond its grace: outcomes, leftovers, result
@@ -65,8 +65,7 @@ class NodeFolder:
 
 def stop(folder: NodeFolder, timeout: float, session: str) -> dict[str, Any]:
     """Stop the node within about ``timeout`` seconds, by force at the end of it."""
-    os.makedirs(folder.path("control"), exist_ok=True)
-    write_json(folder.path("control", "stop"), {"time": time.time()})
+    ask(folder)
     deadline = time.monotonic() + timeout
     while folder.supervisor() is not None and time.monotonic() < deadline:
         time.sleep(_POLL)
@@ -78,6 +77,18 @@ def stop(folder: NodeFolder, timeout: float, session: str) -> dict[str, Any]:
     if session:
         end_session(session)
     return {"stopped": not left, "killed": killed, "leftovers": describe(left)}
+
+
+def ask(folder: NodeFolder) -> None:
+    """Ask the supervisor to stop: by the file, or by signal where no file can be made (a full disk)."""
+    try:
+        os.makedirs(folder.path("control"), exist_ok=True)
+        with open(folder.path("control", "stop"), "a", encoding="utf-8"):
+            pass
+    except OSError:
+        supervisor = folder.supervisor()
+        if supervisor is not None:
+            procs.send(supervisor, signal.SIGTERM)
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:

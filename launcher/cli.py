@@ -1,0 +1,225 @@
+"""The command line: ``launch.py`` and ``gnnfleet`` are this program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from launcher.errors import FleetError, Interrupted
+from launcher.options import SHORT_KEYS, LaunchOptions, choose_run_id, overrides_of, read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_EPILOG = """\b
+Examples:
+  python launch.py --config cluster.yml --dry-run
+  python launch.py --config cluster.yml --epochs 3 --set train.lr=0.01
+  python launch.py --config cluster.yml -- python train_mine.py --lr 0.01
+  gnnfleet check --config cluster.yml
+  gnnfleet partition make --config cluster.yml
+
+\b
+Exit status: 0 done, 1 the run failed, 2 bad usage or config, 3 preflight refused, 130 interrupted."""
+
+
+class OwnCommandGroup(click.Group):
+    """Keeps everything after ``--`` away from click: it is the user's own command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        if "--" in words and "partition" not in words[: words.index("--")]:
+            split = words.index("--")
+            ctx.meta["own_command"] = tuple(words[split + 1 :])
+            if not ctx.meta["own_command"]:
+                raise click.UsageError("give your own command after --, e.g. -- python train_mine.py", ctx)
+            words = words[:split]
+        return super().parse_args(ctx, words)
+
+
+def config_options(command: F) -> F:
+    """Options of everything that reads a config."""
+    given = (
+        click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml."),
+        click.option(
+            "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable."
+        ),
+        click.option("--epochs", metavar="N", help="Passes over the train seeds."),
+        click.option("--batch-size", metavar="N", help="Global batch: seeds per step over all processes."),
+        click.option("--num-neighbors", metavar="15,10,5", help="Neighbours per hop, seeds outward."),
+        click.option("--num-training-procs", type=click.IntRange(1), metavar="N", help="Processes on every node."),
+        click.option("--master-addr", metavar="ADDR", help="Address of node 0 as the others see it."),
+        click.option("--master-port", metavar="PORT", help="Port for torch.distributed on node 0."),
+        click.option("--resume", metavar="FILE|RUN", help="Go on from a checkpoint, or from an earlier run."),
+        click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
+        click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
+        click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
+    )
+    for option in reversed(given):
+        command = option(command)
+    return command
+
+
+_CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+
+
+@click.group(
+    cls=OwnCommandGroup,
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    context_settings={**_CONTEXT, "max_content_width": 110},
+)
+@config_options
+@click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
+@click.pass_context
+def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
+    """Turn SSH hosts into one training cluster for graph neural networks.
+
+    With --config and no command: launch. Words after -- are your own training command,
+    run instead of the bundled trainer. Options may be written with underscores or dashes.
+    """
+    if ctx.invoked_subcommand is not None:
+        ctx.obj = values
+        return
+    if values["config"] is None and not any(values.values()) and not dry_run:
+        click.echo(ctx.get_help())
+        ctx.exit(2)
+    (show_plan if dry_run else run_launch)(_options(ctx, values))
+
+
+@gnnfleet.command()
+@config_options
+@click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
+@click.pass_context
+def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
+    """Launch (what --config alone does)."""
+    (show_plan if dry_run else run_launch)(_options(ctx, values))
+
+
+@gnnfleet.command()
+@config_options
+@click.pass_context
+def plan(ctx: click.Context, **values: Any) -> None:
+    """Show what a launch would send, run and move (--dry-run)."""
+    show_plan(_options(ctx, values))
+
+
+@gnnfleet.command()
+@config_options
+@click.pass_context
+def check(ctx: click.Context, **values: Any) -> None:
+    """Preflight alone: connect, check every node, list what is wrong."""
+    from launcher.checking import run_check
+
+    options = _options(ctx, values)
+    ctx.exit(run_check(read_config(options), options, _console(options)))
+
+
+@gnnfleet.command(
+    context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
+    short_help="Divide a graph (make), check a partition folder (verify), describe it (inspect).",
+)
+@click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+@click.option("--config", "-c", type=click.Path(path_type=Path))
+@click.option("--set", "sets", multiple=True)
+@click.pass_context
+def partition(ctx: click.Context, what: str, words: Sequence[str], config: Path | None, sets: Sequence[str]) -> None:
+    """Divide a graph, check a partition folder, or describe it.
+
+    With --config the graph and folder come from the file; other options go to
+    `python -m trainer partition`.
+    """
+    from launcher.partitioning import partition_words, run_trainer
+
+    config = config or (ctx.obj or {}).get("config")
+    sets = (*((ctx.obj or {}).get("sets") or ()), *sets)
+    cluster = read_config(LaunchOptions(config, tuple(sets))) if config else None
+    ctx.exit(run_trainer(partition_words(what, cluster, words)))
+
+
+def show_plan(options: LaunchOptions) -> None:
+    """Print the plan of a launch; opens no connection."""
+    from launcher.offline import offline_plan
+
+    config = read_config(options)
+    made = offline_plan(config, choose_run_id(config, options.run_id), options.own_command)
+    if options.as_json:
+        from launcher.plan import to_json
+
+        click.echo(to_json(made))
+    else:
+        from launcher.planview import print_plan
+
+        print_plan(made, _console(options))
+
+
+def run_launch(options: LaunchOptions) -> NoReturn:
+    """Launch, follow, report; exits with the run's status."""
+    import json
+
+    from launcher.run import launch as launch_run
+
+    report = launch_run(read_config(options), options, _console(options))
+    if options.as_json:
+        click.echo(json.dumps(report.to_json(), indent=1))
+    raise click.exceptions.Exit(report.exit_status)
+
+
+def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
+    """One invocation's options; those before a subcommand count too, unless it repeats them."""
+    before: dict[str, Any] = ctx.obj or {}
+    merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
+    sets = (*(before.get("sets") or ()), *values["sets"])
+    if merged["config"] is None:
+        raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
+    return LaunchOptions(
+        config=merged["config"],
+        overrides=overrides_of({name: merged[name] for name in SHORT_KEYS}, sets),
+        num_training_procs=merged["num_training_procs"],
+        run_id=merged["run_id"],
+        own_command=ctx.meta.get("own_command", ()),
+        as_json=bool(merged["as_json"]),
+    )
+
+
+def _console(options: LaunchOptions) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=options.as_json, highlight=False)
+
+
+def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
+    """The program; returns its exit status. Errors a user can act on are one message on stderr."""
+    try:
+        words = None if argv is None else list(argv)
+        return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except Interrupted as error:
+        click.secho(str(error), fg="yellow", err=True)
+        return error.exit_status
+    except FleetError as error:
+        click.secho(f"error: {error}", fg="red", err=True)
+        return error.exit_status
+    except (KeyboardInterrupt, click.Abort):
+        click.secho("interrupted", fg="yellow", err=True)
+        return 130
+    except BrokenPipeError:  # the reader of our output (`| head`) has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+
+
+def main(prog_name: str = "gnnfleet") -> NoReturn:
+    """Console script and ``launch.py``."""
+    sys.exit(run(prog_name=prog_name))

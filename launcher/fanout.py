@@ -1,0 +1,68 @@
+"""Work on all nodes at once, one thread each; nobody waits for a thread that hangs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answers(Generic[T]):
+    """What each node answered, by node_rank: a value or an error, never both."""
+
+    values: dict[int, T] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+    def or_raise(self) -> dict[int, T]:
+        """The values; raises the error of the lowest node_rank if there is one."""
+        for node_rank in sorted(self.errors):
+            raise self.errors[node_rank]
+        return self.values
+
+
+def on_nodes(
+    node_ranks: Iterable[int],
+    work: Callable[[int], T],
+    *,
+    on_error: Callable[[int, Exception], None] | None = None,
+    timeout: float | None = None,
+) -> Answers[T]:
+    """Run ``work(node_rank)`` for each in its own daemon thread and wait for all of them.
+
+    ``on_error`` hears of each failure as it happens, in the caller's thread. A node that has
+    not answered ``timeout`` seconds after the last answer counts as a TimeoutError. Ctrl-C
+    ends the wait at once; the threads' work is then for the caller to stop.
+    """
+    ranks = list(node_ranks)
+    done: queue.SimpleQueue[tuple[int, T | None, Exception | None]] = queue.SimpleQueue()
+    for node_rank in ranks:
+        threading.Thread(target=_answer, args=(node_rank, work, done), daemon=True).start()
+    answers: Answers[T] = Answers()
+    for _ in ranks:
+        try:
+            node_rank, value, error = done.get(timeout=timeout)
+        except queue.Empty:
+            break
+        if error is None:
+            answers.values[node_rank] = value  # type: ignore[assignment]
+        else:
+            answers.errors[node_rank] = error
+            if on_error:
+                on_error(node_rank, error)
+    for node_rank in set(ranks) - set(answers.values) - set(answers.errors):
+        answers.errors[node_rank] = TimeoutError(f"node{node_rank} did not answer within {timeout:g} s")
+    return answers
+
+
+def _answer(
+    node_rank: int, work: Callable[[int], T], done: queue.SimpleQueue[tuple[int, T | None, Exception | None]]
+) -> None:
+    try:
+        done.put((node_rank, work(node_rank), None))
+    except Exception as error:  # handed to the waiting thread, which raises or reports it
+        done.put((node_rank, None, error))

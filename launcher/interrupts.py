@@ -1,0 +1,50 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first one winds the run down, the second leaves at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ECHO = 0.5  # seconds
+
+
+class Interrupts:
+    """While entered, the first signal raises KeyboardInterrupt in the main thread.
+
+    The second prints ``last_words`` and ends the program with status 130; one that comes within
+    half a second is an echo of the first (a wrapper script passing it on). A signal that was
+    ignored before (``nohup``) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.meaning = "interrupted; nothing had been started on the nodes"  #: of the first signal, now
+        self.last_words = ""
+        self._first = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._first:
+            self._first = now
+            raise KeyboardInterrupt
+        if now - self._first < _ECHO:
+            return
+        os.write(sys.stderr.fileno(), f"\n{self.last_words or 'interrupted again: leaving at once'}\n".encode())
+        os._exit(130)

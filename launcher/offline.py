@@ -1,0 +1,19 @@
+"""The plan as far as it can be known without a connection: what ``--dry-run`` shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.codefiles import code_digest
+from launcher.config import ClusterConfig
+from launcher.manifest import read_partition_files
+from launcher.partitioning import outdated
+from launcher.plan import LaunchPlan, make_plan
+
+
+def offline_plan(config: ClusterConfig, run_id: str, own_command: tuple[str, ...]) -> LaunchPlan:
+    """The plan before preflight; parts that are here and current are part of it."""
+    manifest = None
+    if config.data.mode == "sync" and not outdated(config):
+        manifest = read_partition_files(Path(config.data.folder).expanduser())
+    return make_plan(config, run_id=run_id, code_digest=code_digest(), own_command=own_command, manifest=manifest)

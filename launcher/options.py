@@ -1,0 +1,81 @@
+"""What the command line asks for, as a value; and the run ids it may name."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ClusterConfig
+from launcher.errors import UsageError
+
+#: Option of the command line → config key it sets.
+SHORT_KEYS: Mapping[str, str] = {
+    "epochs": "train.epochs",
+    "batch_size": "train.batch_size",
+    "num_neighbors": "train.fanouts",
+    "resume": "train.resume",
+    "master_addr": "run.master_addr",
+    "master_port": "run.master_port",
+    "runs_dir": "run.runs_dir",
+}
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """One invocation."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()  #: ``key=value``
+    num_training_procs: int | None = None
+    run_id: str | None = None
+    own_command: tuple[str, ...] = ()
+    as_json: bool = False
+
+
+def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
+    """The ``key=value`` texts of short options that were given, after those of ``--set``."""
+    short = (f"{key}={values[name]}" for name, key in SHORT_KEYS.items() if values.get(name) is not None)
+    return (*sets, *short)
+
+
+def read_config(options: LaunchOptions) -> ClusterConfig:
+    """The config file with the command line's changes; raises ConfigError or UsageError."""
+    from launcher.yaml_schema import load_config
+
+    config = load_config(options.config, options.overrides)
+    if options.num_training_procs is None:
+        return config
+    procs = options.num_training_procs
+    for node_rank, node in enumerate(config.nodes):
+        if node.devices and len(node.devices) != procs:
+            raise UsageError(
+                f"--num_training_procs {procs}: node{node_rank} ({node.host}) lists {len(node.devices)} devices, one "
+                f"process each; change its devices instead, e.g. --set nodes.{node_rank}.devices=[0]"
+            )
+    return replace(config, nodes=tuple(replace(node, procs=procs) for node in config.nodes))
+
+
+def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
+    """The run id asked for, or ``<name>-YYYYmmdd-HHMMSS-xxxx``; refuses unusable and used ones."""
+    if wanted is None:
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
+        return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    if not _RUN_ID.fullmatch(wanted):
+        raise UsageError(
+            f"--run-id {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
+        )
+    folder = run_folder(config, wanted)
+    if folder.exists():
+        raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
+    return wanted
+
+
+def run_folder(config: ClusterConfig, run_id: str) -> Path:
+    """Where this run's files are kept on this machine."""
+    return Path(config.run.runs_dir).expanduser() / run_id

@@ -1,0 +1,141 @@
+"""How each process of a run ended, in words, and which of them failed first."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+#: Last lines of a process that only fell because another one had fallen before it.
+_FOLLOW_UP = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|socket closed|recvfrom failed|"
+    r"(read|write) error .*peer|DistBackendError|DistNetworkError|DistStoreError|NCCL error|"
+    r"Timed out waiting|wait timeout|gloo/transport/|ServiceError|not all ranks|store->get",
+    re.IGNORECASE,
+)
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one process, or of a whole node that was lost (``name`` is then ``node``)."""
+
+    name: str  #: rank3, server, node
+    node_rank: int
+    host: str
+    rank: int | None
+    returncode: int | None  #: as a shell says it: 128 + n for signal n; None when not known
+    signal: str | None
+    started: float | None  #: seconds since the epoch, by this machine's clock
+    ended: float | None
+    failed: bool
+    stopped: bool  #: told to stop before it ended by itself
+    oom: bool
+    note: str
+    traceback: tuple[str, ...]
+    tail: tuple[str, ...]
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
+        """From a node's outcome record; ``clock_offset`` is the node's clock minus ours, in seconds."""
+        here = {name: record[name] - clock_offset if record[name] else None for name in ("started", "ended")}
+        code = record["returncode"]
+        return cls(
+            name=record["name"],
+            node_rank=record["node_rank"],
+            host=host,
+            rank=record["rank"],
+            returncode=code,
+            signal=record["signal"],
+            started=here["started"],
+            ended=here["ended"],
+            failed=bool(record.get("failed", code not in (0, None))),
+            stopped=bool(record.get("stopped", False)),
+            oom=bool(record.get("oom", False)),
+            note=record.get("note", ""),
+            traceback=tuple(record["traceback"]),
+            tail=tuple(record["tail"]),
+        )
+
+    @classmethod
+    def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
+        """A node as a whole failed: its line was lost, or its supervisor never came up."""
+        return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
+
+    @property
+    def log_name(self) -> str:
+        """The log file that tells more, relative to the run folder."""
+        return f"logs/node{self.node_rank}/{'supervisor' if self.name == 'node' else self.name}.log"
+
+    @property
+    def place(self) -> str:
+        """``rank 3 on node1 (hostb)``."""
+        who = f"rank {self.rank} on " if self.rank is not None else "" if self.name == "node" else f"{self.name} of "
+        return f"{who}node{self.node_rank} ({self.host})"
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in words."""
+        if self.oom:
+            return "killed by the kernel: out of memory"
+        if self._raised:
+            return f"raised {raised_exception(self.traceback)}"
+        if self.signal:
+            return f"killed by signal {_number(self.signal)} ({self.signal})"
+        if self.returncode:
+            return f"exit status {self.returncode}" + (f": {self.note}" if self.note else "")
+        return self.note or "ended"
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The traceback, or else the last lines it wrote."""
+        if self._raised:
+            return self.traceback
+        return self.tail[-_LAST_LINES:]
+
+    @property
+    def is_follow_up(self) -> bool:
+        """Whether it looks like the echo of another process's end."""
+        if self.signal or self.oom:
+            return False
+        last = raised_exception(self.traceback) or "\n".join(self.tail[-3:])
+        return bool(_FOLLOW_UP.search(last))
+
+    @property
+    def _raised(self) -> bool:
+        """Whether its traceback is what ended it: Python exits 1 then."""
+        return self.returncode == 1 and bool(raised_exception(self.traceback))
+
+    def to_json(self) -> dict[str, Any]:
+        """For result.json."""
+        return {**asdict(self), "reason": self.reason, "log": self.log_name}
+
+
+def raised_exception(traceback: Iterable[str]) -> str:
+    """The last exception line of a traceback, e.g. ``ValueError: no such column``; '' when there is none."""
+    found, in_frames = "", False
+    for line in traceback:
+        if line.lstrip(" |+").startswith(("Traceback (most recent", "Exception Group Traceback")):
+            in_frames = True
+        elif in_frames and line and line[0] not in " |+":
+            found, in_frames = line.strip(), False
+    return found
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    return min(failed, key=_order, default=None)
+
+
+def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:
+    when = outcome.ended if outcome.ended is not None else float("inf")
+    rank = outcome.rank if outcome.rank is not None else -1
+    return outcome.stopped, outcome.is_follow_up, when, outcome.node_rank, rank
+
+
+def _number(name: str) -> int:
+    found = signal.Signals.__members__.get(name)
+    return int(found) if found else int(re.sub(r"\D", "", name) or 0)

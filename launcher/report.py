@@ -1,0 +1,206 @@
+"""What came of a run: the report as a value, its files, and the text a user reads at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.outcome import Outcome
+
+RunState = Literal["done", "failed", "interrupted"]
+_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130}
+_EPOCHS_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics lines of all ranks, in order of time (see docs/ARCHITECTURE.md)."""
+
+    lines: tuple[Mapping[str, Any], ...] = ()
+
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        return [line for line in self.lines if line.get("kind") == kind]
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The last ``result`` line; empty when the run did not get there."""
+        found = self.of_kind("result")
+        return found[-1] if found else {}
+
+    def summary(self) -> dict[str, Any]:
+        """For result.json: accuracies, epoch times, and each rank's mean seeds per second."""
+        result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
+        speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
+        return {**result, "seeds_per_s": speed} if speed else result
+
+    def throughput(self) -> dict[int, float]:
+        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be."""
+        by_rank: dict[int, list[Mapping[str, Any]]] = {}
+        for line in self.of_kind("epoch"):
+            by_rank.setdefault(line["rank"], []).append(line)
+        found = {}
+        for rank, epochs in sorted(by_rank.items()):
+            counted = epochs[1:] or epochs
+            seconds = sum(line["seconds"] for line in counted)
+            found[rank] = sum(line["seeds"] for line in counted) / seconds if seconds else 0.0
+        return found
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A finished run."""
+
+    run_id: str
+    state: RunState
+    outcomes: tuple[Outcome, ...]
+    first_failure: Outcome | None
+    metrics: Metrics
+    seconds: float
+    folder: Path
+    notes: tuple[str, ...] = field(default=())  #: what could not be collected, or may still run
+
+    @property
+    def exit_status(self) -> int:
+        return _EXIT_STATUS[self.state]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "run_id": self.run_id,
+            "state": self.state,
+            "exit_status": self.exit_status,
+            "seconds": round(self.seconds, 3),
+            "nodes": _by_node(self.outcomes),
+            "first_failure": self.first_failure.to_json() if self.first_failure else None,
+            "metrics": self.metrics.summary(),
+            "notes": list(self.notes),
+        }
+
+    def write(self) -> None:
+        """Write result.json and metrics.jsonl, each whole."""
+        lines = "".join(json.dumps(line) + "\n" for line in self.metrics.lines)
+        write_whole(self.folder / "metrics.jsonl", lines)
+        write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    nodes: dict[int, dict[str, Any]] = {}
+    for outcome in outcomes:
+        node = nodes.setdefault(
+            outcome.node_rank, {"node_rank": outcome.node_rank, "host": outcome.host, "outcomes": []}
+        )
+        node["outcomes"].append(outcome.to_json())
+    return [nodes[node_rank] for node_rank in sorted(nodes)]
+
+
+def read_metrics(files: Iterable[Path]) -> Metrics:
+    """Merge metrics files by time; a last line cut short by a killed writer is left out."""
+    lines = []
+    for file in files:
+        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+    return Metrics(tuple(sorted(lines, key=lambda line: float(line.get("t", 0.0)))))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write beside ``path``, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.chmod(beside, 0o644)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+def print_report(report: RunReport, console: Console) -> None:
+    """The closing text: results, or what failed first and why."""
+    if report.state == "done":
+        _print_done(report, console)
+    elif report.state == "interrupted":
+        console.print(Text(f"\nInterrupted after {report.seconds:.0f} s; every node was told to stop.", "bold yellow"))
+    else:
+        _print_failure(report, console)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", "yellow"))
+    console.print(Text(f"run folder: {report.folder}"), soft_wrap=True)
+
+
+def _print_done(report: RunReport, console: Console) -> None:
+    console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
+    epochs = [line for line in report.metrics.of_kind("epoch") if line["rank"] == 0]
+    if epochs:
+        console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
+    throughput = report.metrics.throughput()
+    if throughput:
+        console.print(_throughput_table(throughput, report.outcomes))
+    result = report.metrics.result
+    for split in ("test", "val"):
+        if result.get(f"{split}_accuracy") is not None:
+            console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
+    if result.get("checkpoint"):
+        console.print(Text(f"checkpoint: {report.folder / 'checkpoints' / 'last.pt'}"), soft_wrap=True)
+
+
+def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
+    val = {line["epoch"]: line["accuracy"] for line in evals if line["split"] == "val"}
+    table = Table("epoch", "seconds", "loss", "val accuracy", title=None, box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    skipped = max(0, len(epochs) - _EPOCHS_SHOWN)
+    for line in epochs[:1] if skipped else []:
+        table.add_row(*_epoch_row(line, val))
+        table.add_row("…", "", "", "")
+    for line in epochs[skipped + 1 :] if skipped else epochs:
+        table.add_row(*_epoch_row(line, val))
+    return table
+
+
+def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float]) -> tuple[str, str, str, str]:
+    accuracy = val.get(line["epoch"])
+    shown = f"{accuracy:.4f}" if accuracy is not None else "–"
+    return str(line["epoch"]), f"{line['seconds']:.2f}", f"{line['loss']:.4f}", shown
+
+
+def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome]) -> Text:
+    node_of = {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
+    text = Text("throughput: ")
+    parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
+    text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
+    return text.append(f" seeds/s; all together {sum(throughput.values()):,.0f}")
+
+
+def _print_failure(report: RunReport, console: Console) -> None:
+    first = report.first_failure
+    console.print()
+    if first is None:
+        console.print(Text("The run failed, and no process left word of why.", "bold red"))
+        return
+    console.print(Text(f"The run failed: {first.place} {first.reason}", "bold red"), soft_wrap=True)
+    for line in first.last_lines:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    log = report.folder / first.log_name
+    console.print(Text(f"log: {log}" if log.exists() else f"log: {log} (could not be fetched)"), soft_wrap=True)
+    others = [o for o in report.outcomes if o is not first and (o.failed or o.stopped)]
+    if others:
+        ranks = sum(1 for outcome in others if outcome.rank is not None)
+        servers = len(others) - ranks
+        said = [f"{ranks} more rank{'s' * (ranks != 1)}"] * bool(ranks) + [
+            f"{servers} server{'s' * (servers != 1)}"
+        ] * bool(servers)
+        console.print(Text(f"{' and '.join(said)} stopped or failed after it", "dim"))

@@ -1,0 +1,114 @@
+"""Mode verify: the parts are on the nodes already; see that they are whole, and the same for all."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RemoteFileError, SyncError
+from launcher.fanout import on_nodes
+from launcher.manifest import PartFile, PartitionFiles, parse_manifest
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.sync import ask_files, hash_time
+from launcher.transport.base import Transport
+
+_SHOWN = 12
+_WORDS = {
+    "missing": "is missing",
+    "partial": "is missing (an unfinished transfer lies beside it)",
+    "different": "differs from the manifest",
+}
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All nodes hold the same manifest, and each its own parts and the shared files."""
+
+    fingerprint: str
+    files: int  #: checked, over all nodes
+    bytes: int
+
+
+def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
+    """Check digests in place, all nodes at once; raises SyncError that names each node, host and file."""
+    nodes = {node.node_rank: node for node in plan.nodes}
+    raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
+    _all_have_one(plan, raw)
+    manifests = {k: _parsed(nodes[k], text) for k, text in raw.items() if text is not None}
+    _all_the_same(plan, manifests)
+    wanted = {k: manifest.of_parts(nodes[k].parts) for k, manifest in manifests.items()}
+    answers = on_nodes(nodes, lambda k: _wrong_files(nodes[k], transports[k], wanted[k])).or_raise()
+    wrong = [line for k in sorted(answers) for line in answers[k]]
+    if wrong:
+        more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        remedy = "Bring these files over again, or make the partition anew, then launch again"
+        raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
+    files = [file for k in wanted for file in wanted[k]]
+    return VerifyReport(manifests[0].fingerprint, len(files), sum(file.bytes for file in files))
+
+
+def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / "manifest.json"
+        try:
+            transport.download(f"{node.data_dir}/manifest.json", here)
+        except RemoteFileError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return here.read_bytes()
+
+
+def _all_have_one(plan: LaunchPlan, raw: Mapping[int, bytes | None]) -> None:
+    missing = [node for node in plan.nodes if raw[node.node_rank] is None]
+    if len(missing) == len(plan.nodes):
+        raise SyncError(
+            f"no node has a manifest.json in {plan.nodes[0].data_dir}. With data.mode verify nothing is made at "
+            "launch: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
+            "or use data.mode sync"
+        )
+    if missing:
+        lines = [f"{_where(node)}: no {node.data_dir}/manifest.json" for node in missing]
+        raise SyncError(
+            "\n".join([*lines, "Mount the folder there, or give its path there as `data_folder` of the node"])
+        )
+
+
+def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
+    try:
+        return parse_manifest(raw, node.data_dir)
+    except (ValueError, KeyError, TypeError) as error:
+        raise SyncError(f"{_where(node)}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
+
+
+def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:
+    first = plan.nodes[0]
+    if manifests[0].num_parts != plan.num_parts:
+        raise SyncError(
+            f"{_where(first)}: {first.data_dir} holds {manifests[0].num_parts} parts, the config asks for "
+            f"{plan.num_parts}; set data.num_parts, or make the partition anew"
+        )
+    for node in plan.nodes[1:]:
+        if manifests[node.node_rank].files[-1].sha256 != manifests[0].files[-1].sha256:
+            raise SyncError(
+                f"{_where(node)}: {node.data_dir}/manifest.json is another than {_where(first)} has "
+                f"({first.data_dir}/manifest.json); the nodes must hold parts of one and the same partition"
+            )
+
+
+def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ...]) -> list[str]:
+    entries: list[dict[str, Any]] = [
+        {"path": f"{node.data_dir}/{file.path}", "bytes": file.bytes, "sha256": file.sha256} for file in files
+    ]
+    request = {"op": "inventory", "files": entries, "folders": []}
+    found = ask_files(transport, node, request, hash_time(files))["files"]
+    wrong = [state for state in found if state["state"] != "present"]
+    return [f"{_where(node)}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+
+
+def _where(node: NodePlan) -> str:
+    return f"node{node.node_rank} ({node.target})"

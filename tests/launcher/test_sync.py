@@ -1,0 +1,281 @@
+"""Sync and verify on real files through the local transport, with lines that break on purpose."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from run_kit import make_launch, make_node, make_parts, sync_plan
+
+from launcher import sync as sync_module
+from launcher.errors import ConnectionLost, RemoteFileError, SyncError
+from launcher.plan import LaunchPlan
+from launcher.progress import TransferProgress
+from launcher.sync import sync
+from launcher.transport.base import OnBytes, Transport
+from launcher.transport.local import LocalTransport
+from launcher.verify import verify
+
+
+class Breaking(LocalTransport):
+    """Breaks in the middle of uploads, as often as it is told; keeps what it was asked to send."""
+
+    def __init__(self, node_rank: int, breaks: int = 0, error: Callable[[], Exception] | None = None):
+        super().__init__(node_rank)
+        self.breaks = breaks
+        self.error = error or (lambda: ConnectionLost("connection lost", host="local", node_rank=node_rank))
+        self.uploads: list[tuple[str, int]] = []
+        self.connects = 0
+
+    def connect(self, timeout: float) -> None:
+        self.connects += 1
+
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        self.uploads.append((dest, offset))
+        if self.breaks and dest.endswith("x.npy.part"):
+            self.breaks -= 1
+            path = Path(dest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("r+b" if offset else "wb") as out:
+                out.seek(offset)
+                out.write(source.read_bytes()[offset : offset + 1000])
+            raise self.error()
+        super().upload(source, dest, offset=offset, on_bytes=on_bytes)
+
+
+@pytest.fixture(autouse=True)
+def quick_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync_module, "_BACK_OFF", (0.01, 0.01, 0.01))
+
+
+def lines(plan: LaunchPlan, **kinds: Breaking) -> dict[int, Transport]:
+    return {node.node_rank: kinds.get(f"node{node.node_rank}") or Breaking(node.node_rank) for node in plan.nodes}
+
+
+def bytes_of(plan: LaunchPlan, node_rank: int) -> dict[str, bytes]:
+    data = Path(plan.nodes[node_rank].data_dir)
+    found = [path for path in data.rglob("*") if path.is_file() and path.name != ".gnnfleet-digests.json"]
+    return {path.relative_to(data).as_posix(): path.read_bytes() for path in found}
+
+
+def test_each_node_gets_its_part_the_shared_files_code_and_secrets(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    report = sync(plan, lines(plan))
+    for node in plan.nodes:
+        got = bytes_of(plan, node.node_rank)
+        mine = f"part{node.node_rank}/nodes"
+        assert set(got) == {f"{mine}/x.npy", f"{mine}/y.npy", "shared/seeds/train.npy", "manifest.json"}
+        assert all(data == (tmp_path / "parts" / name).read_bytes() for name, data in got.items())
+        assert Path(node.code_dir, "trainer/code.py").read_text() == "print('hello')\n"
+        key = Path(node.run_dir, "service.key")
+        assert (key.read_text(), key.stat().st_mode & 0o777) == ("hush", 0o600)
+    assert report.bytes_sent > 0 and report.bytes_present == 0
+
+
+def test_the_second_time_nothing_is_sent(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    sync(plan, lines(plan))
+    again = {0: Breaking(0), 1: Breaking(1)}
+    report = sync(plan, again)
+    assert again[0].uploads == again[1].uploads == []
+    assert report.bytes_sent == 0
+    assert report.bytes_present == sum(len(data) for k in (0, 1) for data in bytes_of(plan, k).values())
+
+
+def test_a_changed_file_is_sent_again_and_only_that(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    sync(plan, lines(plan))
+    damaged = Path(plan.nodes[0].data_dir, "part0/nodes/x.npy")
+    whole = damaged.read_bytes()
+    damaged.write_bytes(b"?" + whole[1:])
+    line = Breaking(0)
+    sync(plan, lines(plan, node0=line))
+    assert [Path(dest).name for dest, _ in line.uploads] == ["x.npy.part"]
+    assert damaged.read_bytes() == whole
+
+
+def test_a_broken_line_is_opened_again_and_the_file_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    line = Breaking(0, breaks=2)
+    sync(plan, lines(plan, node0=line))
+    offsets = [offset for dest, offset in line.uploads if dest.endswith("x.npy.part")]
+    assert offsets == [0, 1000, 2000]
+    assert line.connects == 2
+    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+    assert not list(Path(plan.nodes[0].workdir).rglob("*.part"))
+
+
+def test_a_line_that_keeps_breaking_names_node_host_and_file_and_leaves_a_part_to_resume(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    with pytest.raises(SyncError, match=r"node0 \(local\).*part0/nodes/x.npy.*run again to resume"):
+        sync(plan, lines(plan, node0=Breaking(0, breaks=99)))
+    data = Path(plan.nodes[0].data_dir)
+    assert not (data / "part0/nodes/x.npy").exists() and not (data / "manifest.json").exists()
+    left = (data / "part0/nodes/x.npy.part").stat().st_size
+    line = Breaking(0)
+    sync(plan, lines(plan, node0=line))
+    assert ((data / "part0/nodes/x.npy.part").as_posix(), left) in line.uploads
+    assert (data / "part0/nodes/x.npy").read_bytes() == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+
+
+def test_a_part_file_left_by_another_version_is_not_taken_for_whole(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    stale = Path(plan.nodes[0].data_dir, "part0/nodes/x.npy.part")
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"another graph" * 100)
+    sync(plan, lines(plan))
+    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+
+
+def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    source = tmp_path / "parts/part1/nodes/y.npy"
+    data = bytearray(source.read_bytes())
+    data[1234] ^= 1
+    source.write_bytes(data)
+    with pytest.raises(SyncError, match=r"part1/nodes/y.npy on this machine is not what its manifest says.*node1"):
+        sync(plan, lines(plan))
+    assert not Path(plan.nodes[1].data_dir, "part1/nodes/y.npy").exists()
+    assert not Path(plan.nodes[1].data_dir, "manifest.json").exists()
+
+
+def test_a_full_disk_names_host_path_and_bytes(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    full = Breaking(1, 99, lambda: RemoteFileError("cannot write x: No space left on device", errno=errno.ENOSPC))
+    with pytest.raises(SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes: 50.0 kB still to be .* free"):
+        sync(plan, lines(plan, node1=full))
+
+
+def test_one_node_that_fails_stops_the_others(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+
+    class Slow(Breaking):
+        def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+            for _ in range(400):
+                time.sleep(0.05)
+                assert on_bytes is not None
+                on_bytes(1)
+
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="node0"):
+        broken = Breaking(0, 99, lambda: RemoteFileError("cannot write x: Permission denied", errno=errno.EACCES))
+        sync(plan, {0: broken, 1: Slow(1)})
+    assert time.monotonic() - started < 5
+
+
+def test_progress_counts_exactly_what_is_missing(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path, num_nodes=1)
+    totals: list[int] = []
+    moved: list[int] = []
+
+    class Counting(TransferProgress):
+        def start(self, node_rank: int, total: int) -> None:
+            totals.append(total)
+
+        def advance(self, node_rank: int, count: int) -> None:
+            moved.append(count)
+
+    sync(plan, lines(plan), Counting())
+    assert totals == [sum(len(data) for data in bytes_of(plan, 0).values())]
+    assert sum(moved) == totals[0]
+
+
+def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Path) -> None:
+    program = f"""
+        import sys, time
+        sys.path[:0] = {[str(Path(__file__).parents[2]), str(Path(__file__).parent)]!r}
+        from pathlib import Path
+        from run_kit import sync_plan
+        from launcher.sync import sync
+        from launcher.transport.local import LocalTransport
+        class Slow(LocalTransport):
+            def upload(self, source, dest, *, offset=0, on_bytes=None):
+                path = Path(dest)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                data = source.read_bytes()
+                with path.open("r+b" if offset else "wb", buffering=0) as out:
+                    for at in range(offset, len(data), 1000):
+                        out.seek(at)
+                        on_bytes(out.write(data[at:at + 1000]))
+                        if "x.npy" in dest:
+                            time.sleep(0.05)
+        plan = sync_plan(Path({str(tmp_path)!r}), num_nodes=1)
+        try:
+            sync(plan, {{0: Slow(0)}})
+        except KeyboardInterrupt:
+            sys.exit(130)
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    part = tmp_path / "node0/data/part0/nodes/x.npy.part"
+    deadline = time.monotonic() + 30
+    while not (part.exists() and part.stat().st_size > 3000) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+    cut = part.stat().st_size
+    assert 3000 < cut < 50_000
+    assert not (tmp_path / "node0/data/manifest.json").exists()
+    line = Breaking(0)
+    plan = sync_plan(tmp_path, num_nodes=1)
+    sync(plan, {0: line})
+    assert (str(part), cut) in line.uploads
+    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+
+
+def shared_plan(folder: Path, top: Path, *, other: Path | None = None) -> LaunchPlan:
+    return make_launch([make_node(top, 0, [], folder), make_node(top, 1, [], other or folder)])
+
+
+def test_verify_accepts_a_whole_folder_and_the_second_time_reads_no_file(tmp_path: Path) -> None:
+    folder = make_parts(tmp_path / "shared")
+    plan = shared_plan(folder, tmp_path)
+    report = verify(plan, lines(plan))
+    assert (report.fingerprint, report.files) == ("f00d", 8)
+    whole = (folder / "part0/nodes/x.npy").stat()
+    (folder / "part0/nodes/x.npy").write_bytes(b"?" * whole.st_size)
+    os.utime(folder / "part0/nodes/x.npy", ns=(whole.st_atime_ns, whole.st_mtime_ns))
+    assert verify(plan, lines(plan)).files == 8, "same size and mtime: the digest of the first time counts"
+
+
+def test_verify_refuses_a_flipped_byte_and_names_node_host_and_file(tmp_path: Path) -> None:
+    folder = make_parts(tmp_path / "shared")
+    plan = shared_plan(folder, tmp_path)
+    verify(plan, lines(plan))
+    path = folder / "part1/nodes/x.npy"
+    data = bytearray(path.read_bytes())
+    data[100] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/x.npy differs from the manifest") as caught:
+        verify(plan, lines(plan))
+    assert "node0" not in str(caught.value), "node 0 does not use part 1"
+
+
+def test_verify_names_a_missing_part_and_a_node_without_the_folder(tmp_path: Path) -> None:
+    folder = make_parts(tmp_path / "shared")
+    (folder / "part1/nodes/y.npy").unlink()
+    plan = shared_plan(folder, tmp_path)
+    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/y.npy is missing"):
+        verify(plan, lines(plan))
+    plan = shared_plan(folder, tmp_path, other=tmp_path / "not-mounted")
+    with pytest.raises(SyncError, match=r"node1 \(local\): no .*/not-mounted/manifest.json\n.*data_folder"):
+        verify(plan, lines(plan))
+
+
+def test_verify_where_nobody_has_parts_says_how_to_make_them(tmp_path: Path) -> None:
+    plan = shared_plan(tmp_path / "nowhere", tmp_path)
+    with pytest.raises(SyncError, match="gnnfleet partition make --config"):
+        verify(plan, lines(plan))
+
+
+def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
+    plan = shared_plan(make_parts(tmp_path / "a"), tmp_path, other=make_parts(tmp_path / "b", size=90_000))
+    with pytest.raises(SyncError, match="one and the same partition"):
+        verify(plan, lines(plan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.codefiles import code_files, relative
@@ -33,14 +33,20 @@ def node_files(
     job: Job, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
     """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
-    files = [replace(file, dest=f"{site.code_dir}/{file.dest}") for file in shared.code]
+    files = [_below(site.code_dir, file) for file in shared.code]
     if manifest:
         files += _part_files(site, manifest)
     if job.own:
-        files += [replace(file, dest=f"{site.run_dir}/files/{file.dest}") for file in job.own.files]
+        files += [_below(f"{site.run_dir}/files", file) for file in job.own.files]
     if job.resume:
-        files.append(replace(job.resume, dest=f"{site.run_dir}/{job.resume.dest}"))
+        files.append(_below(site.run_dir, job.resume))
     return (*files, *_generated(job, site, commands, shared))
+
+
+def _below(folder: str, file: PlannedFile) -> PlannedFile:
+    """``file`` with its relative dest below ``folder``; ``dataclasses.replace`` takes three times as long."""
+    dest = f"{folder}/{file.dest}"
+    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
 
 def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
@@ -52,7 +58,7 @@ def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
 
 def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
-    spec = Secret(json.dumps(_node_spec(job, site, commands), indent=1))
+    spec = Secret(json.dumps(_node_spec(job, site, commands)))
     files = [
         generated(f"{site.run_dir}/cluster.json", shared.cluster),
         generated(f"{site.run_dir}/start.sh", start, mode=0o755),

@@ -109,7 +109,8 @@ MISTAKES = {
     TWO + "train: {fanouts: [5, -2]}\n": ["3: train.fanouts: each is -1 (all neighbours) or at least 1; found -2"],
     TWO + "train: {fanouts: []}\n": ["3: train.fanouts: empty; give one number per layer"],
     TWO + "train:\n  fanouts: [5, 5]\n  layers: 3\n": [
-        "5: train.layers is 3, and train.fanouts has 2 numbers; there is one fanout per layer, so layers may be left out"
+        "5: train.layers is 3, and train.fanouts has 2 numbers; there is one fanout per layer, so layers may be left "
+        "out"
     ],
     TWO + "train: {eval_fanouts: [5]}\n": [
         "3: train.eval_fanouts has 1 numbers, and train.fanouts 3; both have one per layer"
@@ -160,8 +161,8 @@ MISTAKES = {
         "{node_rank} into the path"
     ],
     "transport: local\n" + NODES + "  - gnn1\n": [
-        "4: nodes.0.host: `transport: local` runs nodes on this machine only; write localhost instead of `gnn1`, or use "
-        "`transport: ssh`"
+        "4: nodes.0.host: `transport: local` runs nodes on this machine only; write localhost instead of `gnn1`, or "
+        "use `transport: ssh`"
     ],
     "nodes: 2\ndata: {dataset: synthetic}\n": [
         "1: nodes: a number of nodes needs `transport: local`; list the hosts instead"

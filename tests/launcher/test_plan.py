@@ -1,0 +1,456 @@
+"""The plan: golden values, what bash makes of its commands, secrets, ports, files, speed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from launcher.codefiles import CODE_ROOT
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.errors import FleetError, UsageError
+from launcher.nodespec import train_flags
+from launcher.placement import part_block
+from launcher.plan import (
+    LaunchPlan,
+    NodeFacts,
+    PartitionFiles,
+    candidate_ports,
+    code_digest,
+    code_files,
+    interpreter,
+    make_plan,
+    read_partition_files,
+    to_json,
+)
+from launcher.planview import print_plan
+from launcher.script import Command, Secret, render
+from launcher.yaml_schema import load_config
+
+GOLDEN = Path(__file__).parent / "golden"
+TOKEN = Secret("5ecret5ecret")
+
+
+def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:
+    """Preflight's answer for every node."""
+    return {k: dataclasses.replace(_fact(k), **changes) for k in range(count)}
+
+
+def _fact(k: int) -> NodeFacts:
+    return NodeFacts(
+        node_rank=k,
+        hostname=f"h{k}",
+        home=f"/home/user{k}",
+        address=f"10.0.0.{k + 1}",
+        interface="eth0",
+        python=f"/home/user{k}/venv/bin/python",
+        versions={"python": "3.11.2"},
+        tmux="3.3a",
+        devices=(),
+        disk_free=10**11,
+        memory=10**10,
+        cpus=16,
+        clock_offset=0.0,
+        free_ports=(29501, 29502, 29600 + k, 29602 + k),
+    )
+
+
+def cluster(*nodes: NodeConfig, **more: Any) -> ClusterConfig:
+    more.setdefault("data", DataConfig(dataset="synthetic"))
+    return ClusterConfig(nodes=nodes or (NodeConfig("a"), NodeConfig("b")), **more)
+
+
+def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
+    return make_plan(config, **{"run_id": "r1", "code_digest": "c0de" * 16, "token": TOKEN, **more})
+
+
+def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
+    """A partition folder with a manifest and one small file per place."""
+    names = ["shared/seeds/train.npy", *(f"part{p}/nodes/x.npy" for p in range(num_parts))]
+    files = []
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        files.append({"path": name, "bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()})
+    manifest = {"format": "gnnfleet-partition", "version": 1, "dataset": "synthetic", "fingerprint": "f1"}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
+    found = read_partition_files(folder)
+    assert found is not None
+    return found
+
+
+# Golden plans
+
+
+GOLDEN_CASES: dict[str, dict[str, Any]] = {
+    "two_ssh_nodes": {},
+    "two_ssh_nodes_after_preflight": {"facts": facts_of(2), "parts": 2},
+    "unequal_procs_and_devices": {},
+    "two_nodes_on_one_host": {"facts": facts_of(2)},
+    "local": {},
+    "own_command": {"own_command": ("python", "train.py", "--lr", "0.01", "conf.json"), "facts": facts_of(1)},
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_CASES)
+def test_golden_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UPDATE_GOLDEN=1 writes them anew; read the difference before committing it."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "helpers").mkdir()
+    for file in ("train.py", "conf.json", "helpers/util.py"):
+        (tmp_path / file).write_text("1\n")
+    config_file = tmp_path / "cluster.yml"
+    config_file.write_text((GOLDEN / f"{name}.yml").read_text())
+    case = dict(GOLDEN_CASES[name])
+    parts = case.pop("parts", 0)
+    manifest = parts_folder(tmp_path / "parts", parts) if parts else None
+    plan = plan_of(load_config(config_file), manifest=manifest, cwd=tmp_path, **case)
+    text = to_json(plan).replace(str(tmp_path), "HERE").replace(sys.executable, "PYTHON")
+    found = _without_code(json.loads(text.replace(str(CODE_ROOT), "ROOT")))
+    golden = GOLDEN / f"{name}.json"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(json.dumps(found, indent=1) + "\n")
+    assert found == json.loads(golden.read_text())
+
+
+def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
+    """Our own files change with every commit, and so do the sizes of nothing else."""
+    for node in plan["nodes"]:
+        code = [file for file in node["files"] if file["dest"].startswith(node["code_dir"])]
+        assert {file["dest"].removeprefix(node["code_dir"] + "/") for file in code} >= {
+            "launcher/__init__.py",
+            "launcher/node/supervisor.py",
+            "launcher/node/rank.py",
+            "trainer/__init__.py",
+        }
+        node["files"] = [file for file in node["files"] if file not in code]
+        for file in node["files"]:
+            file["content"] = file["content"].splitlines()
+    return plan
+
+
+# What bash makes of it
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=st.lists(WORDS, max_size=5), value=WORDS)
+def test_quoting_survives_bash(words: list[str], value: str) -> None:
+    words = [word for word in words if not word.startswith("~/")]  # those are for the shell to expand
+    show = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['ODD']]))"
+    odd = value if not value.startswith("~/") else "x"
+    command = Command((sys.executable, "-c", show, *words), {"ODD": odd})
+    done = subprocess.run(["bash", "-c", render(command)], capture_output=True, check=True, timeout=30)
+    assert json.loads(done.stdout) == [words, odd]
+
+
+def test_start_script_and_node_json_carry_odd_names_unharmed(tmp_path: Path) -> None:
+    home = tmp_path / 'it\'s $HOME `x` "q" é'
+    stub = tmp_path / "sub dir" / "python"
+    stub.parent.mkdir()
+    stub.write_text(
+        f"#!{sys.executable}\nimport json,os,sys\nprint(json.dumps([sys.argv, dict(os.environ), os.getcwd()]))"
+    )
+    stub.chmod(0o755)
+    env = {"ODD": "a'b\n$(c) * é", "EMPTY": ""}
+    node = NodeConfig("localhost", workdir=str(home), python=str(stub), env=env, setup=("export SET='x y'",))
+    plan = plan_of(cluster(node, transport="local"))
+    placed = _place_generated(plan)
+    found = json.loads(subprocess.run(["bash", placed["start.sh"]], capture_output=True, check=True, timeout=30).stdout)
+    run_dir = plan.nodes[0].run_dir
+    assert run_dir.startswith(str(home)) and found[2] == run_dir
+    assert found[0] == [str(stub), f"{plan.nodes[0].code_dir}/launcher/node/supervisor.py", f"{run_dir}/node.json"]
+    assert found[1].items() >= {**env, "SET": "x y"}.items()
+    assert found[1]["PATH"].startswith(f"{stub.parent}:")
+    spec = json.loads(placed["node.json"].read_text())
+    assert spec["trainer"]["argv"] == list(plan.nodes[0].trainer.argv)
+    assert spec["trainer"]["env"].items() >= env.items()
+
+
+def _place_generated(plan: LaunchPlan) -> dict[str, Path]:
+    placed = {}
+    for file in plan.nodes[0].files:
+        if file.content:
+            path = Path(file.dest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content.encode())
+            assert path.stat().st_size == file.bytes
+            placed[path.name] = path
+    return placed
+
+
+def test_home_is_expanded_by_the_shell_before_preflight_knows_it(tmp_path: Path) -> None:
+    start = plan_of(cluster(NodeConfig("a", venv="~/my venv"))).nodes[0].start
+    show = dataclasses.replace(start, argv=("bash", "-c", 'echo "$PYTHONPATH|$PATH|$PWD"'))
+    run_dir = tmp_path / "gnnfleet/node0/runs/r1/node0"
+    run_dir.mkdir(parents=True)
+    env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", "-c", render(show)], env=env, capture_output=True, check=True, text=True, timeout=30)
+    pythonpath, path, cwd = done.stdout.strip().split("|")
+    assert pythonpath == f"{tmp_path}/gnnfleet/node0/code/{'c0de' * 4}"
+    assert path.startswith(f"{tmp_path}/my venv/bin:") and cwd == str(run_dir)
+
+
+def test_conda_by_name_is_activated_or_missed_in_words(tmp_path: Path) -> None:
+    command = interpreter(cluster(NodeConfig("a", conda="my env")), 0)
+    show = dataclasses.replace(command, argv=("bash", "-c", "echo $ACTIVE"))
+    env = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bash", "-c", render(show)], env=env, capture_output=True, text=True, timeout=30)
+
+    missing = run()
+    assert missing.returncode == 127 and "conda was not found" in missing.stderr
+    script = tmp_path / "miniforge3/etc/profile.d/conda.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text('conda() { export ACTIVE="$1 $2"; }\n')
+    assert run().stdout == "activate my env\n"
+
+
+# Secrets
+
+
+def test_the_token_shows_nowhere_but_in_node_json(tmp_path: Path) -> None:
+    plan = plan_of(cluster(), facts=facts_of(2))
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(plan, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert TOKEN.reveal() not in to_json(plan) + repr(plan) + shown
+    assert "GNNFLEET_TOKEN=***" in shown and '"GNNFLEET_TOKEN": "***"' in to_json(plan)
+    holders = [file for file in plan.nodes[0].files if TOKEN.reveal().encode() in file.content.encode()]
+    assert [(Path(file.dest).name, file.secret, oct(file.mode)) for file in holders] == [("node.json", True, "0o600")]
+    keys = [file for file in plan.nodes[0].files if file.dest.endswith("service.key")]
+    assert [(file.content, file.source, file.secret, oct(file.mode)) for file in keys] == [("", "", True, "0o600")]
+
+
+@pytest.mark.parametrize(
+    ("transport", "encrypt", "expected"),
+    [("ssh", "auto", True), ("ssh", "off", False), ("local", "auto", False), ("local", "on", True)],
+)
+def test_encryption(transport: Any, encrypt: Any, expected: bool) -> None:
+    nodes = (NodeConfig("localhost"), NodeConfig("localhost"))
+    node = plan_of(cluster(*nodes, transport=transport, run=RunConfig(encrypt=encrypt))).nodes[0]
+    assert node.server is not None
+    assert ("--key-file" in node.server.argv) == expected
+    assert any(file.dest.endswith("service.key") for file in node.files) == expected
+    assert ("GNNFLEET_SERVICE_KEY" in node.trainer.env) == expected
+
+
+# Ports, parts, threads
+
+
+def test_nodes_never_share_a_port() -> None:
+    for service in ("auto", 29500, 29496):
+        config = cluster(*(NodeConfig("one") for _ in range(64)), run=RunConfig(service_port=service))  # type: ignore[arg-type]
+        every = [port for k in range(64) for port in candidate_ports(config, k)]
+        assert len(every) == len(set(every)) and max(every) < 65536
+
+
+def test_busy_ports_are_passed_over() -> None:
+    plan = plan_of(cluster(), facts=facts_of(2, free_ports=(29503, 29602, 29603)))
+    assert plan.master_port == 29503
+    assert [node.service_port for node in plan.nodes] == [29602, 29603]
+    fixed = cluster(run=RunConfig(master_port=1234, service_port=5000))
+    assert candidate_ports(fixed, 0) == (1234, 5000) and candidate_ports(fixed, 1) == (5001,)
+    assert candidate_ports(cluster(NodeConfig("a")), 0) == tuple(range(29500, 29508))
+
+
+@given(nodes=st.integers(1, 70), more=st.integers(0, 100))
+def test_parts_are_contiguous_and_balanced(nodes: int, more: int) -> None:
+    blocks = [part_block(k, nodes, nodes + more) for k in range(nodes)]
+    assert [part for block in blocks for part in block] == list(range(nodes + more))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1 and min(map(len, blocks)) >= 1
+
+
+def test_processes_of_one_host_share_its_cpus() -> None:
+    nodes = (
+        NodeConfig("a", procs=3),
+        NodeConfig("A"),
+        NodeConfig("b", procs=40),
+        NodeConfig("c", env={"OMP_NUM_THREADS": "7"}),
+    )
+    plan = plan_of(cluster(*nodes), facts=facts_of(4))
+    assert [node.trainer.env["OMP_NUM_THREADS"] for node in plan.nodes] == ["4", "4", "1", "7"]
+
+
+def test_a_single_node_serves_nothing() -> None:
+    node = plan_of(cluster(NodeConfig("a"))).nodes[0]
+    assert node.server is None and not any("service.key" in file.dest for file in node.files)
+    described = next(json.loads(file.content) for file in node.files if file.dest.endswith("cluster.json"))
+    assert described["nodes"] == [{"node_rank": 0, "host": "a", "endpoint": None, "parts": [0], "ranks": [0]}]
+
+
+def test_ipv6_endpoints_have_brackets() -> None:
+    node = plan_of(cluster(NodeConfig("a", address="fd00::1"), NodeConfig("b")), facts=facts_of(2)).nodes[0]
+    assert node.server is not None and "tcp://[fd00::1]:29600" in node.server.argv
+
+
+# Files
+
+
+def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
+    manifest = parts_folder(tmp_path, 3)
+    config = cluster(data=DataConfig(dataset="synthetic", folder=str(tmp_path), num_parts=3))
+    plan = plan_of(config, manifest=manifest, facts=facts_of(2))
+    sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
+    assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
+        ["/shared/seeds/train.npy", "/part0/nodes/x.npy", "/manifest.json"],
+        ["/shared/seeds/train.npy", "/part1/nodes/x.npy", "/part2/nodes/x.npy", "/manifest.json"],
+    ]
+    for file in sent[1]:
+        content = Path(file.source).read_bytes()
+        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet/node0/data/f1"
+
+
+def test_parts_of_another_number_are_not_sent(tmp_path: Path) -> None:
+    plan = plan_of(cluster(), manifest=parts_folder(tmp_path, 3), facts=facts_of(2))
+    assert not plan.final and "holds 3 parts, and 2 are wanted" in plan.notes[-1]
+    assert not any("part0" in file.dest for file in plan.nodes[0].files)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other", "version": 1}', '{"format": "gnnfleet-partition"}'])
+def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    assert read_partition_files(tmp_path) is None
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
+        read_partition_files(tmp_path)
+
+
+def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
+    (tmp_path / "job" / "scripts").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for name in ("job/scripts/train.py", "other/extra.json", "job/go.sh"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "job/go.sh").chmod(0o755)
+    words = ("./go.sh", "python", "scripts/train.py", "../other/extra.json", "scripts", "--n=1")
+    plan = plan_of(cluster(NodeConfig("a", python="/py")), own_command=words, cwd=tmp_path / "job")
+    node = plan.nodes[0]
+    own = node.trainer.argv[node.trainer.argv.index("--") + 1 :]
+    assert own == ("./go.sh", "python", "scripts/train.py", "extra.json", "scripts", "--n=1")
+    sent = {file.dest.removeprefix(node.run_dir + "/"): file.mode for file in node.files if "/files/" in file.dest}
+    assert sent == {"files/go.sh": 0o755, "files/scripts/train.py": 0o644, "files/extra.json": 0o644}
+    assert node.trainer.cwd == f"{node.run_dir}/files" and "folder `scripts`" in plan.notes[-1]
+    python = plan_of(cluster(NodeConfig("a", python="/py")), own_command=("python3", "-c", "1")).nodes[0]
+    assert python.trainer.argv[-3:] == ("/py", "-c", "1")
+
+
+def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "old-run" / "checkpoints" / "last.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"weights")
+    for wanted in ("old-run", str(checkpoint)):
+        node = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path).nodes[1]
+        sent = next(file for file in node.files if file.source == str(checkpoint))
+        assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
+        assert node.trainer.argv[-2:] == ("--resume", sent.dest)
+    with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
+        plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
+
+
+def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
+    names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
+    assert {"launcher/__init__.py", "launcher/node/supervisor.py", "trainer/errors.py"} <= names
+    assert all(name.startswith(("launcher/node/", "trainer/")) for name in names - {"launcher/__init__.py"})
+    assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
+    assert len(code_digest()) == 64 and code_digest() == code_digest()
+
+
+# The trainer's side of the command line
+
+
+def test_train_flags_are_those_the_trainer_takes() -> None:
+    from trainer.config import TrainSettings, settings_options
+
+    @click.command()
+    @settings_options
+    def train(**values: Any) -> None: ...
+
+    wanted = TrainConfig(fanouts=(-1, 5), eval_fanouts=(-1, -1), replace=True, lr=1e-5, layers=2, model="gat")
+    values = train.make_context("train", train_flags(wanted)).params
+    assert TrainSettings(**values) == TrainSettings(**dataclasses.asdict(wanted))
+    assert dataclasses.asdict(TrainSettings()) == dataclasses.asdict(TrainConfig())
+
+
+# The whole
+
+
+def test_json_is_complete() -> None:
+    plan = plan_of(cluster(), facts=facts_of(2))
+    found = json.loads(to_json(plan))
+    assert set(found) == {field.name for field in dataclasses.fields(LaunchPlan)}
+    assert found["nodes"][1]["trainer"]["argv"] == list(plan.nodes[1].trainer.argv)
+    assert sum(file["bytes"] for file in found["nodes"][0]["files"]) == sum(file.bytes for file in plan.nodes[0].files)
+
+
+def test_printed_plan_has_every_command_of_every_node(tmp_path: Path) -> None:
+    script = tmp_path / "my script.py"
+    script.write_text("print(1)")
+    nodes = (NodeConfig("a", user="u", port=2222, devices=(1, 3), setup=("module load cuda",)), NodeConfig("b"))
+    plan = plan_of(cluster(*nodes), own_command=("python", "my script.py"), cwd=tmp_path)
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(plan, console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for node in plan.nodes:
+        assert f"node{node.node_rank}  {node.target}  tmux session {node.session}" in shown
+        assert node.server is not None
+        for command in (node.start, node.server, node.trainer):
+            assert render(dataclasses.replace(command, env={}, setup=(), cwd="")).rpartition("exec ")[2] in shown
+    for expected in ("u@a:2222", "ranks 0-1", "devices 1,3", "module load cuda", "CUDA_VISIBLE_DEVICES=1,3"):
+        assert expected in shown
+    assert "my script.py (8 bytes)" in shown and "service.key (made at launch)" in shown
+    assert "partition make" in shown and all(note in shown for note in plan.notes)
+
+
+@pytest.mark.parametrize("template", sorted((CODE_ROOT / "templates").glob("*.yml")), ids=lambda path: path.name)
+def test_templates_make_plans(template: Path) -> None:
+    config = load_config(template)
+    plan = plan_of(config)
+    assert plan.world_size == sum(len(node.ranks) for node in plan.nodes) >= 2
+    assert not plan.final and plan.notes
+
+
+def test_dry_plan_of_64_hosts_is_quick_and_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    config_file = tmp_path / "c.yml"
+    hosts = "".join(f"  - host: gnn{k}\n    devices: [0, 1]\n" for k in range(64))
+    config_file.write_text(f"nodes:\n{hosts}data: {{dataset: synthetic}}\n")
+    started = time.perf_counter()
+    plan = plan_of(load_config(config_file), code_digest=code_digest())
+    print_plan(plan, Console(file=io.StringIO()))
+    text = to_json(plan)
+    assert time.perf_counter() - started < 1.0
+    assert plan.world_size == 128 and "gnn63" in text
+
+
+def test_plan_of_1000_hosts_takes_under_a_second() -> None:
+    config = cluster(*(NodeConfig(f"h{k}") for k in range(1000)))
+    started = time.process_time()
+    plan = plan_of(config)
+    assert time.process_time() - started < 1.0
+    assert len(plan.nodes) == 1000
+
+
+def test_the_same_input_gives_the_same_plan() -> None:
+    assert plan_of(cluster(), facts=facts_of(2)) == plan_of(cluster(), facts=facts_of(2))

@@ -1,0 +1,124 @@
+"""A partition folder appears whole or not at all: staging beside it, then one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.errors import PartitionError
+from trainer.partition.format import FORMAT, MANIFEST, Manifest, read_manifest
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def reusable(folder: Path, fingerprint: str) -> Manifest | None:
+    """The manifest of a complete folder with this fingerprint; None when there is work to do.
+
+    Completeness is judged by file sizes; digests are `verify`'s business.
+    Raises ``PartitionError`` when something that is no partition folder is in the way.
+    """
+    check_replaceable(folder)
+    with contextlib.suppress(PartitionError):
+        manifest = read_manifest(folder)
+        if manifest.fingerprint == fingerprint and all(_has_size(folder / f.path, f.bytes) for f in manifest.files):
+            return manifest
+    return None
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ``PartitionError`` unless ``folder`` is absent, empty, or a partition folder."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not folder.is_dir():
+        raise PartitionError(f"{folder} is in the way and not a folder; move it away or choose another folder")
+    if any(folder.iterdir()) and not _is_partition(folder):
+        raise PartitionError(
+            f"{folder} holds something that is not a partition; move it away or choose another folder (nothing was changed)"
+        )
+
+
+def _is_partition(folder: Path) -> bool:
+    try:
+        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(raw, dict) and raw.get("format") == FORMAT
+
+
+@contextlib.contextmanager
+def staged(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` that takes its name on success and is removed on any error.
+
+    What a killed process left behind is removed on the way. Raises ``PartitionError``.
+    """
+    staging = folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        staging.mkdir()
+        yield staging
+        _sync_folders(staging)
+        _install(staging, folder)
+    except OSError as error:
+        place = error.filename or staging
+        raise PartitionError(f"{place}: cannot write the partition: {error.strerror}; nothing was left behind") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Staging folders of processes of this host that are gone."""
+    prefix = f".{folder.name}.{socket.gethostname()}."
+    for path in folder.parent.glob(f"{_glob_escaped(prefix)}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
+            shutil.rmtree(path)
+
+
+def _glob_escaped(text: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def _sync_folders(root: Path) -> None:
+    for path, _, _ in os.walk(root):
+        _sync(path)
+
+
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _install(staging: Path, folder: Path) -> None:
+    """Give ``staging`` the final name; an old partition there changes places with it, to be removed."""
+    check_replaceable(folder)
+    if not folder.exists() or not any(folder.iterdir()):
+        staging.rename(folder)
+    elif not _exchange(staging, folder):
+        aside = staging.with_name(f"{staging.name}0")  # a leftover by its name, should we be killed between the two
+        folder.rename(aside)
+        staging.rename(folder)
+        shutil.rmtree(aside)
+    _sync(folder.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False where kernel or file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0

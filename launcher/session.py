@@ -29,8 +29,8 @@ _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
 _AWAIT = """
 up() { [ -e "$1/state.json" ]; }
 end=$((SECONDS + $3))
-until up "$1"; do
-  if ! tmux has-session -t "=$2" 2>/dev/null; then up "$1" && exit 0; exit 1; fi
+until up; do
+  if ! tmux has-session -t "=$2" 2>/dev/null; then up && exit 0; exit 1; fi
   [ "$SECONDS" -lt "$end" ] || exit 2
   sleep 0.1
 done
@@ -59,13 +59,13 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     The files of ``node.files`` must be in place. Raises SessionError when tmux is missing, the session
     exists already, or no supervisor has come up after ``start_timeout`` seconds.
     """
-    if _tmux(transport, ("has-session", "-t", f"={node.session}")).returncode == 0:
-        raise SessionError(f"{_where(node)}: {_already(transport, node)}")
     made = _tmux(transport, new_session_argv(node))
     if made.returncode == _NO_TMUX:
         raise SessionError(
             f"{_where(node)}: tmux is not installed there; install it (apt install tmux) and launch again"
         )
+    if b"duplicate session" in made.stderr:
+        raise SessionError(f"{_where(node)}: {_already(transport, node)}")
     if made.returncode != 0:
         raise SessionError(f"{_where(node)}: tmux could not start session {node.session}: {_text(made.stderr)}")
     _await_supervisor(transport, node, start_timeout)

@@ -71,6 +71,7 @@ class Reader:
         if not isinstance(tree, Section):
             self.report(("defaults",), f"defaults: expected keys of a node, found {describe(tree)}")
             return None
+        tree = self._split_host(("defaults",), tree)
         self._read_fields(NodeConfig, tree, ("defaults",))
         known = {field.name for field in fields(NodeConfig)}
         usable = {name for name in tree.items if name in known and self.good(("defaults", name))}
@@ -91,24 +92,24 @@ class Reader:
             tree = Section(tree.origin, {"host": tree}, {"host": tree.origin})
         if not isinstance(tree, Section):
             return tree
-        split = self._split_host(index, tree)
+        split = self._split_host(("nodes", index), tree)
         return _with_defaults(split, defaults) if defaults else split
 
-    def _split_host(self, index: int, node: Section) -> Section:
+    def _split_host(self, path: Place, node: Section) -> Section:
         """``host: user@host:port`` as three keys."""
         host = node.items.get("host")
         if not isinstance(host, Scalar) or host.empty:
             return node
         match = _HOST.fullmatch(host.text)
         if not match:
-            self.origins[("nodes", index)] = host.origin
+            self.origins[path] = host.origin
             expected = "expected host, user@host or user@host:port"
-            self.report(("nodes", index), f"nodes.{index}.host: {expected}, found `{host.text}`")
+            self.report(path, f"{dotted(path)}.host: {expected}, found `{host.text}`")
             return node
         found = {name: Scalar(host.origin, text.strip("[]"), "str") for name, text in match.groupdict().items() if text}
         for name in sorted(found.keys() & node.items.keys() - {"host"}):
-            self.origins[("nodes", index)] = host.origin
-            self.report(("nodes", index), f"nodes.{index}: {name} is given twice, in host and as a key of its own")
+            self.origins[path] = host.origin
+            self.report(path, f"{dotted(path)}: {name} is given twice, in host and as a key of its own")
         return Section(node.origin, {**node.items, **found}, node.keys)
 
     def _section(self, cls: type, tree: Tree, path: Place) -> Any:

@@ -61,7 +61,7 @@ def main() -> None:
 
 def _table(section: type) -> str:
     hints = get_type_hints(section)
-    rows = ["| key | type | default | |", "|---|---|---|---|"]
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     rows += [_cells(item, hints[item.name]) for item in fields(section)]
     return "\n".join(rows) + "\n"
 

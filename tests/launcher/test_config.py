@@ -258,6 +258,11 @@ def test_defaults_are_merged_into_every_node(load: Load) -> None:
     assert second.env == {"A": "1", "B": "2"} and second.setup == ("two", "three")
 
 
+def test_many_nodes_on_the_host_of_defaults(load: Load) -> None:
+    config = load("defaults: {host: u@gnn1}\nnodes: [{port: 2201}, {port: 2202}]\ndata: {dataset: synthetic}\n")
+    assert [(node.host, node.user, node.port) for node in config.nodes] == [("gnn1", "u", 2201), ("gnn1", "u", 2202)]
+
+
 def test_anchors_and_merge_keys(load: Load) -> None:
     config = load(NODES + "  - &first {host: a, port: 22, procs: 2}\n  - {<<: *first, host: b, procs: 4}\n")
     assert [(node.host, node.port, node.procs) for node in config.nodes] == [("a", 22, 2), ("b", 22, 4)]

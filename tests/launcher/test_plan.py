@@ -436,11 +436,11 @@ def test_dry_plan_of_64_hosts_is_quick_and_opens_no_connection(tmp_path: Path, m
     config_file = tmp_path / "c.yml"
     hosts = "".join(f"  - host: gnn{k}\n    devices: [0, 1]\n" for k in range(64))
     config_file.write_text(f"nodes:\n{hosts}data: {{dataset: synthetic}}\n")
-    started = time.perf_counter()
+    started = time.process_time()
     plan = plan_of(load_config(config_file), code_digest=code_digest())
     print_plan(plan, Console(file=io.StringIO()))
     text = to_json(plan)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0  # of our own work, however busy the machine
     assert plan.world_size == 128 and "gnn63" in text
 
 

@@ -27,10 +27,10 @@ _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
 
 #: $1 run folder, $2 session, $3 seconds. Exit 0: the supervisor is up; 1: its session has ended; 2: too late.
 _AWAIT = """
-up() { [ -e "$1/state.json" ]; }
+state="$1/state.json"
 end=$((SECONDS + $3))
-until up; do
-  if ! tmux has-session -t "=$2" 2>/dev/null; then up && exit 0; exit 1; fi
+until [ -e "$state" ]; do
+  if ! tmux has-session -t "=$2" 2>/dev/null; then [ -e "$state" ] && exit 0; exit 1; fi
   [ "$SECONDS" -lt "$end" ] || exit 2
   sleep 0.1
 done

@@ -40,7 +40,7 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     """
     arrays, places = dict(raw.arrays), raw.places
     if "edge_index" not in arrays:
-        raise DataError(f"{raw.name}: no edge_index; expected an integer array [2, number of edges], found {_found(arrays)}")
+        raise DataError(f"{raw.name}: no edge_index; expected integers [2, number of edges], found {_found(arrays)}")
     num_nodes = _num_nodes(raw, options)
     edge_index = arrays.pop("edge_index")
     checks.check_edge_index(edge_index, num_nodes, places["edge_index"])
@@ -83,8 +83,8 @@ def _splits(
         if name in splits:
             raise DataError(f"{places[key]}: split {name!r} is given twice, as ids and as a mask; remove one")
         splits[name] = checks.split_ids(_column(arrays.pop(key), places[key], options), num_nodes, places[key])
-    order = ("train", "val", "test")
-    return {name: splits[name] for name in sorted(splits, key=lambda name: (order.index(name) if name in order else 3, name))}
+    usual = [name for name in ("train", "val", "test") if name in splits]
+    return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
 
 
 def _column(values: Array, where: str, options: SourceOptions) -> Array:
@@ -105,5 +105,6 @@ def _attrs(
             checks.check_attr(name, values, num_nodes, places[name])
             attrs[name] = values
         else:
-            notes.append(f"{places[name]}: left out, {values.dtype} {list(values.shape)} is not one row of numbers per node")
+            what = f"{values.dtype} {list(values.shape)}"
+            notes.append(f"{places[name]}: left out, {what} is not one row of numbers per node")
     return attrs, notes

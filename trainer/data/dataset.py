@@ -125,7 +125,8 @@ def split_ids(values: Array, num_nodes: int, where: str) -> npt.NDArray[np.int64
         return np.flatnonzero(values).astype(np.int64)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise DataError(
-            f"{where}: {values.dtype} {list(values.shape)}, expected integer node ids [n] or a boolean mask [{num_nodes}]"
+            f"{where}: holds {values.dtype} {list(values.shape)}, "
+            f"expected integer node ids [n] or a boolean mask [{num_nodes}]"
         )
     position = int(first_outside(values, num_nodes))
     if position >= 0:

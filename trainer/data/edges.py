@@ -28,7 +28,8 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
     """
     sources, targets = edge_index[0], edge_index[1]
     indptr = _both_ways_indptr(sources, targets, num_nodes)
-    slots = _both_ways_fill(sources, targets, indptr, np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64))
+    slots = np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64)
+    _both_ways_fill(sources, targets, indptr, slots)
     unique_indptr = _drop_repeats(indptr, slots)
     return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)
 
@@ -62,7 +63,7 @@ def _both_ways_indptr(sources: Array, targets: Array, num_nodes: int) -> Array:
 
 
 @njit(nogil=True, cache=True)
-def _both_ways_fill(sources: Array, targets: Array, indptr: Array, slots: Array) -> Array:
+def _both_ways_fill(sources: Array, targets: Array, indptr: Array, slots: Array) -> None:
     cursor = indptr[:-1].copy()
     for edge in range(len(sources)):
         source, target = sources[edge], targets[edge]
@@ -71,7 +72,6 @@ def _both_ways_fill(sources: Array, targets: Array, indptr: Array, slots: Array)
             cursor[source] += 1
             slots[cursor[target]] = source
             cursor[target] += 1
-    return slots
 
 
 @njit(nogil=True, cache=True)

@@ -18,6 +18,8 @@ from trainer.errors import DataError
 
 Array = npt.NDArray[Any]
 
+_EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
+
 
 def source_files(source: str | None) -> list[Path]:
     """Files that dataset `file` reads, sorted. Raises ``DataError`` when there are none."""
@@ -30,9 +32,9 @@ def source_files(source: str | None) -> list[Path]:
             raise DataError(f"{path}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy")
         return files
     if not path.exists():
-        raise DataError(f"{path} does not exist; expected a folder of .npy/.npz files, an .npz file or a .pt file")
+        raise DataError(f"{path} does not exist; expected {_EXPECTED}")
     if path.suffix not in (".npz", ".pt"):
-        raise DataError(f"{path}: unknown kind of file; expected a folder of .npy/.npz files, an .npz file or a .pt file")
+        raise DataError(f"{path}: unknown kind of file; expected {_EXPECTED}")
     return [path]
 
 

@@ -30,10 +30,13 @@ def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
     """Digest of name, options (defaults filled in) and the source files' sizes and mtimes; reads no data."""
-    kind = SyntheticOptions if name == "synthetic" else SourceOptions
-    parsed = asdict(parse_options(kind, options or {}, name))
+    parsed: SyntheticOptions | SourceOptions
+    if name == "synthetic":
+        parsed = parse_options(SyntheticOptions, options or {}, name)
+    else:
+        parsed = parse_options(SourceOptions, options or {}, name)
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in source_files(source)] if name == "file" else []
-    text = json.dumps([_GENERATION, name, parsed, files], sort_keys=True)
+    text = json.dumps([_GENERATION, name, asdict(parsed), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

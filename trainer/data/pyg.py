@@ -59,11 +59,11 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
         if len(loaded) < 2 or loaded[1] is not None:
             raise DataError(f"{path} holds a collection of graphs; one graph is expected")
         loaded = loaded[0]
-    if not isinstance(loaded, Mapping):
-        if not hasattr(loaded, "to_dict") or hasattr(loaded, "node_types"):
-            raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data with edge_index")
-        loaded = loaded.to_dict()
-    return loaded
+    if isinstance(loaded, Mapping):
+        return loaded
+    if not hasattr(loaded, "to_dict") or hasattr(loaded, "node_types"):
+        raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data with edge_index")
+    return dict(loaded.to_dict())
 
 
 def _raw_graph(name: str, values: Mapping[str, Any], place: str) -> RawGraph:
@@ -81,7 +81,7 @@ def _array(value: Any) -> Array | None:
         return value
     if hasattr(value, "detach") and hasattr(value, "numpy"):
         tensor = value.detach()
-        return tensor.float().numpy() if str(tensor.dtype) == "torch.bfloat16" else tensor.numpy()
+        return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
     return None
 
 
@@ -154,6 +154,6 @@ def _numpy_loadable() -> Any:
     """ogb caches numpy arrays with ``torch.save``; allow those, and only those, to be read back."""
     import torch
 
-    reconstruct = np.zeros(0).__reduce__()[0]
+    reconstruct: Any = np.zeros(0).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
     return torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, *dtypes])

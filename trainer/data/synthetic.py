@@ -54,8 +54,9 @@ def _check(options: SyntheticOptions) -> None:
         "seed": (0, 2**63 - 1),
     }
     for name, (low, high) in limits.items():
-        if not low <= getattr(options, name) <= high:
-            raise DataError(f"dataset synthetic: option {name} must be from {low} to {high}, not {getattr(options, name)}")
+        value = getattr(options, name)
+        if not low <= value <= high:
+            raise DataError(f"dataset synthetic: option {name} must be from {low} to {high}, not {value}")
 
 
 def _edges(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Array:

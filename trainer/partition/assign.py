@@ -106,7 +106,8 @@ def _hash(ids: Array, seed: np.uint64) -> Array:
         z = ids + (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        z ^= z >> np.uint64(31)
+    return z
 
 
 def _edge_cut(dataset: Dataset, part: Array) -> float:

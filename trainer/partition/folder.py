@@ -43,9 +43,7 @@ def check_replaceable(folder: Path) -> None:
     if not folder.is_dir():
         raise PartitionError(f"{folder} is in the way and not a folder; move it away or choose another folder")
     if any(folder.iterdir()) and not _is_partition(folder):
-        raise PartitionError(
-            f"{folder} holds something that is not a partition; move it away or choose another folder (nothing was changed)"
-        )
+        raise PartitionError(f"{folder} holds something that is not a partition; move it away or choose another folder")
 
 
 def _is_partition(folder: Path) -> bool:
@@ -72,7 +70,9 @@ def staged(folder: Path) -> Iterator[Path]:
         _install(staging, folder)
     except OSError as error:
         place = error.filename or staging
-        raise PartitionError(f"{place}: cannot write the partition: {error.strerror}; nothing was left behind") from error
+        raise PartitionError(
+            f"{place}: cannot write the partition: {error.strerror}; nothing was left behind"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -121,4 +121,5 @@ def _exchange(one: Path, other: Path) -> bool:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
-    return renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    status: int = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return status == 0

@@ -58,6 +58,6 @@ def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
-def _raw(chunk: Array, dtype: np.dtype[Any]) -> memoryview:
-    """The chunk's bytes; an empty chunk's view cannot be cast, so it goes through uint8."""
-    return memoryview(np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8))
+def _raw(chunk: Array, dtype: np.dtype[Any]) -> Any:
+    """The chunk's bytes as a flat buffer, not copied where they are contiguous already."""
+    return np.ascontiguousarray(chunk, dtype=dtype).reshape(-1).view(np.uint8)

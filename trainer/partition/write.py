@@ -113,7 +113,9 @@ def _node_jobs(dataset: Dataset, labels: Relabelling) -> list[Job]:
         jobs.append(_job(f"part{part_id}/nodes/orig_id.npy", owned))
         for name, values in dataset.attrs.items():
             path, shape = f"part{part_id}/nodes/{name}.npy", (len(owned), *values.shape[1:])
-            jobs.append(functools.partial(_write, path=path, dtype=values.dtype, shape=shape, chunks=_gather(values, owned)))
+            jobs.append(
+                functools.partial(_write, path=path, dtype=values.dtype, shape=shape, chunks=_gather(values, owned))
+            )
     return jobs
 
 

@@ -1,0 +1,72 @@
+"""``partition make|verify|inspect``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from trainer.partition.assign import METHODS
+from trainer.partition.inspect import describe, render
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.verify import verify_partition
+
+
+@click.group()
+def partition() -> None:
+    """Divide a graph, check or show the parts."""
+
+
+def _options(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    options = {}
+    for value in values:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{value!r} is not NAME=VALUE", context, parameter)
+        options[name.strip().replace("-", "_")] = text.strip()
+    return options
+
+
+@partition.command()
+@click.option(
+    "--dataset", required=True, help="synthetic, file, ogbn-…, or a torch_geometric dataset as Planetoid:Cora."
+)
+@click.option("--source", help="Folder of .npy/.npz files or .pt file (file); download folder otherwise.")
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", callback=_options, help="Dataset option; repeatable."
+)
+@click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--method", type=click.Choice(METHODS), default="metis", show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the partition algorithm."
+)
+@click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
+def make(**values: Any) -> None:
+    """Load a dataset, divide it and write the partition folder."""
+    make_partition(PartitionSpec(**values), say=click.echo)
+
+
+@partition.command()
+@click.argument("folder", type=click.Path())
+@click.option("--part", "parts", type=int, multiple=True, help="Check this part and the shared files only; repeatable.")
+@click.option("--digests/--no-digests", default=True, show_default=True, help="Read every file and compare its sha256.")
+@click.pass_context
+def verify(context: click.Context, folder: str, parts: tuple[int, ...], digests: bool) -> None:
+    """Check every digest and invariant of a partition folder; exit status 1 when something is wrong."""
+    findings = verify_partition(folder, parts or None, digests)
+    for finding in findings:
+        click.echo(f"{folder}/{finding}", err=True)
+    if findings:
+        click.echo(f"{folder}: {len(findings)} problems; send or make these parts again", err=True)
+        context.exit(1)
+    click.echo(f"{folder}: sound" + (f" (parts {', '.join(map(str, parts))})" if parts else ""))
+
+
+@partition.command()
+@click.argument("folder", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(folder: str, as_json: bool) -> None:
+    """Show sizes, cut and balance of a partition folder."""
+    description = describe(folder)
+    click.echo(json.dumps(description.to_json(), indent=1) if as_json else render(description))

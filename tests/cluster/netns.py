@@ -289,7 +289,7 @@ class Host:
 class NetCluster:
     """``hosts`` on one bridge. A context manager; cleans up at interpreter exit as well.
 
-    ``shared_folder``: a folder that all hosts and the operator see at the same path.
+    ``shared_folder``: a folder that all hosts and the operator see at the same path; made if missing.
     ``password``: sshd also takes PASSWORD, for root and for PASSWORD_USER.
     ``sshd_options``: lines of sshd_config, e.g. ``{"MaxSessions": "2"}``.
     """
@@ -331,6 +331,8 @@ class NetCluster:
 
     def _start(self) -> None:
         self.identity.parent.mkdir(parents=True, mode=0o700)
+        if self.shared_folder:
+            self.shared_folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "owner").write_text(f"{self.owner} {start_ticks(self.owner)}")
         ip(f"link add {self.bridge} type bridge")
         ip(f"addr add {self.prefix}.1/24 dev {self.bridge}")

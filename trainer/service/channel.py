@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -34,8 +35,8 @@ _GIVEN_UP = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCO
 class Call:
     """A request in flight; ``reply`` is set once, by whichever thread receives it."""
 
-    def __init__(self, request: Message):
-        self.request = request
+    def __init__(self, request: Message, request_id: int):
+        self.request, self.request_id = request, request_id
         self.reply: Message | None = None
 
 
@@ -50,6 +51,7 @@ class Channel:
         self._endpoint = endpoint
         self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()  # an abandoned call vanishes
         self._last_id = 0
+        self._patience_ms = -1
         self._lost = False
         self._rejoin_at: float | None = None
         self._socket = context.socket(zmq.DEALER)
@@ -63,8 +65,8 @@ class Channel:
         """Send a request. Raises ``WireError`` when it cannot be sent as it is."""
         with self.lock:
             self._last_id += 1
-            call = Call(request.with_id(self._last_id))
-            frames = encode(call.request)
+            call = Call(request, self._last_id)
+            frames = encode(request, request_id=self._last_id)
             self._calls[self._last_id] = call
             self._send(frames)
         return call
@@ -102,7 +104,10 @@ class Channel:
         """Take one message, waiting at most ``patience`` seconds; without one, see to the connection."""
         if self._socket.closed:
             return False
-        self._socket.rcvtimeo = int(patience * 1000) + (patience > 0)
+        milliseconds = math.ceil(patience * 1000)
+        if milliseconds != self._patience_ms:
+            self._socket.setsockopt(zmq.RCVTIMEO, milliseconds)
+            self._patience_ms = milliseconds
         try:
             frames = self._socket.recv_multipart(copy=False)
         except zmq.Again:
@@ -151,7 +156,7 @@ class Channel:
 
     def _resend(self) -> None:
         for call in list(self._calls.values()):
-            self._send(encode(call.request))
+            self._send(encode(call.request, request_id=call.request_id))
 
     def _send(self, frames: list[Any]) -> None:
         try:

@@ -34,13 +34,13 @@ class _Counters:
         self._counts = dict.fromkeys(("requests", "errors", "malformed", "refused", "bytes_in", "bytes_out"), 0)
         self._seconds = {kind.name.lower(): 0.0 for kind in Kind}
 
-    def add(self, **counts: int) -> None:
+    def add(self, name: str, count: int = 1) -> None:
         with self._lock:
-            for name, count in counts.items():
-                self._counts[name] += count
+            self._counts[name] += count
 
-    def add_seconds(self, kind: Kind, seconds: float) -> None:
+    def answered(self, kind: Kind, seconds: float) -> None:
         with self._lock:
+            self._counts["requests"] += 1
             self._seconds[kind.name.lower()] += seconds
 
     def read(self) -> ServerStats:
@@ -145,15 +145,15 @@ class GraphServer:
                 ready = dict(poller.poll(_FULL_GLANCE_MS if full else None))
                 if replies in ready:
                     frames = replies.recv_multipart(copy=False)
-                    self._counters.add(bytes_out=_size(frames))
+                    self._counters.add("bytes_out", _size(frames))
                     front.send_multipart(frames, copy=False)
                 if front in ready:
                     frames = front.recv_multipart(copy=False)
-                    self._counters.add(bytes_in=_size(frames))
+                    self._counters.add("bytes_in", _size(frames))
                     self._queue.put(frames)
                 if monitor in ready:
                     monitor.recv_multipart()
-                    self._counters.add(refused=1)
+                    self._counters.add("refused")
         except zmq.ContextTerminated:
             pass  # stop() asked for it
         finally:
@@ -179,16 +179,15 @@ class GraphServer:
             if request.status != Status.REQUEST:
                 raise WireError("a reply was sent to a server")
         except WireError:
-            self._counters.add(malformed=1)
+            self._counters.add("malformed")
             return None
         start = time.perf_counter()
         try:
             answer = encode(self._handlers[request.kind](request), self._max_frame)
-            self._counters.add(requests=1)
         except Exception as error:  # whatever a handler raises belongs to the asker, not to this server
-            self._counters.add(requests=1, errors=1)
+            self._counters.add("errors")
             answer = encode(request.error(_cause(error)))
-        self._counters.add_seconds(request.kind, time.perf_counter() - start)
+        self._counters.answered(request.kind, time.perf_counter() - start)
         return answer
 
     def _sample_hop(self, request: Message) -> Message:

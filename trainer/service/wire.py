@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -83,15 +83,11 @@ class Message:
         text = cause.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore")
         return Message(self.kind, Status.ERROR, self.request_id, (), text)
 
-    def with_id(self, request_id: int) -> Message:
-        """The same message under another request id."""
-        return replace(self, request_id=request_id)
 
-
-def encode(message: Message, max_frame: int = MAX_FRAME) -> list[Any]:
+def encode(message: Message, max_frame: int = MAX_FRAME, request_id: int | None = None) -> list[Any]:
     """Frames to send: the head as bytes, then the arrays themselves, not copied when C-contiguous.
 
-    Raises ``WireError`` for what ``decode`` would refuse.
+    ``request_id`` replaces the message's own. Raises ``WireError`` for what ``decode`` would refuse.
     """
     text = message.text.encode()
     if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT:
@@ -102,7 +98,7 @@ def encode(message: Message, max_frame: int = MAX_FRAME) -> list[Any]:
         VERSION,
         message.kind,
         message.status,
-        message.request_id,
+        message.request_id if request_id is None else request_id,
         len(arrays),
         message.flags,
         len(text),
@@ -149,12 +145,12 @@ def decode(frames: Sequence[Any], max_frame: int = MAX_FRAME) -> Message:
     text_start = _HEADER.size + count * _DESCRIPTOR.size
     if text_start + text_len != len(head):
         raise WireError(f"a head of {len(head)} bytes; expected {text_start + text_len}")
+    arrays = tuple(_arrays(head, frames[1:], max_frame))
     try:
         text = head[text_start:].decode()
-        message = Message(Kind(kind), Status(status), request_id, (), text, fanout, shuffle, key, flags)
+        return Message(Kind(kind), Status(status), request_id, arrays, text, fanout, shuffle, key, flags)
     except ValueError as error:
         raise WireError(str(error)) from None
-    return replace(message, arrays=tuple(_arrays(head, frames[1:], max_frame)))
 
 
 def _arrays(head: bytes, frames: Sequence[Any], max_frame: int) -> Iterator[Array]:

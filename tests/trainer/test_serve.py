@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,17 +24,6 @@ from trainer.service.cluster import connect_cluster, read_cluster
 from trainer.service.keys import read_key_file, write_key_file
 from trainer.store.part import open_parts
 
-CALL = """
-import json, sys
-from trainer.errors import TrainerError
-from trainer.service.serve import serve
-try:
-    serve(**json.loads(sys.argv[1]))
-except TrainerError as error:
-    print("error:", error)
-    sys.exit(error.exit_status)
-"""
-
 
 @pytest.fixture
 def parts(tmp_path):
@@ -48,12 +36,14 @@ def parts(tmp_path):
 
 @contextmanager
 def serve_process(folder, parts, own, bind, cluster, key_file=None):
-    """``serve`` as a process, and the file that says it is ready."""
+    """``python -m trainer serve`` as a process, and the file that says it is ready."""
     ready = folder / f"ready{own[0]}.json"
-    options = {"parts": parts, "own": own, "bind": bind, "cluster": cluster, "ready_file": ready, "key_file": key_file}
-    arguments = json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in options.items()})
+    options = {"parts": parts, "own": ",".join(map(str, own)), "bind": bind, "cluster": cluster, "ready-file": ready}
+    if key_file is not None:
+        options["key-file"] = key_file
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     process = subprocess.Popen(
-        [sys.executable, "-c", CALL, arguments],
+        [sys.executable, "-m", "trainer", "serve", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=server_environment(),
     )  # fmt: skip
     try:

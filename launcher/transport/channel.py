@@ -1,18 +1,24 @@
-"""One command on one SSH channel: feed it, read it, end it."""
+"""One command on one SSH channel: feed it, read it, know how to end it."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import paramiko
-from paramiko.common import cMSG_CHANNEL_REQUEST
+
+from launcher.script import Command, shell_line
 
 _READ = 1 << 16
 _INLINE_STDIN = 1 << 15  # what every server's first window takes without waiting
-_KILL_AFTER = 1.0  # seconds a stopped command gets between SIGTERM and SIGKILL
+# Closing a channel ends nothing, and sshd takes signals only for users other than root. So
+# each command first says on stderr which process it is, and is ended by a second command.
+_PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
+_SAY_PID = "echo gnnfleet-pid:$$ >&2"
 
 OnData = Callable[[bytes], None]
 
@@ -29,15 +35,16 @@ class _Wake(threading.Event):
 
 
 class RemoteCommand:
-    """A started command on ``channel``."""
+    """A started command on ``channel``. ``pid`` is its process there, 0 until it has said so."""
 
-    def __init__(self, channel: paramiko.Channel, line: str):
-        self.channel = channel
+    def __init__(self, channel: paramiko.Channel, command: Command):
+        self.channel, self.pid = channel, 0
+        self._early = b""  # stderr before the pid was said
         self._wake = _Wake()
         self._feeder: threading.Thread | None = None
         channel.in_buffer.set_event(self._wake)
         channel.in_stderr_buffer.set_event(self._wake)
-        channel.exec_command(line)
+        channel.exec_command(shell_line(replace(command, setup=(_SAY_PID, *command.setup))))
 
     def feed(self, data: bytes) -> None:
         """Send all of stdin and close it; a long one from a thread, as the command may write first."""
@@ -63,36 +70,41 @@ class RemoteCommand:
                 return False
         ended = self.channel.status_event.wait(_left(deadline))
         self._drain(on_stdout, on_stderr)
+        on_stderr(self._early)
         return ended
+
+    def await_pid(self, deadline: float) -> int:
+        """The command's pid, 0 when it does not say by ``deadline``; output meanwhile is dropped."""
+        while not (self.pid or self.channel.closed) and time.monotonic() < deadline:
+            self._wake.wait(_left(deadline))
+            self._wake.reset()
+            self._drain(ignore, ignore)
+        return self.pid
 
     def _drain(self, on_stdout: OnData, on_stderr: OnData) -> None:
         while self.channel.recv_ready():
             on_stdout(self.channel.recv(_READ))
         while self.channel.recv_stderr_ready():
-            on_stderr(self.channel.recv_stderr(_READ))
+            data = self.channel.recv_stderr(_READ)
+            on_stderr(data if self.pid else self._without_pid(data))
 
-    def kill(self) -> None:
-        """SIGTERM to the command's process group, SIGKILL when it stays (sshd 7.9 or newer)."""
-        for name in ("TERM", "KILL"):
-            if self.channel.closed or self.channel.exit_status_ready():
-                return
-            self._signal(name)
-            self.channel.status_event.wait(_KILL_AFTER)
-
-    def _signal(self, name: str) -> None:
-        message = paramiko.Message()
-        message.add_byte(cMSG_CHANNEL_REQUEST)
-        message.add_int(self.channel.remote_chanid)
-        message.add_string("signal")
-        message.add_boolean(False)
-        message.add_string(name)
-        with suppress(OSError, paramiko.SSHException, EOFError):  # the line may be gone already
-            self.channel.get_transport()._send_user_message(message)  # type: ignore[attr-defined]
+    def _without_pid(self, data: bytes) -> bytes:
+        """Keep stderr back until the line with the pid has come, and take that out."""
+        self._early += data
+        if found := _PID_LINE.search(self._early):
+            self.pid = int(found[1])
+            data, self._early = self._early[: found.start()] + self._early[found.end() :], b""
+            return data
+        return b""
 
     def close(self) -> None:
         self.channel.close()
         if self._feeder is not None:
             self._feeder.join()
+
+
+def ignore(data: bytes) -> None:
+    """For output nobody wants."""
 
 
 def _left(deadline: float) -> float | None:

@@ -16,22 +16,28 @@ from fabric import Connection
 
 from launcher.config import HostKeys, NodeConfig
 from launcher.errors import CommandTimeout, RemoteFileError, TransportError
-from launcher.script import Command, Secret, shell_line
+from launcher.script import Command, Secret
 from launcher.transport.base import Completed, OnBytes, OnLine, Transport
-from launcher.transport.channel import RemoteCommand
+from launcher.transport.channel import RemoteCommand, ignore
 from launcher.transport.lines import LineSplitter
 from launcher.transport.local import appearing
 from launcher.transport.sshconfig import connection_target, hops, make_connection
 from launcher.transport.ssherrors import LINE_ERRORS, connect_error, line_error, was_dropped
 
-# sshd allows ten sessions on a connection (MaxSessions): seven commands, two SFTP, one ping
-_COMMAND_SLOTS = 7
+# sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
+_COMMAND_SLOTS = 6
 _SFTP_SLOTS = 2
 _ATTEMPTS = 6  # of a connection that is dropped before login
 _PING_EVERY = 15.0
 _PING_TIMEOUT = 45.0
 _STALL = 60.0  # seconds without progress after which a transfer is given up
 _STOP_TIMEOUT = 5.0
+# bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
+# SIGKILL a second later
+_KILL = (
+    'kill -TERM -- "-$0" 2>/dev/null || kill -TERM "$0"; '
+    'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
+)
 _CHUNK = 32768  # the largest SFTP packet every server takes
 _READ_AHEAD = 64  # SFTP reads under way
 
@@ -88,7 +94,7 @@ class SshTransport(Transport):
         with self._command(command, deadline) as remote:
             remote.feed(stdin)
             if not remote.read(stdout.extend, stderr.extend, deadline):
-                remote.kill()
+                self._kill(remote)
                 raise self._timed_out(command, timeout)
             return Completed(self._status(remote), bytes(stdout), bytes(stderr))
 
@@ -96,13 +102,13 @@ class SshTransport(Transport):
         lines = LineSplitter(on_line)
         with self._command(command, math.inf) as remote:
             try:
-                ended = remote.read(lines.feed, _ignore, math.inf, stop)
+                ended = remote.read(lines.feed, ignore, math.inf, stop)
             except BaseException:
-                remote.kill()
+                self._kill(remote)
                 raise
             lines.finish()
             if not ended:
-                remote.kill()
+                self._kill(remote)
             return self._status(remote) if ended else -1
 
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
@@ -178,13 +184,24 @@ class SshTransport(Transport):
             raise self._timed_out(command, wait or 0.0)
         try:
             with self._line_errors():
-                remote = RemoteCommand(self._session(deadline), shell_line(command))
+                remote = RemoteCommand(self._session(deadline), command)
                 try:
                     yield remote
                 finally:
                     remote.close()
         finally:
             self._command_slots.release()
+
+    def _kill(self, remote: RemoteCommand) -> None:
+        """End a running command; nothing to do where the line is gone or it has ended."""
+        deadline = time.monotonic() + _STOP_TIMEOUT
+        if remote.channel.exit_status_ready() or not self._alive() or not remote.await_pid(deadline):
+            return
+        killer = RemoteCommand(self._session(deadline), Command(("bash", "-c", _KILL, str(remote.pid))))
+        try:
+            killer.read(ignore, ignore, deadline)
+        finally:
+            killer.close()
 
     def _session(self, deadline: float) -> paramiko.Channel:
         """A new channel; waits for its turn when the server allows fewer than usual."""
@@ -317,7 +334,3 @@ def _make_parents(sftp: paramiko.SFTPClient, path: str) -> None:
 def _relative_to_home(path: str) -> str:
     """SFTP begins in the login folder and knows no ``~``."""
     return "." if path == "~" else path.removeprefix("~/")
-
-
-def _ignore(data: bytes) -> None:
-    """Stderr of a stream is dropped."""

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sshd_inprocess import Sshd, serving
-from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
 from launcher.errors import CommandTimeout, RemoteFileError
 from launcher.script import Command
 from launcher.transport.base import Transport
 from launcher.transport.local import LocalTransport
+from sshd_inprocess import Sshd, serving
+from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
 
 @pytest.fixture

@@ -12,8 +12,6 @@ from pathlib import Path
 import paramiko
 import pytest
 from paramiko.hostkeys import HostKeys
-from sshd_inprocess import Sshd, serving
-from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
@@ -22,6 +20,8 @@ from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.transport.hostkeys import read_known_hosts
 from launcher.transport.ssh import SshTransport
+from sshd_inprocess import Sshd, serving
+from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
 
 @pytest.fixture

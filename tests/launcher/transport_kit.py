@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 import paramiko
-from sshd_inprocess import Sshd
 
 from launcher.config import HostKeys, NodeConfig
 from launcher.script import Command, Secret
 from launcher.transport.ssh import SshTransport
+from sshd_inprocess import Sshd
 
 
 def sh(script: str) -> Command:

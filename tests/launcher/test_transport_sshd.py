@@ -1,0 +1,169 @@
+"""The SSH transport against a real OpenSSH server on loopback."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.errors import CommandTimeout
+from launcher.preflight import run_preflight
+from launcher.transport import Transport, close_all, connect_all
+from launcher.transport.ssh import SshTransport
+from transport_kit import sh, ssh_threads
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(not os.path.exists(SSHD), reason="openssh-server is not installed"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="an sshd that lets this user in needs root"),
+]
+
+
+@dataclass(frozen=True)
+class RealSshd:
+    port: int
+    log: Path
+
+    def logins(self) -> int:
+        return self.log.read_text().count("Accepted publickey")
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
+    """Lets this user in with a fresh key from ~/.ssh of a home of its own; the client's config has two aliases."""
+    folder = tmp_path_factory.mktemp("sshd")
+    home = folder / "home"
+    (home / ".ssh").mkdir(parents=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for path in (folder / "host_key", home / ".ssh/id_ed25519"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = folder / "log"
+    (folder / "config").write_text(
+        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nPidFile none\nStrictModes no\nUsePAM no\n"
+        f"AuthorizedKeysFile {home}/.ssh/id_ed25519.pub\nPermitRootLogin prohibit-password\n"
+        f"Subsystem sftp internal-sftp\nLogLevel VERBOSE\nSetEnv HOME={home}\n"
+    )
+    (home / ".ssh/config").write_text(
+        f"Host direct jump\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
+        f"Host behind\n  HostName localhost\n  Port {port}\n  ProxyJump jump\nHost *\n  UserKnownHostsFile ~/.ssh/known\n"
+    )
+    server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log.open("w"))
+    wait_for_port(port)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.delenv("SSH_AUTH_SOCK", raising=False)
+        yield RealSshd(port, log)
+    server.terminate()
+    server.wait(10)
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline, "sshd did not start"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def node(sshd: RealSshd) -> Iterator[SshTransport]:
+    transport = SshTransport(NodeConfig(host="direct"), "accept-new", None, 0)
+    transport.connect(10)
+    yield transport
+    transport.close()
+    assert ssh_threads() == []
+
+
+def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
+    before = sshd.logins()
+    transport = SshTransport(NodeConfig(host="behind"), "accept-new", None, 1)
+    transport.connect(10)
+    assert transport.run(sh("cat"), stdin=b"x" * 3_000_000, timeout=30).stdout == b"x" * 3_000_000
+    transport.close()
+    assert sshd.logins() - before == 2
+    assert ssh_threads() == []
+
+
+def test_more_commands_at_once_than_the_server_has_sessions(node: SshTransport, sshd: RealSshd, tmp_path: Path) -> None:
+    """sshd's MaxSessions is 10; a stream and uploads go on beside 32 commands."""
+    before, stop, follows = sshd.logins(), threading.Event(), threading.Event()
+    source = tmp_path / "source"
+    source.write_bytes(os.urandom(1_000_000))
+    with ThreadPoolExecutor(40) as pool:
+        stream = pool.submit(node.stream, sh("echo; exec sleep 60"), lambda line: follows.set(), stop)
+        assert follows.wait(10)
+        uploads = [pool.submit(node.upload, source, f"{tmp_path}/copy{k}") for k in range(4)]
+        numbers = list(pool.map(lambda k: int(node.run(sh(f"sleep 0.1; echo {k}"), timeout=60).stdout), range(32)))
+        assert [upload.result(60) for upload in uploads] == [None] * 4
+        stop.set()
+        assert stream.result(5) == -1
+    assert numbers == list(range(32))
+    assert (tmp_path / "copy3").read_bytes() == source.read_bytes()
+    assert sshd.logins() == before
+
+
+def test_stop_ends_a_remote_command_that_is_silent(node: SshTransport, tmp_path: Path) -> None:
+    stop, started = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(
+            node.stream, sh(f"echo $$ > {tmp_path}/pid; echo; exec sleep 60"), lambda line: started.set(), stop
+        )
+        assert started.wait(10)
+        asked = time.monotonic()
+        stop.set()
+        assert stream.result(5) == -1
+        assert time.monotonic() - asked < 2
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_timeout_ends_the_remote_command(node: SshTransport, tmp_path: Path) -> None:
+    with pytest.raises(CommandTimeout):
+        node.run(sh(f"echo $$ > {tmp_path}/pid; exec sleep 60"), timeout=0.5)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 2
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_preflight_over_ssh_tells_one_machine_under_two_names(sshd: RealSshd, tmp_path: Path) -> None:
+    nodes = tuple(NodeConfig(host=host, workdir=f"{tmp_path}/work") for host in ("direct", "behind"))
+    config = ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), host_keys="accept-new")
+    lines = connect_all(config)
+    report = run_preflight(config, lines)
+    close_all(lines)
+    assert [f.node_rank for f in report.findings if f.check == "same machine"] == [1]
+    assert report.facts[0].address == "127.0.0.1"
+    assert [f.severity for f in report.findings if f.check == "reach master"] == ["ok"]
+
+
+def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(sshd: RealSshd) -> None:
+    """sshd's MaxStartups 10:30:100 drops some of 24 newcomers; they are tried again."""
+    config = ClusterConfig(
+        nodes=(NodeConfig(host="direct"),) * 24, data=DataConfig(dataset="synthetic"), host_keys="accept-new"
+    )
+    lines = connect_all(config)
+    failed = [str(line) for line in lines.values() if not isinstance(line, Transport)]
+    close_all(lines)
+    assert failed == []
+    assert ssh_threads() == []

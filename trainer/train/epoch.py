@@ -97,7 +97,7 @@ def train_epoch(
         loss = task.loss_sum(model(batch), batch)
         due = metrics.step_due()
         if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
-            _check_finite(float(loss), epoch, batch.step, team)
+            _check_finite(float(loss.detach()), epoch, batch.step, team)
         optimizer.zero_grad()
         (loss * (team.size / batch.global_seeds)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -65,7 +65,8 @@ class Fit:
             )
             self.done, self.step_loss = epoch, (*self.step_loss, report.step_loss)
             seconds.append(report.seconds)
-            self._log_epoch(report, self._score_val())
+            self._log_epoch(report)
+            self._say_epoch(report, self._score_val())
             if self._due(self.settings.checkpoint_every):
                 path = self._save()
         return self._finish(tuple(seconds), path)
@@ -95,13 +96,15 @@ class Fit:
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
 
-    def _log_epoch(self, report: EpochReport, val: Score | None) -> None:
+    def _log_epoch(self, report: EpochReport) -> None:
         curve = {"step_loss": report.step_loss.tolist()} if self.team.rank == 0 else {}
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
             remote_bytes=report.remote_bytes, wait_s=round(report.wait_s, 3),
         )  # fmt: skip
+
+    def _say_epoch(self, report: EpochReport, val: Score | None) -> None:
         words = [f"epoch {report.epoch}/{self.settings.epochs}", f"loss {report.loss:.4f}"]
         words += [f"val {val.accuracy:.4f}"] if val else []
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]

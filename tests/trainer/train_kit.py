@@ -1,0 +1,149 @@
+"""A partition folder of a small synthetic graph, and training runs as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from partitions import store_of
+from trainer.batch import Batch, Block
+from trainer.cli import main
+from trainer.config import TrainJob, TrainSettings
+from trainer.data.load import load_dataset
+from trainer.partition.format import write_manifest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write_parts(folder: Path, num_parts: int = 1, **options: Any) -> Path:
+    """Partition a synthetic graph by ``node % num_parts`` into ``folder``; no digests."""
+    data = load_dataset("synthetic", options={"num_nodes": 600, "num_classes": 4, "num_features": 12, **options})
+    attrs = {name: np.asarray(values) for name, values in data.attrs.items()}
+    store = store_of(np.asarray(data.edge_index), data.num_nodes, num_parts, attrs=attrs)
+    for part in store.parts.values():
+        arrays = {"nodes/orig_id": part.orig_id, "edges/indptr": part.indptr, "edges/indices": part.indices}
+        arrays |= {"edges/edge_id": part.edge_id, **{f"nodes/{name}": values for name, values in part.attrs.items()}}
+        for name, values in arrays.items():
+            save(folder / f"part{part.part_id}" / f"{name}.npy", values)
+    gid = np.argsort(np.concatenate([part.orig_id for part in store.parts.values()]))
+    for split, seeds in data.splits.items():
+        save(folder / "shared" / "seeds" / f"{split}.npy", gid[seeds])
+    splits = {split: len(seeds) for split, seeds in data.splits.items()}
+    write_manifest(folder, replace(store.manifest, num_classes=data.num_classes, splits=splits))
+    return folder
+
+
+def save(path: Path, values: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, values)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended."""
+
+    returncode: int
+    output: str
+
+
+def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
+    """A small job: 180 train seeds in steps of 89, 89 and 2, so that a third rank once has none."""
+    small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 60.0, "epochs": 1}
+    return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
+
+
+def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
+    """A process that is one rank of each job in turn; each job is a command line, the last one ends the process."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+    env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"GLOO_SOCKET_IFNAME": "lo"}
+    argv = [sys.executable, __file__, json.dumps([command_line(item) for item in jobs])]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def command_line(item: TrainJob) -> list[str]:
+    """The job as arguments of ``python -m trainer``."""
+    words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir)]
+    for name, value in asdict(item.settings).items():
+        if value is not None and value is not False:
+            words.append("--" + name.replace("_", "-"))
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return words
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 120) -> Ended:
+    """Wait for a process; one that does not end is killed, and the test fails."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"did not end within {timeout} s: {process.communicate()[0]}") from None
+    return Ended(process.returncode, output)
+
+
+def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
+    """Whole runs, one after the other, all ranks on this machine."""
+    port = free_port()
+    return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
+    """The metrics lines of one kind."""
+    lines = (run_dir / f"metrics-rank{rank}.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def curve(run_dir: Path) -> list[float]:
+    """Global loss of every step of every epoch."""
+    return [loss for line in metrics(run_dir, "epoch") for loss in line["step_loss"]]
+
+
+class FewBatches:
+    """Hand-made batches for one process: one layer, every seed with two neighbours."""
+
+    def __init__(self, steps: int = 3, seeds: int = 8, width: int = 5, bad_step: int | None = None):
+        self.steps, self.seeds, self.width, self.bad_step = steps, seeds, width, bad_step
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        for step in range(first_step, self.steps):
+            generator = torch.Generator().manual_seed(1000 * epoch + step)
+            num_nodes = 3 * self.seeds
+            x = torch.randn(num_nodes, self.width, generator=generator)
+            if step == self.bad_step:
+                x[0] = torch.nan
+            indptr = torch.arange(0, 2 * self.seeds + 1, 2).int()
+            block = Block(indptr, torch.arange(self.seeds, num_nodes).int(), num_nodes)
+            y = (x[: self.seeds, 0] > 0).long()
+            ids = torch.arange(num_nodes)
+            yield Batch(step, step, self.seeds, self.seeds, ids, x, y, ids[: self.seeds], (block,))
+
+
+if __name__ == "__main__":
+    for words in json.loads(sys.argv[1]):
+        try:
+            main(words)
+        except SystemExit as ending:
+            if ending.code:
+                raise

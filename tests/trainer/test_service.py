@@ -26,6 +26,7 @@ from trainer.errors import ServiceError
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.sample.types import HopRequest
+from trainer.service.client import HostClient
 from trainer.service.wire import Kind, Message, Status, decode, encode
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
@@ -120,6 +121,24 @@ def test_connections_of_ended_threads_are_used_again(client) -> None:
         thread.start()
         thread.join(10)
     assert len(client._channels) == 1
+
+
+def test_more_connections_than_the_defaults_of_libzmq_allow(server) -> None:
+    """64 hosts with several threads each pass 1023 sockets and 1024 open files."""
+    clients = [HostClient(server.endpoint, rank, "h", [1], 20.0) for rank in range(30)]
+    together = threading.Barrier(12, timeout=20)
+
+    def ask_all() -> int:
+        together.wait()
+        found = sum(client.hello() == INFO for client in clients)
+        together.wait()  # all threads live until now, so none takes over another's connection
+        return found
+
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(ask_all) for _ in range(12)]
+        assert [answer.result(30) for answer in answers] == [30] * 12
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from trainer.sample.types import Array, HopRequest, HopSample, Ids
 from trainer.service import protocol
 from trainer.service.channel import Call, Channel
 from trainer.service.keys import CurveKeys
+from trainer.service.limits import client_context
 from trainer.service.protocol import HelloInfo, ServerStats
 from trainer.service.wire import Kind, Message, Status
 
@@ -156,5 +157,5 @@ class HostClient:
                 if not channel.owner.is_alive():
                     channel.owner = threading.current_thread()
                     return channel
-            self._channels.append(Channel(zmq.Context.instance(), self.endpoint, self._keys))
+            self._channels.append(Channel(client_context(), self.endpoint, self._keys))
             return self._channels[-1]

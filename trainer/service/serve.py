@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import threading
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from trainer.sample.one_hop import LocalGraph
 from trainer.sample.types import HopRequest
 from trainer.service.cluster import read_cluster
 from trainer.service.keys import read_key_file
+from trainer.service.limits import allow_many_files
 from trainer.service.protocol import HelloInfo
 from trainer.service.server import GraphServer
 from trainer.store.part import PartStore, open_parts
@@ -49,7 +49,7 @@ def serve(
     graph = LocalGraph(store)
     info = HelloInfo(node.node_rank, node.host, tuple(sorted(own)), manifest_digest(parts))
     server = GraphServer(graph, bind, info, threads, keys)
-    _allow_many_connections()
+    allow_many_files()
     server.start()
     warm_up(graph, store)
     _write_ready(Path(ready_file), server.endpoint)
@@ -78,12 +78,6 @@ def _catch_signals() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     return stopping
-
-
-def _allow_many_connections() -> None:
-    """Each sampler thread of the cluster holds a connection; the usual soft limit of 1024 may be too few."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _write_ready(path: Path, endpoint: str) -> None:

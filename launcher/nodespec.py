@@ -73,8 +73,11 @@ def server_command(job: Job, site: Site) -> Command:
 
 
 def trainer_command(job: Job, site: Site) -> Command:
-    """torch.distributed.run, which starts one rank runner per process, which runs the command."""
-    argv = [site.python, "-m", "torch.distributed.run", "--nnodes", str(len(job.sites))]
+    """torch.distributed.run, which starts one rank runner per process, which runs the command.
+
+    The rendezvous id keeps a node from joining another run, should that have taken the port meanwhile.
+    """
+    argv = [site.python, "-m", "torch.distributed.run", "--rdzv-id", job.run_id, "--nnodes", str(len(job.sites))]
     argv += ["--node-rank", str(site.node_rank), "--nproc-per-node", str(len(site.ranks))]
     argv += ["--master-addr", job.master_addr, "--master-port", str(job.master_port), "--max-restarts", "0"]
     argv += ["--no-python", site.python, f"{site.code_dir}/launcher/node/rank.py", "--run-dir", site.run_dir, "--"]

@@ -17,7 +17,7 @@ MASTER_PORT=${MASTER_PORT:-}           # found by itself when empty
 CONDA_ENV=${CONDA_ENV:-}               # conda environment on the nodes, or
 VENV=${VENV:-}                         # virtual environment on the nodes
 RUNS_DIR=${RUNS_DIR:-}                 # where logs, checkpoints and results of runs are collected
-LOG_DIR=${LOG_DIR:-runs/output}        # where this script's output is kept as well
+LOG_DIR=${LOG_DIR:-logs}               # where this script's output is kept as well
 PYTHON=${PYTHON:-}                     # runs launch.py; default .venv/bin/python, else python3
 
 set -uo pipefail

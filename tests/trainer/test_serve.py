@@ -79,7 +79,7 @@ def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=10)
-        assert process.returncode == 0 and time.monotonic() - start < 3
+        assert process.returncode == 0 and time.monotonic() - start < 5
         assert f"serving parts 1,3 at {endpoint}" in output and "Traceback" not in output
         clients[1].close()
 
@@ -125,7 +125,7 @@ def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
         start = time.monotonic()
         with pytest.raises(ServiceError) as caught:
             connect_cluster(cluster, 0, "a7" * 32, 1)
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 3
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("manifest.json of node1 (host1) differs: d1d1d1d1d1d1 there, a7a7a7a7a7a7 here")

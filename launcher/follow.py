@@ -6,6 +6,7 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,8 @@ class RunFollower:
         self._enough = threading.Event()
         self._stoppers: list[threading.Thread] = []
         self._stopped_at: dict[int, float] = {}
+        self._seen: Counter[str] = Counter()
+        self._began = time.monotonic()
 
     def follow(self) -> Followed:
         """Until every node has ended. Ctrl-C stops them all and goes on until they have."""
@@ -157,6 +160,7 @@ class RunFollower:
         """Have every node stop, all at once; does nothing the second time."""
         if self._stoppers:
             return
+        self.live.quiet()
         self.events.add("stop", reason=reason)
         for node_rank in self._nodes:
             stopper = threading.Thread(target=self._stop_node, args=(node_rank,), daemon=True)
@@ -185,6 +189,7 @@ class RunFollower:
         self.followed.silent |= {k for k, when in self._stopped_at.items() if now - when > _LAST_WORDS}
         if not self.followed.ended >= set(self._nodes):
             return False
+        self.live.tick(all_of_them=True)
         self.stop("all nodes have ended")  # sees to it that nothing is left, sessions included
         return not any(stopper.is_alive() for stopper in self._stoppers)
 
@@ -192,6 +197,7 @@ class RunFollower:
         try:
             news = self._news.get(timeout=0.2)
         except queue.Empty:
+            self.live.tick()
             return
         self._take(news.node_rank, news.message)
 
@@ -218,11 +224,24 @@ class RunFollower:
             return
         for event in map(json.loads, lines):
             self.events.take(event)
-            if event["kind"] == "process-exit" and event.get("failed"):
+            self._tell_start(event)
+            if event["kind"] == "process-exit" and event.get("failed") and not self._stoppers:
+                self.live.say(f"{event['name']} of {self._where(node_rank)} failed; stopping every node", "bold red")
                 self.stop(f"{event['name']} of node{node_rank} failed")
+
+    def _tell_start(self, event: Mapping[str, Any]) -> None:
+        """One line when all graph servers are ready, one when all ranks have started."""
+        kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
+        self._seen[kind] += 1
+        wanted = {"server-ready": sum(1 for node in self.plan.nodes if node.server), "ranks": self.plan.world_size}
+        if self._seen[kind] == wanted.get(kind):
+            things = "graph servers are ready" if kind == "server-ready" else "ranks have started"
+            self.live.say(f"all {wanted[kind]} {things} ({time.monotonic() - self._began:.1f} s)", "dim")
 
     def _take_result(self, node_rank: int, result: Mapping[str, Any]) -> None:
         self.followed.results[node_rank] = result
+        if self._stoppers:
+            self.live.say(f"{self._where(node_rank)}: {result['state']}")
         if result["state"] != "done":
             self.stop(f"node{node_rank} {result['state']}")
 

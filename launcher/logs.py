@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,9 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 _EVERY = 5.0  # seconds between progress lines when not on a terminal
-_NOT_SHOWN = ("supervisor",)  # its events come as words of our own
+_NOT_SHOWN = ("supervisor", "server", "launcher")  # their logs are for when they fail; events come as words of our own
+_TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
+_HOLD = 3.0  # seconds a traceback is held back: if it ends the run, the report leads with the one that matters
 Metric = Mapping[str, Any]
 
 
@@ -41,6 +44,8 @@ class LiveLog:
         self._lock = threading.RLock()
         self._progress = Progress(self._where)
         self._last_line = 0.0
+        self._quiet = False
+        self._held: dict[tuple[int, str], _Held] = {}
         self._live = Live(self._progress, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveLog:
@@ -68,10 +73,38 @@ class LiveLog:
             if name not in _NOT_SHOWN:
                 self.process_lines(node_rank, name, [without_stamp(line) for line in lines])
 
-    def process_lines(self, node_rank: int, name: str, lines: Iterable[str]) -> None:
-        """Print ``node0/rank1 | text`` for each line, all of them in one piece."""
-        prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
+    def process_lines(self, node_rank: int, name: str, lines: Sequence[str]) -> None:
+        """Print ``node0/rank1 | text`` for each line; a traceback and what follows it wait a moment."""
         with self._lock:
+            if self._quiet:
+                return
+            source = node_rank, name
+            first = next((i for i, line in enumerate(lines) if _TRACEBACK.match(line)), len(lines))
+            if source in self._held:
+                self._held[source].lines += lines
+                return
+            if first < len(lines):
+                self._held[source] = _Held(time.monotonic() + _HOLD, list(lines[first:]))
+            self._print(source, lines[:first])
+
+    def tick(self, *, all_of_them: bool = False) -> None:
+        """To be called now and then: prints tracebacks that did not end the run."""
+        with self._lock:
+            now = time.monotonic()
+            for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
+                self._print(source, self._held.pop(source).lines)
+
+    def quiet(self) -> None:
+        """The run is being stopped: what processes say from now on is in their logs only."""
+        with self._lock:
+            self._quiet = True
+            self._held.clear()
+            self._progress.clear()
+
+    def _print(self, source: tuple[int, str], lines: Sequence[str]) -> None:
+        if lines:
+            node_rank, name = source
+            prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
             if self.console.is_terminal:
                 colour = _COLOURS[node_rank % len(_COLOURS)]
                 block = Text("\n").join(Text(prefix, colour) + Text.from_ansi(_CONTROL.sub("", line)) for line in lines)
@@ -81,21 +114,24 @@ class LiveLog:
                 self.console.file.flush()
 
     def metric(self, metric: Metric) -> None:
-        """Take in one metrics line; epochs and evaluations get a line of their own, steps are folded."""
+        """Take in one metrics line: steps are folded into the progress."""
         with self._lock:
+            if self._quiet:
+                return
             self._progress.take(metric)
-            kind = metric.get("kind")
-            if kind == "epoch" and metric.get("rank") == 0:
-                self.say(f"epoch {metric['epoch']}: loss {metric['loss']:.4f}, {metric['seconds']:.2f} s")
-            elif kind == "eval" and metric.get("rank") == 0:
-                self.say(f"epoch {metric['epoch']}: {metric['split']} accuracy {metric['accuracy']:.4f}")
-            elif kind == "step" and not self.console.is_terminal:
+            if metric.get("kind") == "step" and not self.console.is_terminal:
                 self._line_now_and_then()
 
     def _line_now_and_then(self) -> None:
         if time.monotonic() - self._last_line >= _EVERY:
             self._last_line = time.monotonic()
             self.say(self._progress.in_one_line())
+
+
+@dataclass
+class _Held:
+    until: float  #: monotonic seconds
+    lines: list[str]
 
 
 class Progress:
@@ -110,7 +146,11 @@ class Progress:
         if metric.get("kind") == "step":
             self._steps[metric["rank"]] = metric
         elif metric.get("kind") == "result":
-            self._steps.clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Nothing is under way any more."""
+        self._steps.clear()
 
     def in_one_line(self) -> str:
         """All ranks together: where the slowest is, the mean loss, the sum of seeds per second."""

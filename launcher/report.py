@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,11 +197,17 @@ def _print_failure(report: RunReport, console: Console) -> None:
         console.print(Text(f"  {line}"), soft_wrap=True)
     log = report.folder / first.log_name
     console.print(Text(f"log: {log}" if log.exists() else f"log: {log} (could not be fetched)"), soft_wrap=True)
-    others = [o for o in report.outcomes if o is not first and (o.failed or o.stopped)]
-    if others:
-        ranks = sum(1 for outcome in others if outcome.rank is not None)
-        servers = len(others) - ranks
-        said = [f"{ranks} more rank{'s' * (ranks != 1)}"] * bool(ranks) + [
-            f"{servers} server{'s' * (servers != 1)}"
-        ] * bool(servers)
-        console.print(Text(f"{' and '.join(said)} stopped or failed after it", "dim"))
+    after = _what_followed(report, first)
+    if after:
+        console.print(Text(f"{after} stopped or failed after it", "dim"))
+
+
+def _what_followed(report: RunReport, first: Outcome) -> str:
+    """``7 more ranks and 2 servers``, or ''."""
+    kinds = Counter(
+        "rank" if outcome.rank is not None else outcome.name
+        for outcome in report.outcomes
+        if outcome is not first and (outcome.failed or outcome.stopped)
+    )
+    said = [(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
+    return " and ".join(f"{number} more {kind}{'s' * (number != 1)}" for number, kind in said)

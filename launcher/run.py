@@ -77,7 +77,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console) -> R
 @contextmanager
 def connected(job: Job) -> Iterator[dict[int, Transport | TransportError]]:
     """A line to every node, or why there is none; closed in the end."""
-    job.say(f"run {job.run_id}: connecting to {len(job.config.nodes)} nodes")
+    job.say(f"run {job.run_id}: connecting to {count(len(job.config.nodes), 'node')}")
     attempts = connect_all(job.config)
     try:
         yield attempts
@@ -189,7 +189,8 @@ def conduct(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport], eve
     run = job.config.run
     limits = Limits(run.lost_after, run.grace, run.connect_timeout)
     nodes = {node.node_rank: node for node in plan.nodes}
-    job.say(f"starting {plan.world_size} processes on {len(nodes)} nodes, in tmux session {plan.nodes[0].session} …")
+    where = f"{count(len(nodes), 'node')}, node 0 in tmux session {plan.nodes[0].session}"
+    job.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
     with LiveLog(job.console, plan) as live:
         follower = RunFollower(plan, transports, limits, live, events)
         try:
@@ -234,6 +235,11 @@ def _outcomes(
             yield Outcome.from_record(record, node.target, facts[k].clock_offset)
         if k in followed.lost:
             yield followed.lost[k]
+
+
+def count(number: int, thing: str, plural: str = "s") -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{number} {thing}{plural * (number != 1)}"
 
 
 def _node_names(node_ranks: list[int]) -> str:

@@ -64,5 +64,9 @@ def _read(path: Path) -> dict[str, Array]:
         with loaded:
             return {name: loaded[name] for name in loaded.files}
     except (OSError, ValueError, EOFError) as error:
-        objects = "; it holds Python objects: save plain numeric arrays" if "allow_pickle" in str(error) else ""
+        objects = (
+            "; it holds Python objects: save plain numeric arrays"
+            if "allow_pickle" in str(error) or "Python objects" in str(error)
+            else ""
+        )
         raise DataError(f"{path} cannot be read as a numpy array{objects or f': {error}'}") from error

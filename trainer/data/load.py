@@ -43,6 +43,11 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
 def _read(name: str, source: str | None) -> RawGraph:
     if name == "file":
         return read_files(source)
-    from trainer.data.pyg import read_ogb, read_pyg  # torch is heavy, and only these need it
+    # torch is heavy, and only these need it
+    if name.startswith("ogbn-"):
+        from trainer.data.ogb import read_ogb
 
-    return read_ogb(name, source) if name.startswith("ogbn-") else read_pyg(name, source)
+        return read_ogb(name, source)
+    from trainer.data.pyg import read_pyg
+
+    return read_pyg(name, source)

@@ -1,13 +1,12 @@
-"""PyG's ``Data``: from a .pt file, from ``torch_geometric.datasets``, and graphs from ogb."""
+"""PyG's ``Data``: from a .pt file, and from ``torch_geometric.datasets``."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import inspect
-import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from trainer.errors import DataError
 
 Array = npt.NDArray[Any]
 
-_OGB_NAMES = {"node_feat": "x", "labels": "y", "node_year": "year"}  #: names in ogb's graphs -> ours
-_DOWNLOADS = "datasets"  #: default download folder
+DOWNLOADS = "datasets"  #: default download folder
 
 
 def read_pt(path: Path) -> RawGraph:
@@ -35,13 +33,13 @@ def read_pt(path: Path) -> RawGraph:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path} cannot be loaded safely ({_first_line(error)}); where you trust the file, load it "
+            f"{path} cannot be loaded safely ({first_line(error)}); where you trust the file, load it "
             "yourself and re-save plain tensors: torch.save({key: data[key] for key in data.keys()}, path)"
         ) from error
-    return _raw_graph(path.stem, _mapping(loaded, path), str(path))
+    return raw_graph(path.stem, _mapping(loaded, path), str(path))
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
@@ -66,7 +64,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
     return dict(loaded.to_dict())
 
 
-def _raw_graph(name: str, values: Mapping[str, Any], place: str) -> RawGraph:
+def raw_graph(name: str, values: Mapping[str, Any], place: str) -> RawGraph:
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     arrays = {key: array for key, value in values.items() if (array := _array(value)) is not None}
@@ -90,14 +88,14 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
 
     ``source`` is the download folder. Raises ``DataError`` when it cannot be had, or is not one graph.
     """
-    with _reported(name, source):
+    with reported(name, source):
         dataset = _pyg_dataset(name, source)
         data, size = dataset[0], len(dataset)
     if size != 1:
         raise DataError(f"dataset {name} holds {size} graphs; one graph is expected")
     if hasattr(data, "node_types"):
         raise DataError(f"dataset {name} is heterogeneous; one node type is expected")
-    return _raw_graph(name, data.to_dict() | {"num_nodes": data.num_nodes}, f"dataset {name}")
+    return raw_graph(name, data.to_dict() | {"num_nodes": data.num_nodes}, f"dataset {name}")
 
 
 def _pyg_dataset(name: str, source: str | None) -> Any:
@@ -112,32 +110,12 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     takes = inspect.signature(kind.__init__).parameters
     if "name" in takes and not variant:
         raise DataError(f"dataset {name}: {class_name} has several graphs; write {class_name}:<name>")
-    given = {"root": str(Path(source or _DOWNLOADS) / class_name), "name": variant}
+    given = {"root": str(Path(source or DOWNLOADS) / class_name), "name": variant}
     return kind(**{key: value for key, value in given.items() if key in takes})
 
 
-def read_ogb(name: str, source: str | None) -> RawGraph:
-    """A homogeneous ``ogbn-*`` graph; ``source`` is the download folder.
-
-    Raises ``DataError`` when ogb is not installed, the download fails, or the graph is of another kind.
-    """
-    try:
-        from ogb.nodeproppred import NodePropPredDataset
-    except ImportError:
-        raise DataError(f"dataset {name} needs the package ogb; install it: pip install 'gnnfleet[ogb]'") from None
-    with _reported(name, source), _numpy_loadable(), contextlib.redirect_stdout(io.StringIO()):
-        dataset = NodePropPredDataset(name, root=source or _DOWNLOADS)
-        graph, labels = dataset[0]
-        splits = dataset.get_idx_split()
-    if graph.get("edge_index") is None:
-        raise DataError(f"dataset {name} is heterogeneous; one node type is expected")
-    values = {**graph, "labels": labels, **{f"{split}_idx": ids for split, ids in splits.items()}}
-    renamed = {_OGB_NAMES.get(key, key): value for key, value in values.items()}
-    return _raw_graph(name, renamed, f"dataset {name}")
-
-
 @contextlib.contextmanager
-def _reported(name: str, source: str | None) -> Any:
+def reported(name: str, source: str | None) -> Iterator[None]:
     """Whatever a download or third-party reader raises (ogb also exits, and asks on stdin), as ``DataError``."""
     try:
         yield
@@ -145,15 +123,6 @@ def _reported(name: str, source: str | None) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise DataError(
-            f"dataset {name} cannot be downloaded or read ({type(error).__name__}: {_first_line(error)}); check the "
-            f"network, or put the files under {source or _DOWNLOADS} yourself (source: names that folder)"
+            f"dataset {name} cannot be downloaded or read ({type(error).__name__}: {first_line(error)}); check the "
+            f"network, or put the files under {source or DOWNLOADS} yourself (source: names that folder)"
         ) from error
-
-
-def _numpy_loadable() -> Any:
-    """ogb caches numpy arrays with ``torch.save``; allow those, and only those, to be read back."""
-    import torch
-
-    reconstruct: Any = np.zeros(0).__reduce__()[0]
-    dtypes = {type(np.dtype(code)) for code in "?bBhHiIlLqQefd"}
-    return torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, *dtypes])

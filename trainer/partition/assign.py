@@ -76,7 +76,7 @@ def _fill_up(sizes: Array, extra: int) -> Array:
     while low < high:
         level = (low + high + 1) // 2
         low, high = (level, high) if np.maximum(level - sizes, 0).sum() <= extra else (low, level - 1)
-    shares = np.maximum(low - sizes, 0)
+    shares: Array = np.maximum(low - sizes, 0)
     shares[np.flatnonzero(sizes + shares == low)[: extra - int(shares.sum())]] += 1
     return shares
 

@@ -1,0 +1,76 @@
+"""Small graphs with known shapes, as ``Dataset`` values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.data import Dataset
+
+DEBIAN = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "debian"
+NO_DEBIAN = f"real data is not there: {DEBIAN}"
+
+
+def graph(
+    edges: Sequence[tuple[int, int]] | np.ndarray,
+    num_nodes: int,
+    attrs: Mapping[str, np.ndarray] | None = None,
+    splits: Mapping[str, Sequence[int]] | None = None,
+    name: str = "small",
+) -> Dataset:
+    """A dataset of (source, target) pairs. Default x: row v is (v, v/2, -v); default y: v mod 3."""
+    edge_index = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
+    ids = np.arange(num_nodes)
+    x = np.stack((ids, ids / 2, -ids), axis=1).astype(np.float32)
+    chosen: dict[str, Any] = {"x": x, "y": ids % 3} if attrs is None else dict(attrs)
+    seeds = {"train": ids[::-2], "val": ids[:1]} if splits is None else splits
+    return Dataset(
+        name=name,
+        num_nodes=num_nodes,
+        edge_index=np.ascontiguousarray(edge_index),
+        attrs=chosen,
+        splits={split: np.asarray(values, dtype=np.int64) for split, values in seeds.items()},
+        num_classes=3,
+        fingerprint=f"{name}-{num_nodes}-{edge_index.shape[1]}",
+    )
+
+
+def ring(num_nodes: int) -> Dataset:
+    """v -> v + 1, one direction: every node has one in-edge."""
+    return graph([(v, (v + 1) % num_nodes) for v in range(num_nodes)], num_nodes, name="ring")
+
+
+def star(leaves: int) -> Dataset:
+    """Leaves 1..n all point to the hub 0."""
+    return graph([(v, 0) for v in range(1, leaves + 1)], leaves + 1, name="star")
+
+
+def skewed(num_nodes: int, num_edges: int, seed: int = 0) -> Dataset:
+    """Directed; few nodes have most of the edges; with self loops and multi-edges."""
+    rng = np.random.default_rng(seed)
+    ends = (rng.random((num_edges, 2)) ** 3 * num_nodes).astype(np.int64)
+    return graph(rng.permutation(num_nodes)[ends], num_nodes, name=f"skewed-{seed}")
+
+
+def empty(num_nodes: int) -> Dataset:
+    """No edge at all."""
+    return graph([], num_nodes, name="empty")
+
+
+def odd() -> Dataset:
+    """Self loops, an edge three times, both directions of another, isolated nodes 5, 6 and 9."""
+    edges = [(0, 0), (1, 2), (1, 2), (2, 1), (1, 2), (3, 4), (4, 4), (8, 7), (7, 3), (0, 1), (3, 8)]
+    return graph(edges, 10, name="odd")
+
+
+def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
+    """Dense blocks joined in a ring by single edges: the best cut is known."""
+    rng = np.random.default_rng(seed)
+    edges = [(b * size, (b + 1) % num_blocks * size) for b in range(num_blocks)]
+    for b in range(num_blocks):
+        edges += [(b * size + u, b * size + v) for u in range(size) for v in range(size) if u < v]
+    order = rng.permutation(num_blocks * size)
+    return graph(order[np.array(edges)], num_blocks * size, name="blocks")

@@ -1,0 +1,64 @@
+"""Homogeneous ``ogbn-*`` graphs through the package ogb."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from trainer.data.build import RawGraph
+from trainer.data.pyg import DOWNLOADS, raw_graph, reported
+from trainer.errors import DataError
+
+_NAMES = {"node_feat": "x", "labels": "y", "node_year": "year"}  #: names in ogb's graphs -> ours
+_NUMPY_ONLY = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  #: what a pickled numpy array names
+_NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
+
+
+def read_ogb(name: str, source: str | None) -> RawGraph:
+    """A homogeneous ``ogbn-*`` graph; ``source`` is the download folder.
+
+    Raises ``DataError`` when ogb is not installed, the download fails, or the graph is of another kind.
+    """
+    try:
+        from ogb.nodeproppred import NodePropPredDataset
+    except ImportError:
+        raise DataError(f"dataset {name} needs the package ogb; install it: pip install 'gnnfleet[ogb]'") from None
+    with reported(name, source), _arrays_loadable(), contextlib.redirect_stdout(io.StringIO()):
+        dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
+        graph, labels = dataset[0]
+        splits = dataset.get_idx_split()
+    if graph.get("edge_index") is None:
+        raise DataError(f"dataset {name} is heterogeneous; one node type is expected")
+    values = {**graph, "labels": labels, **{f"{split}_idx": ids for split, ids in splits.items()}}
+    return raw_graph(name, {_NAMES.get(key, key): value for key, value in values.items()}, f"dataset {name}")
+
+
+@contextlib.contextmanager
+def _arrays_loadable() -> Iterator[None]:
+    """Let ogb's ``torch.load`` read back the arrays it caches, and nothing else.
+
+    ogb pickles numpy arrays with protocol 4, which torch's own safe loader cannot read.
+    """
+    import torch
+
+    module: Any = types.ModuleType("arrays_only")
+    module.Unpickler = _ArrayUnpickler
+    module.load = lambda file, **options: _ArrayUnpickler(file, **options).load()
+    load = functools.partial(torch.load, weights_only=False, pickle_module=module)
+    with mock.patch.object(torch, "load", load):
+        yield
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Knows numpy arrays and plain containers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _NUMPY_MODULES and name in _NUMPY_ONLY:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"Unsupported: {module}.{name} in a cache of arrays")

@@ -1,0 +1,143 @@
+"""Checkpoints: whole or not there, readable without unpickling code, refused where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.config import TrainSettings
+from trainer.errors import CheckpointError
+from trainer.partition.format import Manifest
+from trainer.train import checkpoint as module
+from trainer.train.checkpoint import (
+    Best,
+    Checkpoint,
+    check_fits,
+    graph_record,
+    load_checkpoint,
+    save_checkpoint,
+    settings_record,
+)
+
+MANIFEST = Manifest(
+    dataset="ring", fingerprint="f", num_parts=1, algorithm="random", seed=0, num_nodes=9, num_edges=20, num_classes=3,
+    offsets=(0, 9), edge_cut=0.0, balance=1.0, attrs={}, splits={}, files=(),
+)  # fmt: skip
+
+
+def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpoint:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    best = None if best_epoch is None else Best(best_epoch, 0.75, model.state_dict())
+    return Checkpoint(
+        epoch=epoch,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        settings=settings_record(TrainSettings(**settings)),
+        graph=graph_record(MANIFEST),
+        step_loss=tuple(torch.rand(5, dtype=torch.float64) for _ in range(epoch)),
+        best=best,
+    )
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    saved = made()
+    path = save_checkpoint(tmp_path / "checkpoints", saved)
+    assert path == tmp_path / "checkpoints" / "epoch-0003.pt"
+    for file in (path, path.with_name("last.pt")):
+        loaded = load_checkpoint(file)
+        assert loaded.epoch == 3 and loaded.settings == saved.settings and loaded.graph == saved.graph
+        assert loaded.best is not None and (loaded.best.epoch, loaded.best.val_accuracy) == (2, 0.75)
+        torch.testing.assert_close(dict(loaded.model), dict(saved.model), atol=0, rtol=0)
+        torch.testing.assert_close(dict(loaded.best.model), dict(saved.best.model), atol=0, rtol=0)
+        torch.testing.assert_close(loaded.optimizer["state"], saved.optimizer["state"], atol=0, rtol=0)
+        assert torch.equal(torch.stack(loaded.step_loss), torch.stack(saved.step_loss))
+    assert torch.load(path, weights_only=True)["epoch"] == 3
+
+
+def test_the_two_newest_and_the_best_stay(tmp_path: Path) -> None:
+    for epoch in range(1, 7):
+        save_checkpoint(tmp_path, made(epoch, best_epoch=min(epoch, 2)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch-0002.pt", "epoch-0005.pt", "epoch-0006.pt", "last.pt",
+    ]  # fmt: skip
+    assert load_checkpoint(tmp_path / "last.pt").epoch == 6
+
+
+def test_a_disk_that_fills_up_leaves_the_old_checkpoint_and_no_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, made(1, 1))
+
+    def half(content: Any, file: Any) -> None:
+        file.write(b"PK half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(CheckpointError, match="epoch-0002.pt cannot be written: No space left on device"):
+        save_checkpoint(tmp_path, made(2, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0001.pt", "last.pt"]
+    assert load_checkpoint(tmp_path / "last.pt").epoch == 1
+
+
+def test_a_death_while_writing_never_shows_half_a_file(tmp_path: Path) -> None:
+    """A child is killed in the middle of its second checkpoint."""
+    save_checkpoint(tmp_path, made(1, 1))
+    child = os.fork()
+    if child == 0:
+        module.torch.save = lambda content, file: (file.write(b"PK half"), file.flush(), os._exit(9))  # type: ignore[assignment]
+        save_checkpoint(tmp_path, made(2, 1))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["epoch-0001.pt", "last.pt"]
+    assert load_checkpoint(tmp_path / "last.pt").epoch == 1
+
+
+def test_last_is_a_copy_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for epoch in (1, 2):
+        save_checkpoint(tmp_path, made(epoch, None))
+    assert load_checkpoint(tmp_path / "last.pt").epoch == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch-0001.pt", "epoch-0002.pt", "last.pt"]
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere.pt cannot be read: No such file"):
+        load_checkpoint(tmp_path / "nowhere.pt")
+    whole = save_checkpoint(tmp_path, made())
+    cut = tmp_path / "cut.pt"
+    cut.write_bytes(whole.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
+        load_checkpoint(cut)
+    torch.save({"epoch": 3}, cut)
+    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 1"):
+        load_checkpoint(cut)
+    torch.save({"format": module.FORMAT, "version": 1, "run": os.system}, cut)
+    with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
+        load_checkpoint(cut)
+
+
+def test_every_difference_to_the_run_is_named() -> None:
+    saved = made(hidden=64, fanouts=(5, 5), seed=1)
+    larger = dataclasses.replace(MANIFEST, num_nodes=10)
+    with pytest.raises(CheckpointError) as refused:
+        check_fits(saved, TrainSettings(hidden=32, fanouts=(5, 4)), larger, "last.pt")
+    message = str(refused.value)
+    for difference in ("hidden is 32, there 64", "fanouts is (5, 4), there (5, 5)", "seed is 0, there 1"):
+        assert difference in message
+    assert "num_nodes is 10, there 9" in message and "lr" not in message
+
+
+def test_what_does_not_change_the_curve_may_differ() -> None:
+    other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
+    check_fits(made(), other, dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "last.pt")

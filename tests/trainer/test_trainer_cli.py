@@ -1,0 +1,169 @@
+"""The trainer's command line, and the settings and ranks it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.config import TrainConfig
+from train_kit import REPOSITORY, command_line, write_parts
+from trainer.cli import cli, main
+from trainer.config import TrainJob, TrainSettings
+from trainer.errors import SettingsError
+from trainer.ranks import Ranks
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[TrainJob]:
+    """The jobs that ``train`` would have run."""
+    import trainer.train.job
+
+    taken: list[TrainJob] = []
+    monkeypatch.setattr(trainer.train.job, "train", taken.append)
+    for name in ("PARTS", "RUN_DIR", "PART_IDS", "CLUSTER", "SERVICE_KEY"):
+        monkeypatch.delenv(f"GNNFLEET_{name}", raising=False)
+    return taken
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(cli, ["train", "--parts", "parts", *words])
+
+
+def test_settings_are_the_launchers_field_for_field() -> None:
+    """``launcher`` writes one flag per key of its train section."""
+    theirs, ours = dataclasses.fields(TrainConfig), dataclasses.fields(TrainSettings)
+    assert [field.name for field in ours] == [field.name for field in theirs]
+    assert [field.default for field in ours] == [field.default for field in theirs]
+    assert typing.get_type_hints(TrainSettings) == typing.get_type_hints(TrainConfig)
+    assert [field.metadata["limits"] for field in ours] == [field.metadata["limits"] for field in theirs]
+
+
+def test_flags_of_the_launcher_give_back_its_settings(jobs: list[TrainJob]) -> None:
+    from launcher.nodespec import train_flags
+
+    values = {"model": "gat", "hidden": 64, "fanouts": (-1, 4), "layers": 2, "replace": True, "lr": 0.5, "timeout": 9.0}
+    assert invoke(*train_flags(TrainConfig(**values))).exit_code == 0
+    assert jobs == [TrainJob(TrainSettings(**values), Path("parts"), Path("run"))]
+
+
+def test_flags_may_have_underscores_and_lists_commas(jobs: list[TrainJob]) -> None:
+    result = invoke("--batch_size", "512", "--eval-batch-size=64", "--eval_fanouts", "-1,3", "--fanouts", "15,10")
+    assert result.exit_code == 0, result.output
+    settings = jobs[0].settings
+    assert (settings.batch_size, settings.eval_batch_size) == (512, 64)
+    assert (settings.eval_fanouts, settings.fanouts) == ((-1, 3), (15, 10))
+
+
+def test_places_come_from_the_environment_of_a_run(jobs: list[TrainJob]) -> None:
+    env = {
+        "GNNFLEET_PARTS": "/data/parts", "GNNFLEET_PART_IDS": "0,2", "GNNFLEET_CLUSTER": "/run/cluster.json",
+        "GNNFLEET_SERVICE_KEY": "/run/service.key", "GNNFLEET_RUN_DIR": "/run",
+    }  # fmt: skip
+    assert CliRunner(env=env).invoke(cli, ["train"]).exit_code == 0
+    places = (Path("/data/parts"), Path("/run"), (0, 2), Path("/run/cluster.json"), Path("/run/service.key"))
+    assert jobs == [TrainJob(TrainSettings(), *places)]
+
+
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["--hidden", "0"], "hidden is 0; it must be at least 1"),
+        (["--dropout", "1"], "dropout is 1.0; it must be less than 1"),
+        (["--lr", "0"], "lr is 0.0; it must be more than 0"),
+        (["--layers", "2"], "layers is 2, but there are 3 fanouts"),
+        (["--fanouts", "5,0"], "fanouts is [5, 0]; it must list at least one number, each at least 1, or -1"),
+        (["--eval-fanouts", "5"], "eval_fanouts has 1 numbers, fanouts 3"),
+    ],
+)
+def test_settings_that_make_no_sense_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--parts", "parts", *words])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    with pytest.raises(SettingsError, match="epochs is 0.*\n.*batch_size is -1|batch_size is -1.*\n.*epochs is 0"):
+        TrainSettings(epochs=0, batch_size=-1)
+
+
+def test_a_list_that_is_none_is_refused_by_its_flag() -> None:
+    result = invoke("--fanouts", "15;10")
+    assert result.exit_code == 2
+    assert "'15;10' is not a list of whole numbers like 15,10,5" in result.output
+
+
+def test_a_user_error_is_one_line_and_exit_1_in_a_real_process(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", "--parts", str(tmp_path / "none")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"error: {tmp_path}/none/manifest.json is missing")
+    assert "Traceback" not in ended.stderr and list(tmp_path.iterdir()) == []
+
+
+def test_a_programming_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainer.train.job
+
+    monkeypatch.setattr(trainer.train.job, "train", lambda job: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        main(["train", "--parts", "parts"])
+
+
+def test_help_lists_every_command_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from trainer.cli import main\n"
+        "try: main(['train', '--help'])\n"
+        "finally: print('torch loaded:', 'torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert "--sampler-threads" in ended.stdout and "torch loaded: False" in ended.stdout
+    listed = CliRunner().invoke(cli, ["--help"]).output
+    assert all(f"  {name} " in listed for name in ("inspect", "partition", "serve", "train"))
+
+
+def test_inspect_shows_a_partition(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli, ["inspect", str(write_parts(tmp_path / "parts", 2))])
+    assert result.exit_code == 0, result.output
+    assert "600" in result.output
+
+
+def test_a_job_survives_its_command_line(jobs: list[TrainJob]) -> None:
+    job = TrainJob(TrainSettings(replace=True, resume="last.pt", eval_fanouts=(-1, -1, -1)), Path("p"), Path("r"))
+    assert CliRunner().invoke(cli, command_line(job)).exit_code == 0
+    assert jobs == [job]
+
+
+def test_ranks_come_from_the_environment() -> None:
+    environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    ranks = Ranks.from_env({**environ, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert ranks == Ranks(3, 4, 1, 2, 1, "10.0.0.1", 29500, socket.gethostname())
+    assert str(ranks) == f"rank 3 (node1, {socket.gethostname()})"
+    assert Ranks.from_env({}) == Ranks(host=socket.gethostname())
+
+
+@pytest.mark.parametrize(
+    "environ,message",
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set"),
+        (
+            {"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=.x. in the environment",
+        ),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK 2 is not below WORLD_SIZE 2"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Ranks.from_env(environ)

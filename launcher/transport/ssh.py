@@ -39,7 +39,7 @@ _KILL = (
     'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
 )
 _CHUNK = 32768  # the largest SFTP packet every server takes
-_READ_AHEAD = 64  # SFTP reads under way
+_READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
 
 
 class SshTransport(Transport):
@@ -149,9 +149,10 @@ class SshTransport(Transport):
 
     def _read(self, source: str) -> Iterator[bytes]:
         with self._sftp("read", source) as sftp, sftp.open(_relative_to_home(source), "rb") as src:
-            src.prefetch(src.stat().st_size, _READ_AHEAD)
-            while data := src.read(_CHUNK):
-                yield data
+            size = src.stat().st_size or 0
+            for start in range(0, size, _READ_AHEAD):
+                end = min(start + _READ_AHEAD, size)
+                yield from src.readv([(at, min(_CHUNK, end - at)) for at in range(start, end, _CHUNK)])
 
     def close(self) -> None:
         with self._opening:

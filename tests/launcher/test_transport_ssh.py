@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -209,6 +211,19 @@ def test_a_port_where_something_else_listens(home: Path) -> None:
         with pytest.raises(UnreachableError, match="no SSH server speaks there"):
             ssh_to(silent.getsockname()[1], password="x").connect(1)
         assert time.monotonic() - started < 5
+
+
+def test_nothing_but_our_message_reaches_the_terminal(home: Path) -> None:
+    script = (
+        "import socket, transport_kit\nserver = socket.create_server(('127.0.0.1', 0))\n"
+        "try: transport_kit.ssh_to(server.getsockname()[1], password='x').connect(1)\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    path = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (b"UnreachableError\n", b"")
 
 
 def test_a_busy_sshd_that_drops_newcomers_is_asked_again(sshd: Sshd, key: Path) -> None:

@@ -59,7 +59,8 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
     )
     (home / ".ssh/config").write_text(
         f"Host direct jump\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
-        f"Host behind\n  HostName localhost\n  Port {port}\n  ProxyJump jump\nHost *\n  UserKnownHostsFile ~/.ssh/known\n"
+        f"Host behind\n  HostName localhost\n  Port {port}\n  ProxyJump jump\n"
+        "Host *\n  UserKnownHostsFile ~/.ssh/known\n"
     )
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log.open("w"))
     wait_for_port(port)

@@ -88,7 +88,7 @@ def _job_groups(dataset: Dataset, labels: Relabelling) -> Iterator[list[Job]]:
     """Lists of files to write; only one list's arrays are in memory at a time."""
     yield [*_seed_jobs(dataset, labels), *_node_jobs(dataset, labels)]
     indptr = _indptr(dataset.edge_index[1], labels.global_id)
-    for parts in edge_groups(indptr[labels.offsets], _edge_bytes(dataset)):
+    for parts in edge_groups(indptr[labels.offsets], _edge_bytes(dataset), _EDGE_BYTES_AT_ONCE):
         yield _edge_jobs(dataset, labels, indptr, parts)
 
 
@@ -128,7 +128,7 @@ def _edge_bytes(dataset: Dataset) -> int:
     return np.dtype(id_dtype(dataset.num_nodes)).itemsize + np.dtype(id_dtype(dataset.num_edges)).itemsize
 
 
-def edge_groups(edge_offsets: Array, edge_bytes: int, limit: int = _EDGE_BYTES_AT_ONCE) -> Iterator[range]:
+def edge_groups(edge_offsets: Array, edge_bytes: int, limit: int) -> Iterator[range]:
     """Consecutive parts whose edges together stay under ``limit`` bytes; always at least one part."""
     start, num_parts = 0, len(edge_offsets) - 1
     while start < num_parts:

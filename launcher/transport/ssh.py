@@ -173,7 +173,7 @@ class SshTransport(Transport):
     def _line(self) -> paramiko.Transport:
         connection = self._connection
         if connection is None or not connection.is_connected:
-            raise EOFError("not connected")
+            raise EOFError("the line is down")
         line: paramiko.Transport = connection.transport
         return line
 

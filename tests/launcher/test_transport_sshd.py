@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
-from launcher.errors import CommandTimeout
+from launcher.errors import CommandTimeout, ConnectionLost
 from launcher.preflight import run_preflight
 from launcher.transport import Transport, close_all, connect_all
 from launcher.transport.ssh import SshTransport
@@ -168,3 +169,22 @@ def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(ssh
     close_all(lines)
     assert failed == []
     assert ssh_threads() == []
+
+
+def test_a_host_that_falls_silent_is_noticed(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reset, no end of file: only a missing answer tells."""
+    monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
+    monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
+    node.close()
+    node.connect(10)
+    session = int(node.run(sh("echo $PPID"), timeout=10).stdout)
+    os.kill(session, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"node0 \(.*\): connection lost"):
+            node.stream(sh("sleep 60"), lambda line: None, threading.Event())
+        assert time.monotonic() - started < 10
+    finally:
+        os.kill(session, signal.SIGCONT)
+    node.connect(10)
+    assert node.run(sh("echo back"), timeout=10).stdout == b"back\n"

@@ -67,6 +67,16 @@ def config_options(command: F) -> F:
     return command
 
 
+class PartitionCommand(click.Command):
+    """Its help is shown for ``partition --help``; ``partition make --help`` is the trainer's to answer."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] in ([], ["--help"], ["-h"]):
+            click.echo(ctx.get_help())
+            ctx.exit(0 if args else 2)
+        return super().parse_args(ctx, args)
+
+
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 
@@ -123,6 +133,7 @@ def check(ctx: click.Context, **values: Any) -> None:
 
 
 @gnnfleet.command(
+    cls=PartitionCommand,
     context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
     short_help="Divide a graph (make), check a partition folder (verify), describe it (inspect).",
 )

@@ -59,7 +59,7 @@ def partition_words(what: str, config: ClusterConfig | None, words: Sequence[str
     if config is not None and what == "make":
         made = partition_command(config)
         return Command((*made.argv, *words), made.env)
-    folder = ("--parts", str(Path(config.data.folder).expanduser())) if config is not None else ()
+    folder = (str(Path(config.data.folder).expanduser()),) if config is not None else ()
     path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return Command((sys.executable, "-m", "trainer", "partition", what, *folder, *words), {"PYTHONPATH": path})
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_kit import make_launch, make_node, make_parts, sync_plan
 
 from launcher import sync as sync_module
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
@@ -23,6 +22,7 @@ from launcher.sync import sync
 from launcher.transport.base import OnBytes, Transport
 from launcher.transport.local import LocalTransport
 from launcher.verify import verify
+from run_kit import make_launch, make_node, make_parts, sync_plan
 
 
 class Breaking(LocalTransport):

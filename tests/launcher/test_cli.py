@@ -1,0 +1,194 @@
+"""The command line: what it takes, what it answers, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli
+from launcher.errors import FleetError, Interrupted, PreflightRefused, SessionError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "cluster.yml"
+    path.write_text(
+        "name: toy\ntransport: local\nnodes: 2\ndata: {dataset: synthetic, folder: parts}\n"
+        "train: {fanouts: [4, 4], epochs: 7}\n"
+    )
+    return path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert cli.run([*words]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+def trainer_of(plan: dict[str, Any], node_rank: int = 0) -> list[str]:
+    argv: list[str] = plan["nodes"][node_rank]["trainer"]["argv"]
+    return argv
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_names_of_older_scripts_work_with_dashes_and_underscores(
+    config: Path, capsys: pytest.CaptureFixture[str], dash: str
+) -> None:
+    options = {
+        "batch_size": "64",
+        "num_neighbors": "5,3",
+        "num_training_procs": "3",
+        "master_addr": "10.0.0.9",
+        "master_port": "12345",
+        "epochs": "4",
+        "runs_dir": "elsewhere",
+        "run_id": "mine",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', dash)}", value)]
+    plan = planned(capsys, "--config", str(config), f"--dry{dash}run", "--json", *words)
+    argv = " ".join(trainer_of(plan))
+    assert "--batch-size 64" in argv and "--fanouts 5,3" in argv and "--epochs 4" in argv
+    assert "--nproc-per-node 3" in argv and "--master-addr 10.0.0.9 --master-port 12345" in argv
+    assert (plan["world_size"], plan["run_id"], Path(plan["runs_dir"]).name) == (6, "mine", "elsewhere")
+
+
+def test_set_reaches_any_key_and_plan_is_dry_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(config), "--json", "--run-id", "a", "--set", "train.lr=0.5", "--set", "nodes.1.procs=2"]
+    one, two = planned(capsys, "plan", *words), planned(capsys, "--dry-run", *words)
+    assert one == two
+    assert "--lr 0.5" in " ".join(trainer_of(one)) and one["nodes"][1]["nproc"] == 2
+
+
+def test_words_after_two_dashes_are_the_own_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "train_mine.py").write_text("print()")
+    own = ["python", "train_mine.py", "--epochs", "9", "--", "--json"]
+    for command in ([], ["launch", "--dry-run"], ["plan"]):
+        dry = [] if command else ["--dry-run"]
+        plan = planned(capsys, *command, *dry, "--config", str(config), "--json", "--", *own)
+        argv = trainer_of(plan)
+        assert argv[argv.index("--") + 2 :] == own[1:]
+        assert any(file["dest"].endswith("/files/train_mine.py") for file in plan["nodes"][1]["files"])
+
+
+def test_options_before_a_command_count_too(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--config", str(config), "--json", "plan", "--epochs", "2")
+    assert "--epochs 2" in " ".join(trainer_of(plan))
+
+
+def test_run_ids_carry_the_name_and_differ(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = {planned(capsys, "plan", "--config", str(config), "--json")["run_id"] for _ in range(3)}
+    assert len(ids) == 3 and all(run_id.startswith("toy-20") for run_id in ids)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "cluster.yml", "--dry-run", "--run-id", "a b"], "letters, digits"),
+        (["--config", "cluster.yml", "--dry-run", "--run-id", "../up"], "letters, digits"),
+        (["--config", "cluster.yml", "--dry-run", "--run-id", "used"], "exists already; choose another id"),
+        (["--config", "nowhere.yml", "--dry-run"], "nowhere.yml: cannot be read"),
+        (["--config", "cluster.yml", "--dry-run", "--set", "train.epoch=3"], "did you mean `epochs`?"),
+        (["--config", "cluster.yml", "--dry-run", "--epochs", "many"], "train.epochs"),
+        (["--config", "cluster.yml", "--dryrun"], "--dry-run"),
+        (["--config", "cluster.yml", "--"], "python train_mine.py"),
+        (["--dry-run"], "--config cluster.yml"),
+        (["lunch", "--config", "cluster.yml"], "No such command 'lunch'"),
+        (["--config", "cluster.yml", "--num_training_procs", "0"], "num-training-procs"),
+        (["--config", "cluster.yml", "--dry-run", "--resume", "no-such-run"], "no-such-run"),
+    ],
+)
+def test_bad_usage_is_one_message_and_exit_status_2(
+    config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    (config.parent / "runs/used").mkdir(parents=True)
+    assert cli.run(words) == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (SessionError("no tmux"), 1),
+        (PreflightRefused("no"), 3),
+        (Interrupted("stopped"), 130),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_end_with_their_exit_status_and_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int
+) -> None:
+    def fail(options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "run_launch", fail)
+    assert cli.run(["--config", str(config)]) == status
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    if isinstance(error, FleetError):
+        assert str(error) in said
+
+
+def test_without_words_help_is_shown_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 2
+    assert "Examples:" in capsys.readouterr().out
+
+
+def test_check_refuses_with_status_3_and_gives_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--set", "nodes.1.python=/no/such/python", "--json"]
+    assert cli.run(["check", "--config", str(config), *words]) == 3
+    said = capsys.readouterr()
+    findings = json.loads(said.out)["findings"]
+    assert any(f["node_rank"] == 1 and f["severity"] == "block" for f in findings)
+    assert "/no/such/python" in said.err
+
+
+def test_partition_without_config_passes_all_words_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 7)
+    )
+    assert cli.run(["partition", "make", "--dataset", "synthetic", "--num-parts", "2", "--out", "p"]) == 7
+    assert seen[0][1:] == ["-m", "trainer", "partition", "make", *"--dataset synthetic --num-parts 2 --out p".split()]
+
+
+@pytest.mark.parametrize("what", ["make", "verify", "inspect"])
+def test_partition_with_a_config_takes_graph_and_folder_from_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 0)
+    )
+    assert cli.run(["partition", what, "--config", str(config)]) == 0
+    assert seen[0][4] == what and str(config.parent / "parts") in seen[0]
+    assert ("--num-parts" in seen[0]) == (what == "make")
+
+
+def test_dry_run_of_64_hosts_takes_under_a_second_and_imports_no_ssh(tmp_path: Path) -> None:
+    nodes = "".join(f"  - {{host: gpu{k}.example.org, devices: [0, 1, 2, 3]}}\n" for k in range(64))
+    config = tmp_path / "big.yml"
+    config.write_text(f"nodes:\n{nodes}data: {{dataset: ogbn-products, folder: parts}}\n")
+    code = (
+        "import sys; from launcher.cli import run; "
+        f"status = run(['--config', {str(config)!r}, '--dry-run']); "
+        "heavy = {'paramiko', 'fabric', 'torch', 'libtmux', 'numpy'} & set(sys.modules); sys.exit(f'{status} {heavy}')"
+    )
+    took = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        took.append(time.perf_counter() - started)
+        assert done.stderr.strip() == "0 set()"
+        assert "gpu63.example.org" in done.stdout
+    assert min(took) < 1.0, took

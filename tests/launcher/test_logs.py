@@ -1,0 +1,130 @@
+"""What a user sees while a run goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher import logs
+from launcher.logs import LiveLog, Progress
+from run_kit import make_launch, make_node
+
+STAMP = "2026-11-20T21:00:00.123Z"
+TRACEBACK = ["Traceback (most recent call last):", '  File "x.py", line 1, in <module>', "ValueError: no"]
+
+
+def view(*, terminal: bool = False) -> tuple[LiveLog, Callable[[], str]]:
+    console = Console(
+        file=io.StringIO(), width=100, force_terminal=terminal, color_system="standard" if terminal else None
+    )
+    assert isinstance(console.file, io.StringIO)
+    plan = make_launch([make_node(Path("/w"), k, []) for k in range(12)])
+    return LiveLog(console, plan), console.file.getvalue
+
+
+def stamped(*lines: str) -> list[str]:
+    return [f"{STAMP} {line}" for line in lines]
+
+
+def step(rank: int, number: int, **more: Any) -> dict[str, Any]:
+    at = {"kind": "step", "rank": rank, "epoch": 2, "step": number, "steps": 50}
+    return {**at, "loss": 1.25, "seeds": 512, "seeds_per_s": 1000.0, "wait_s": 0.0, **more}
+
+
+def test_lines_carry_node_and_rank_aligned_and_without_the_stamp() -> None:
+    live, text = view()
+    live.file_lines(0, "logs/rank0.log", stamped("one", "  two [red] {x}"))
+    live.file_lines(11, "logs/rank11.log", stamped("three"))
+    assert text().splitlines() == [
+        "node0/rank0   | one",
+        "node0/rank0   |   two [red] {x}",
+        "node11/rank11 | three",
+    ]
+
+
+def test_on_a_terminal_each_node_has_its_colour_and_control_characters_do_no_harm() -> None:
+    live, text = view(terminal=True)
+    live.process_lines(0, "rank0", ["plain\x07", "\x1b[2Jclears", "\x1b[32mgreen\x1b[0m"])
+    live.process_lines(1, "rank1", ["other"])
+    out = text()
+    assert "\x07" not in out and "\x1b[2J" not in out
+    assert "\x1b[32mgreen" in out
+    assert out.count("\x1b[36mnode0/rank0") == 3 and "\x1b[35mnode1/rank1" in out
+
+
+def test_lines_of_many_threads_are_never_mixed() -> None:
+    live, text = view()
+    threads = [
+        threading.Thread(target=lambda k=k: [live.process_lines(k, f"rank{k}", ["x" * 200] * 3) for _ in range(30)])
+        for k in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = text().splitlines()
+    assert len(lines) == 6 * 30 * 3
+    assert all(line.endswith("| " + "x" * 200) and line.startswith("node") for line in lines)
+
+
+def test_steps_become_one_line_every_few_seconds_when_not_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    live, text = view()
+    for number in range(10):
+        now[0] += 1.0
+        lines = [json.dumps(step(rank, number)) for rank in (0, 1)]
+        live.file_lines(0, "metrics-rank0.jsonl", lines)
+    lines = text().splitlines()
+    assert len(lines) == 2
+    assert lines[1] == "epoch 2 step  4/50  loss 1.2500  2,000 seeds/s on 2 of 12 ranks"
+
+
+def test_on_a_terminal_each_rank_has_a_line_and_many_ranks_are_folded() -> None:
+    progress = Progress({rank: rank // 2 for rank in range(64)})
+    for rank in range(64):
+        progress.take(step(rank, 7))
+    console = Console(file=io.StringIO(), width=100, height=24)
+    console.print(progress)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert lines[3] == "node1/rank3  epoch 2 step  7/50  loss 1.2500  1,000 seeds/s"
+    assert len(lines) == 9 and lines[-1].startswith("… 56 more ranks; together: epoch 2 step  7/50")
+    assert lines[-1].endswith("64,000 seeds/s on 64 of 64 ranks")
+
+
+def test_a_traceback_that_ends_the_run_is_left_to_the_report() -> None:
+    live, text = view()
+    live.process_lines(0, "rank0", ["before", *TRACEBACK])
+    live.process_lines(1, "rank1", ["[rank1]: " + line for line in TRACEBACK])
+    live.quiet()
+    live.process_lines(0, "rank0", ["after"])
+    live.tick()
+    assert text() == "node0/rank0   | before\n"
+
+
+def test_a_traceback_that_does_not_end_the_run_is_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    live, text = view()
+    live.process_lines(0, "rank0", TRACEBACK)
+    live.process_lines(0, "rank0", ["goes on"])
+    live.tick()
+    assert text() == ""
+    now[0] += 5.0
+    live.tick()
+    assert [line.split("| ")[1] for line in text().splitlines()] == [*TRACEBACK, "goes on"]
+
+
+def test_noise_of_torchs_own_launcher_and_the_supervisor_is_not_shown() -> None:
+    live, text = view()
+    for name in ("launcher", "supervisor", "server"):
+        live.file_lines(0, f"logs/{name}.log", stamped("noise"))
+    assert text() == ""

@@ -1,0 +1,191 @@
+"""Which failure came first, how it is told, and what the run folder holds at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher.outcome import Outcome, first_failure, raised_exception
+from launcher.report import Metrics, RunReport, RunState, print_report, read_metrics
+
+TRACEBACK = [
+    "Traceback (most recent call last):",
+    '  File "train_mine.py", line 7, in <module>',
+    "    step(batch)",
+    "ValueError: 3 columns, expected 4",
+]
+CLOSED_BY_PEER = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:15026"
+
+
+def outcome(rank: int, ended: float, *, offset: float = 0.0, **more: Any) -> Outcome:
+    record = {
+        "name": f"rank{rank}",
+        "node_rank": rank // 2,
+        "rank": rank,
+        "pid": 1,
+        "returncode": 1,
+        "signal": None,
+        "started": 100.0 + offset,
+        "ended": ended + offset,
+        "failed": True,
+        "traceback": [],
+        "tail": ["some line"],
+        **more,
+    }
+    return Outcome.from_record(record, f"host{rank // 2}", offset)
+
+
+def raised(last: str) -> list[str]:
+    return [*TRACEBACK[:3], last]
+
+
+def report(
+    state: RunState, outcomes: list[Outcome], folder: Path, lines: list[dict[str, Any]] | None = None
+) -> RunReport:
+    first = first_failure(outcomes) if state == "failed" else None
+    return RunReport("r1", state, tuple(outcomes), first, Metrics(tuple(lines or ())), 12.5, folder)
+
+
+def printed(of: RunReport) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    print_report(of, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_earliest_failure_is_the_first() -> None:
+    early, late = outcome(3, 110.0), outcome(0, 111.0)
+    assert first_failure([late, early]) is early
+
+
+def test_clocks_are_compared_by_this_machines() -> None:
+    early = outcome(2, 110.0, offset=+3600.0)  # its own clock is an hour ahead
+    late = outcome(0, 111.0)
+    assert first_failure([late, early]) is early
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        CLOSED_BY_PEER,
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited",
+        "trainer.errors.ServiceError: node1 tcp://10.0.0.2:29601 (parts 1): no answer within 120 s",
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+    ],
+)
+def test_the_echo_of_a_lost_peer_ranks_behind_its_cause_even_when_noticed_first(echo: str) -> None:
+    follower = outcome(0, 109.9, traceback=raised(echo))
+    cause = outcome(3, 110.0, returncode=137, signal="SIGKILL")
+    assert first_failure([follower, cause]) is cause
+
+
+def test_a_rank_that_was_told_to_stop_is_never_the_cause() -> None:
+    stopped = outcome(0, 105.0, failed=False, stopped=True, returncode=143, signal="SIGTERM")
+    cause = outcome(1, 110.0)
+    assert first_failure([stopped, cause]) is cause
+    assert first_failure([stopped]) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"traceback": TRACEBACK}, "raised ValueError: 3 columns, expected 4"),
+        ({"returncode": 137, "signal": "SIGKILL"}, "killed by signal 9 (SIGKILL)"),
+        ({"returncode": 139, "signal": "SIGSEGV"}, "killed by signal 11 (SIGSEGV)"),
+        ({"returncode": 137, "signal": "SIGKILL", "oom": True}, "killed by the kernel: out of memory"),
+        ({"returncode": 3, "traceback": TRACEBACK}, "exit status 3"),
+        ({"returncode": 127, "note": "cannot start x: No such file"}, "exit status 127: cannot start x: No such file"),
+    ],
+)
+def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
+    assert outcome(0, 110.0, **more).reason == reason
+
+
+def test_of_chained_tracebacks_the_last_exception_counts() -> None:
+    chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
+    assert raised_exception([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
+
+
+def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: Path) -> None:
+    cause = outcome(3, 110.0, traceback=TRACEBACK)
+    echoes = [outcome(rank, 110.1, traceback=raised(CLOSED_BY_PEER)) for rank in (0, 1, 2)]
+    (tmp_path / "logs/node1").mkdir(parents=True)
+    (tmp_path / "logs/node1/rank3.log").write_text("")
+    text = printed(report("failed", [*echoes, cause], tmp_path))
+    head, *rest = text.strip().splitlines()
+    assert head == "The run failed: rank 3 on node1 (host1) raised ValueError: 3 columns, expected 4"
+    assert [line.strip() for line in rest[:4]] == [line.strip() for line in TRACEBACK]
+    assert rest[4] == f"log: {tmp_path}/logs/node1/rank3.log"
+    assert rest[5] == "3 more ranks stopped or failed after it"
+    assert "Connection closed by peer" not in text
+
+
+def test_a_lost_node_is_named_with_its_host(tmp_path: Path) -> None:
+    lost = Outcome.of_node(1, "hostb", "no contact for 61 s (connection lost)", 170.0)
+    text = printed(report("failed", [outcome(0, 160.0, traceback=raised(CLOSED_BY_PEER)), lost], tmp_path))
+    assert "The run failed: node1 (hostb) no contact for 61 s" in text
+
+
+def metrics() -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    for epoch in range(1, 4):
+        for rank in (0, 1):
+            seconds = 10.0 if epoch == 1 else 2.0
+            lines.append(
+                {
+                    "t": epoch,
+                    "kind": "epoch",
+                    "rank": rank,
+                    "epoch": epoch,
+                    "loss": 2.0 / epoch,
+                    "seconds": seconds,
+                    "seeds": 500,
+                }
+            )
+        lines.append({"t": epoch, "kind": "eval", "rank": 0, "epoch": epoch, "split": "val", "accuracy": 0.2 * epoch})
+    result = {
+        "kind": "result",
+        "rank": 0,
+        "epochs": 3,
+        "test_accuracy": 0.6543,
+        "val_accuracy": 0.61,
+        "checkpoint": "x",
+    }
+    return [*lines, {"t": 9.0, **result}]
+
+
+def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:
+    ranks = [outcome(rank, 110.0, failed=False, returncode=0, node_rank=rank) for rank in (0, 1)]
+    text = printed(report("done", ranks, tmp_path, metrics()))
+    assert "test accuracy: 0.6543" in text and "val accuracy: 0.6100" in text
+    assert any(line.split() == ["3", "2.00", "0.6667", "0.6000"] for line in text.splitlines())
+    assert "node0/rank0 250, node1/rank1 250 seeds/s; all together 500" in text, "the epoch that compiles is left out"
+    assert f"run folder: {tmp_path}" in text
+
+
+def test_result_json_and_metrics_are_written_whole(tmp_path: Path) -> None:
+    cause = outcome(1, 110.0, traceback=TRACEBACK)
+    report("failed", [outcome(0, 111.0), cause], tmp_path, metrics()).write()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["state"], result["exit_status"]) == ("failed", 1)
+    assert result["first_failure"]["rank"] == 1
+    assert result["first_failure"]["reason"] == "raised ValueError: 3 columns, expected 4"
+    assert result["metrics"]["test_accuracy"] == 0.6543
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(metrics())
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1), ("interrupted", 130)])
+def test_exit_status(state: RunState, status: int, tmp_path: Path) -> None:
+    assert report(state, [], tmp_path).exit_status == status
+
+
+def test_metrics_of_ranks_are_merged_by_time_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text('{"t": 1, "rank": 0}\n{"t": 3, "rank": 0}\n{"t": 4, "ra')
+    (tmp_path / "b").write_text('{"t": 2, "rank": 1}\n')
+    assert [line["t"] for line in read_metrics([tmp_path / "a", tmp_path / "b"]).lines] == [1, 2, 3]

@@ -145,6 +145,12 @@ def test_step_lines_are_rationed(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_run_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="metrics-rank0.jsonl cannot be written: .*; choose another --run-dir"):
+        MetricsLog(tmp_path / "file", 0)
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_soon_with_one_line(victim: int, parts: Path, tmp_path: Path) -> None:
     endless = job(parts, tmp_path, epochs=100_000, eval_every=0, checkpoint_every=0)

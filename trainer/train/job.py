@@ -32,7 +32,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     with join_team(ranks, pick_device(ranks), settings.backend, settings.timeout) as team, ExitStack() as stack:
         _check_same_partition(job, team)
         graph = team.agree(lambda: stack.enter_context(_open(job, ranks)))
-        metrics = stack.enter_context(MetricsLog(job.run_dir, ranks.rank))
+        metrics = team.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank)))
         fit = _prepare(job, graph, team, metrics)
         result = fit.run()
         team.barrier()  # this node's graph server must outlive the slowest rank

@@ -8,16 +8,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trainer.errors import SettingsError
+
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 
 
 class MetricsLog:
-    """Appends to ``metrics-rank<r>.jsonl``; a context manager."""
+    """Appends to ``metrics-rank<r>.jsonl``; a context manager. Raises ``SettingsError`` when it cannot."""
 
     def __init__(self, run_dir: Path, rank: int):
-        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / f"metrics-rank{rank}.jsonl"
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"{path} cannot be written: {error.strerror}; choose another --run-dir") from error
         self.rank = rank
-        self._file = open(run_dir / f"metrics-rank{rank}.jsonl", "a", encoding="utf-8")
         self._next_step = 0.0
 
     def write(self, kind: str, **values: Any) -> None:

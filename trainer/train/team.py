@@ -113,6 +113,8 @@ def join_team(ranks: Ranks, device: torch.device, backend: str, timeout: float) 
     """
     if backend == "nccl" and device.type != "cuda":
         raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if ranks.world_size == 1:
         yield Team(ranks, device, timeout)
         return

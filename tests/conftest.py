@@ -22,3 +22,9 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not there")
     return folder
+
+
+@pytest.fixture(scope="session")
+def local_workdirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where local nodes keep code and parts; shared by all tests, so that kernels are compiled once."""
+    return tmp_path_factory.mktemp("workdirs")

@@ -37,7 +37,7 @@ class Launched:
         lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["kind"] == kind]
 
-    def step_losses(self, epoch: int = 0) -> list[float]:
+    def step_losses(self, epoch: int = 1) -> list[float]:
         """Global loss of each step of an epoch."""
         (line,) = (line for line in self.metrics("epoch") if line["epoch"] == epoch and "step_loss" in line)
         return line["step_loss"]
@@ -52,10 +52,14 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
     return path
 
 
-def local_config(folder: Path, procs: list[int], **sections: dict) -> Path:
-    """A cluster.yml of local nodes with that many processes each, their state inside ``folder``."""
+def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
+    """A cluster.yml of local nodes with that many processes each, their state inside ``workdirs``.
+
+    Tests that share ``workdirs`` (default: ``folder``) share the code there with its compiled kernels.
+    """
+    state = workdirs or folder
     nodes = [
-        {"host": "localhost", "procs": count, "workdir": str(folder / f"node{rank}"), "python": sys.executable}
+        {"host": "localhost", "procs": count, "workdir": str(state / f"node{rank}"), "python": sys.executable}
         for rank, count in enumerate(procs)
     ]
     return write_config(folder, nodes, transport="local", **sections)

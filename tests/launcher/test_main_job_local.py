@@ -15,17 +15,17 @@ def private_tmux(tmp_path, monkeypatch):
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
 
 
-def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path):
+def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_workdirs):
     """One part and process, and two of each: the same losses to 1e-4 relative, because of the same samples."""
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    one = launch(local_config(folders[0], [1]))
-    two = launch(local_config(folders[1], [1, 1], data={"partition": {"method": "metis"}}))
+    one = launch(local_config(folders[0], [1], local_workdirs))
+    two = launch(local_config(folders[1], [1, 1], local_workdirs, data={"partition": {"method": "metis"}}))
     assert one.status == 0, one.output
     assert two.status == 0, two.output
     assert len(one.step_losses()) == 4
-    for epoch in (0, 1):
+    for epoch in (1, 2):
         assert two.step_losses(epoch) == pytest.approx(one.step_losses(epoch), rel=1e-4)
     assert two.result["state"] == "done"
     assert two.result["metrics"]["test_accuracy"] == pytest.approx(one.result["metrics"]["test_accuracy"], abs=0.02)

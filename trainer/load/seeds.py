@@ -7,6 +7,7 @@ seed is lost or doubled, whatever the number of ranks, hosts and parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numba
 import numpy as np
@@ -88,15 +89,18 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
     Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within that quota a
     seed goes to a rank of its own host; what is over goes, in order, to ranks with room.
     """
-    return _split(parts, layout.table(), layout.world_size)
-
-
-@numba.njit(nogil=True, cache=True)
-def _split(parts, ranks_of_part, world_size):  # type: ignore[no-untyped-def]
-    n = len(parts)
+    n, world_size = len(parts), layout.world_size
     room = np.full(world_size, n // world_size)
     room[: n % world_size] += 1
     rank_of = np.full(n, -1)
+    _assign(parts, layout.table(), room, rank_of)
+    return rank_of
+
+
+@numba.njit(nogil=True, cache=True)
+def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
+    """Fill ``rank_of`` while using up ``room``, which adds up to the number of seeds."""
+    n = len(parts)
     for i in range(n):
         best = -1
         for rank in ranks_of_part[parts[i]]:
@@ -112,4 +116,3 @@ def _split(parts, ranks_of_part, world_size):  # type: ignore[no-untyped-def]
                 rank += 1
             rank_of[i] = rank
             room[rank] -= 1
-    return rank_of

@@ -64,7 +64,8 @@ def pick_positions(
         else:
             row = scratch[:degree]
             _shuffle_in_place(row, begin, count, drawn)
-            picks[:] = row[:count]
+            for j in range(count):  # a slice assignment takes four seconds to compile
+                picks[j] = row[j]
 
 
 @_jit

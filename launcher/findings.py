@@ -192,7 +192,10 @@ def _data(survey: Survey, k: int) -> Iterator[Finding]:
     if survey.probes[k]["manifest"]:
         yield survey.finding(k, "ok", "data", "partition folder found")
     else:
-        remedy = "partition into it, correct `data.folder` or the node's `data_folder`, or use `data.mode: sync`"
+        remedy = (
+            "run `gnnfleet partition make --config FILE` where that folder is mounted, "
+            "correct `data.folder` or the node's `data_folder`, or use `data.mode: sync`"
+        )
         yield survey.finding(k, "block", "data", f"no manifest.json in {folder}", remedy)
 
 

@@ -315,6 +315,23 @@ def test_synthetic_degrees_are_skewed_by_the_option():
     assert share_of_top_percent(2.2) > 2 * share_of_top_percent(6.0)
 
 
+def test_synthetic_neighbours_tell_more_than_features_and_neither_tells_all():
+    dataset = load_dataset("synthetic", None, {"num_nodes": 5000})
+    x, y, train, test = dataset.attrs["x"], dataset.attrs["y"], dataset.splits["train"], dataset.splits["test"]
+    source, target = dataset.edge_index
+    around = np.zeros_like(x)
+    np.add.at(around, target, x[source])
+    around /= np.maximum(np.bincount(target, minlength=5000), 1)[:, None]
+
+    def accuracy(features):
+        centres = np.stack([features[train[y[train] == label]].mean(axis=0) for label in range(dataset.num_classes)])
+        distances = ((features[test][:, None] - centres[None]) ** 2).sum(axis=2)
+        return np.mean(distances.argmin(axis=1) == y[test])
+
+    alone, together = accuracy(x), accuracy(np.hstack((x, around * 3)))
+    assert 0.3 < alone < 0.7 and alone + 0.15 < together < 0.98
+
+
 def test_synthetic_is_the_same_for_a_seed_and_another_for_another():
     one, same, other = (load_dataset("synthetic", None, {**SMALL, "seed": seed}) for seed in (1, 1, 2))
     assert np.array_equal(one.edge_index, same.edge_index) and np.array_equal(one.attrs["x"], same.attrs["x"])

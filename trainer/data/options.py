@@ -23,7 +23,7 @@ class SyntheticOptions:
     num_features: int = 64
     homophily: float = 0.4  #: chance that an edge is drawn inside its source's class
     skew: float = 2.5  #: exponent of the power law of expected degrees; larger is more even
-    noise: float = 3.0  #: standard deviation of features around their class's centre
+    noise: float = 1.0  #: standard deviation of features around their class's centre
     seed: int = 0
     train: float = 0.3  #: below 1: fraction of nodes; otherwise number of nodes
     val: float = 0.1

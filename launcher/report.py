@@ -138,7 +138,7 @@ def print_report(report: RunReport, console: Console) -> None:
     else:
         _print_failure(report, console)
     for note in report.notes:
-        console.print(Text(f"note: {note}", "yellow"))
+        console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     console.print(Text(f"run folder: {report.folder}"), soft_wrap=True)
 
 
@@ -192,7 +192,8 @@ def _print_failure(report: RunReport, console: Console) -> None:
     if first is None:
         console.print(Text("The run failed, and no process left word of why.", "bold red"))
         return
-    console.print(Text(f"The run failed: {first.place} {first.reason}", "bold red"), soft_wrap=True)
+    colon = "" if first.reason.startswith(("raised", "killed")) else ":"
+    console.print(Text(f"The run failed: {first.place}{colon} {first.reason}", "bold red"), soft_wrap=True)
     for line in first.last_lines:
         console.print(Text(f"  {line}"), soft_wrap=True)
     log = report.folder / first.log_name

@@ -128,7 +128,7 @@ def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: P
 def test_a_lost_node_is_named_with_its_host(tmp_path: Path) -> None:
     lost = Outcome.of_node(1, "hostb", "no contact for 61 s (connection lost)", 170.0)
     text = printed(report("failed", [outcome(0, 160.0, traceback=raised(CLOSED_BY_PEER)), lost], tmp_path))
-    assert "The run failed: node1 (hostb) no contact for 61 s" in text
+    assert "The run failed: node1 (hostb): no contact for 61 s" in text
 
 
 def metrics() -> list[dict[str, Any]]:

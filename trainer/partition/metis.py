@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 #: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
 #: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.
-_MEAN_DEGREE = 32
+_MEAN_DEGREE = 28
 _REFINE_PASSES = 3
 _SLACK = 1.01  #: refinement lets no part grow beyond this share of the mean, or beyond METIS's largest
 
@@ -78,8 +78,8 @@ def _interruptible() -> Iterator[None]:
 def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
     """A sample of the edges, the same for both directions, that leaves sparse nodes alone.
 
-    Edge (u, v) is kept with probability 16 (1/deg u + 1/deg v): hubs lose most, and nodes of degree up
-    to 16 lose nothing.
+    Edge (u, v) is kept with probability ``keep`` (1/deg u + 1/deg v): hubs lose most, and nodes of
+    degree up to ``keep`` lose nothing.
     """
     keep = _MEAN_DEGREE / 2
     thinned = _thin_count(indptr, neighbours, keep)

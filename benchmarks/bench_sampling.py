@@ -7,9 +7,9 @@ from itertools import islice
 
 import numpy as np
 import torch
+
 from graphs import BATCH, FANOUTS, partitioned
 from table import Row, median_seconds
-
 from trainer.load.loader import BatchLoader, LoaderSettings, Share
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
@@ -76,9 +76,7 @@ def epoch(graph: Graph) -> list[Row]:
     """Seconds for one epoch of finished batches, by one sampler thread and by two."""
 
     def load(threads: int) -> float:
-        loader = BatchLoader(
-            graph, LoaderSettings("train", FANOUTS, BATCH, threads=threads), 0, RankLayout.single(1)
-        )
+        loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH, threads=threads), 0, RankLayout.single(1))
         return median_seconds(lambda: [batch.num_seeds for batch in loader.epoch(0)], repeats=3)
 
     one, two = load(1), load(2)
@@ -86,5 +84,3 @@ def epoch(graph: Graph) -> list[Row]:
         Row("loader epoch, 1 sampler thread", one, "s"),
         Row("loader epoch, 2 sampler threads", two, "s", "1 sampler thread", one),
     ]
-
-

@@ -20,9 +20,9 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import zmq
-from table import Row, median_seconds, show
 from torch.distributed import rpc
 
+from table import Row, median_seconds, show
 from trainer.sample.types import HopRequest, HopSample
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys

@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
-from netns import NetCluster, unavailable
-from table import Row, median_seconds
-
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.preflight import run_preflight
 from launcher.script import Command
 from launcher.transport import Transport, close_all, connect_all
+from netns import NetCluster, unavailable
+from table import Row, median_seconds
 
 
 def run(small: bool) -> list[Row]:

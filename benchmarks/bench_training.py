@@ -6,12 +6,12 @@ import time
 from itertools import islice
 
 import torch
-from graphs import BATCH, FANOUTS, partitioned
-from table import Row
 from torch import nn
 from torch.nn import functional
 from torch_geometric.nn import GraphSAGE
 
+from graphs import BATCH, FANOUTS, partitioned
+from table import Row
 from trainer.config import TrainSettings
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph, open_graph
@@ -63,6 +63,6 @@ def timed(model: nn.Module, steps) -> tuple[float, list[float]]:  # type: ignore
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         begun = time.perf_counter() if count == 0 else begun
     return (time.perf_counter() - begun) / count, losses

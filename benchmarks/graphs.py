@@ -18,5 +18,5 @@ def partitioned(small: bool, num_parts: int) -> Path:
     """Folder of the benchmark graph cut at random into ``num_parts``."""
     folder = CACHE / f"{'small' if small else 'large'}-{num_parts}"
     options = {name: str(value) for name, value in (SMALL if small else LARGE).items()}
-    make_partition(PartitionSpec("synthetic", None, options, num_parts, "random", 0, folder))
+    make_partition(PartitionSpec("synthetic", str(folder), None, options, num_parts, "random"))
     return folder

@@ -1,8 +1,8 @@
 """`make bench`: every benchmark, one after another, each a table of our figure beside another's.
 
-    python benchmarks/run.py                 all of them
-    python benchmarks/run.py sampling ssh    some of them
-    python benchmarks/run.py --small         small sizes, to see that they run
+python benchmarks/run.py                 all of them
+python benchmarks/run.py sampling ssh    some of them
+python benchmarks/run.py --small         small sizes, to see that they run
 """
 
 from __future__ import annotations

@@ -53,6 +53,9 @@ class LocalGraph:
         return merge_rows(len(nodes), answers, dtype, shape)
 
     def _by_part(self, nodes: Ids) -> dict[int, Ids]:
+        if len(self.store.parts) == 1:
+            self._check_owned(nodes)
+            return {part_id: np.arange(len(nodes)) for part_id in self.store.parts}
         groups = group_by(self.book.part_of(nodes))
         if foreign := set(groups) - set(self.store.parts):
             raise self._foreign(foreign)

@@ -26,7 +26,8 @@ class Pending(Protocol):
 class RemoteHost(Protocol):
     """What routing needs of ``service.client.HostClient``."""
 
-    part_ids: Sequence[int]
+    @property
+    def part_ids(self) -> Sequence[int]: ...
 
     def submit_sample(self, request: HopRequest) -> Pending: ...
 

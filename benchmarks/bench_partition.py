@@ -1,0 +1,88 @@
+"""Partitioning from memory to files: seconds and peak memory, beside METIS on its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import shutil
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+from graphs import CACHE, LARGE, SMALL
+from table import Row
+
+NUM_PARTS = 2
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def run(small: bool) -> list[Row]:
+    """Each in a process of its own, so that peaks do not mix; the graph is made there first."""
+    random, metis, alone = (in_process(way, small) for way in ("random", "metis", "pymetis alone"))
+    return [
+        Row("random, assign and write", random[0], "s"),
+        Row("random, memory above the graph's own", random[1], "GB"),
+        Row("METIS, assign and write", metis[0], "s", "pymetis on its own, no files", alone[0]),
+        Row("METIS, memory above the graph's own", metis[1], "GB", "pymetis on its own, no files", alone[1]),
+        Row("METIS, edges cut", 100 * metis[2], "%", "pymetis on its own", 100 * alone[2]),
+    ]
+
+
+def in_process(way: str, small: bool) -> tuple[float, float, float]:
+    """Seconds, GB beyond what the loaded graph takes, and the share of edges cut."""
+    ours, theirs = SPAWN.Pipe()
+    worker = SPAWN.Process(target=measure, args=(way, small, theirs))
+    worker.start()
+    theirs.close()
+    result: tuple[float, float, float] = ours.recv()
+    worker.join()
+    return result
+
+
+def measure(way: str, small: bool, out: Connection) -> None:
+    from trainer.data.load import load_dataset
+    from trainer.partition.assign import assign_parts
+    from trainer.partition.write import write_partition
+
+    options = {name: str(value) for name, value in (SMALL if small else LARGE).items()}
+    dataset = load_dataset("synthetic", None, options)
+    warm = load_dataset("synthetic", None, {"num_nodes": "2000"})
+    folder = CACHE / f"partition-{way.replace(' ', '-')}"
+    for graph in (warm, dataset):  # the first compiles kernels
+        shutil.rmtree(folder, ignore_errors=True)
+        before, begun = resident(), time.perf_counter()
+        if way == "pymetis alone":
+            cut = pymetis_alone(graph.edge_index, graph.num_nodes)
+        else:
+            assignment = assign_parts(graph, NUM_PARTS, way, 0)
+            write_partition(graph, assignment, folder)
+            cut = assignment.edge_cut
+        seconds = time.perf_counter() - begun
+    out.send((seconds, peak() - before, cut))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def pymetis_alone(edge_index: np.ndarray, num_nodes: int) -> float:
+    """What a user would write: scipy for the symmetric adjacency, pymetis for the parts."""
+    import pymetis
+    from scipy.sparse import coo_matrix
+
+    ones = np.ones(edge_index.shape[1], np.int8)
+    adjacency = coo_matrix((ones, tuple(edge_index)), (num_nodes, num_nodes)).tocsr()
+    adjacency = (adjacency + adjacency.T).tocsr()
+    adjacency.setdiag(0)
+    adjacency.eliminate_zeros()
+    _, membership = pymetis.part_graph(NUM_PARTS, xadj=adjacency.indptr, adjncy=adjacency.indices)
+    parts = np.asarray(membership)
+    return float((parts[edge_index[0]] != parts[edge_index[1]]).mean())
+
+
+def resident() -> float:
+    """GB of this process now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1e9
+
+
+def peak() -> float:
+    """Most GB this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -11,6 +11,7 @@ from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO = 0.5  # seconds
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interrupts:
@@ -46,5 +47,7 @@ class Interrupts:
             raise KeyboardInterrupt
         if now - self._first < _ECHO:
             return
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the progress at the bottom has hidden it
         os.write(sys.stderr.fileno(), f"\n{self.last_words or 'interrupted again: leaving at once'}\n".encode())
         os._exit(130)

@@ -9,6 +9,7 @@ import time
 from multiprocessing.connection import Connection
 
 import numpy as np
+
 from graphs import CACHE, LARGE, SMALL
 from table import Row
 

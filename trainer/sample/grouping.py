@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,5 +52,5 @@ def merge_rows(
 
 def _as_words(array: Array, dtype: np.dtype[Any]) -> Array:
     """A 2-d view with unsigned words instead of ``dtype``, so one kernel serves every dtype of a width."""
-    flat = np.ascontiguousarray(array, dtype=dtype).reshape(len(array), -1)
+    flat = np.ascontiguousarray(array, dtype=dtype).reshape(len(array), math.prod(array.shape[1:]))
     return flat.view(np.dtype(f"u{dtype.itemsize}")) if dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)

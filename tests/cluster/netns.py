@@ -206,8 +206,9 @@ class Host:
         self, argv: Sequence[str], *, check: bool = True, timeout: float = 60.0, stdin: str = ""
     ) -> subprocess.CompletedProcess[str]:
         """Run ``argv`` on the host as root, in its home folder."""
+        enter = ["nsenter", "-t", str(self.init_pid), "-m", "-u", "-p", "-n", "-r"]
         done = subprocess.run(
-            [*self._enter("-m", "-u", "-p", "-n"), "env", "-C", self.home, *argv],
+            [*enter, "--", "env", "-C", self.home, *argv],
             env={"PATH": SEARCH_PATH, "HOME": self.home},
             input=stdin,
             capture_output=True,
@@ -217,9 +218,6 @@ class Host:
         if check and done.returncode:
             raise NetnsError(f"{self.name}: {shlex.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
         return done
-
-    def _enter(self, *namespaces: str) -> list[str]:
-        return ["nsenter", "-t", str(self.init_pid), *namespaces, "--"]
 
     def root_path(self, path: str | Path) -> Path:
         """Where the outside sees the host's ``path`` (``~/`` is the host's home)."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
-from launching import launch, local_config
+from launching import REPOSITORY, launch, local_config
 
 
-@pytest.fixture(autouse=True)
-def private_tmux(tmp_path, monkeypatch):
-    """A tmux server of the test's own."""
-    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+@pytest.fixture(scope="module", autouse=True)
+def private_tmux(tmp_path_factory):
+    """A tmux server of the module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
+        yield
 
 
 def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_workdirs):
@@ -33,3 +37,73 @@ def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_wo
     assert {path.name for path in (two.run_dir / "logs" / "node1").iterdir()} >= {"rank1.log", "supervisor.log"}
     assert (two.run_dir / "checkpoints" / "last.pt").stat().st_size > 0
     assert json.loads((two.run_dir / "plan.json").read_text())["world_size"] == 2
+
+
+SEES = """
+import json, os, sys
+seen = {"argv": sys.argv, "env": dict(os.environ), "cwd": os.getcwd()}
+seen["parts"] = os.listdir(os.environ["GNNFLEET_PARTS"])
+json.dump(seen, open(os.path.join(os.environ["GNNFLEET_RUN_DIR"], f"seen{os.environ['RANK']}.json"), "w"))
+"""
+
+
+@pytest.fixture(scope="module")
+def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
+    """A launch of an own script on two nodes with one and two processes, and its plan."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "sees.py").write_text(SEES)
+    done = launch(local_config(folder, [1, 2], local_workdirs), "--", "python", "sees.py", "--lr", "0.01", "it's")
+    assert done.status == 0, done.output
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # where the plan's relative sources are
+        yield json.loads((done.run_dir / "plan.json").read_text())
+
+
+def test_what_launch_sends_is_what_the_plan_says(own_script_run):
+    """Every file with its content and mode, and every process with its words, environment and folder."""
+    for node in own_script_run["nodes"]:
+        assert [file["dest"] for file in node["files"] if differs(file)] == []
+        spec = json.loads(Path(node["run_dir"], "node.json").read_text())
+        for name in ("server", "trainer"):
+            assert spec[name]["argv"] == node[name]["argv"]
+            assert masked(spec[name]["env"]) == node[name]["env"]
+        for rank in node["ranks"]:
+            seen = json.loads(Path(node["run_dir"], f"seen{rank}.json").read_text())
+            assert seen["argv"] == ["sees.py", "--lr", "0.01", "it's"] == node["trainer"]["argv"][-4:]
+            assert seen["cwd"] == node["trainer"]["cwd"]
+            told = {name: seen["env"].get(name) for name in node["trainer"]["env"]}
+            assert masked(told) == node["trainer"]["env"]
+
+
+def differs(file):
+    """Whether a planned file is not on the node as planned; what a secret holds is not in the plan."""
+    there = Path(file["dest"])
+    if file["secret"]:
+        return there.stat().st_mode & 0o777 != 0o600
+    planned = file["content"].encode() if file["content"] else Path(file["source"]).read_bytes()
+    return there.read_bytes() != planned or len(planned) != file["bytes"]
+
+
+def masked(env):
+    return {name: "***" if name == "GNNFLEET_TOKEN" else value for name, value in env.items()}
+
+
+def test_own_script_finds_its_rank_and_its_part(own_script_run):
+    wanted = {0: ("0", "0", "0"), 1: ("1", "0", "1"), 2: ("1", "1", "1")}  # node_rank, local_rank, part
+    for node in own_script_run["nodes"]:
+        for rank in node["ranks"]:
+            seen = json.loads(Path(node["run_dir"], f"seen{rank}.json").read_text())
+            env, (node_rank, local_rank, part) = seen["env"], wanted[rank]
+            assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "3", "127.0.0.1")
+            assert (env["NODE_RANK"], env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == (node_rank, local_rank, "")
+            assert int(env["MASTER_PORT"]) == own_script_run["master_port"]
+            assert set(seen["parts"]) >= {"manifest.json", "shared", f"part{part}"}
+            assert f"part{1 - int(part)}" not in seen["parts"], "a node holds its own part only"
+
+
+def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):
+    config = local_config(tmp_path, [1, 1], local_workdirs)
+    done = launch(config, "--", "python", str(REPOSITORY / "examples/train_mine.py"), "--epochs", "2")
+    assert done.status == 0, done.output
+    accuracies = [float(found) for found in re.findall(r"test accuracy (0\.\d+)", done.output)]
+    assert len(accuracies) == 2 and accuracies[1] > 0.3, "five classes; the graph can be learnt"

@@ -1,0 +1,58 @@
+"""A training loop of one's own on gnnfleet's partitions: plain PyTorch, torch_geometric batches.
+
+python launch.py --config templates/local.yml -- python examples/train_mine.py --lr 0.01
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GraphSAGE
+
+from trainer.load.env import open_run
+from trainer.load.pyg import DistNeighborLoader
+
+
+def main() -> None:
+    args = argparse.ArgumentParser()
+    args.add_argument("--lr", type=float, default=0.01)
+    args.add_argument("--epochs", type=int, default=3)
+    args.add_argument("--batch-size", type=int, default=512, help="seeds per step and process")
+    options = args.parse_args()
+
+    dist.init_process_group("gloo")
+    graph, ranks, layout = open_run()
+    torch.manual_seed(0)
+    model = GraphSAGE(graph.manifest.attrs["x"].shape[1], 64, num_layers=2, out_channels=graph.manifest.num_classes)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    share = {"batch_size": options.batch_size, "rank": ranks.rank, "layout": layout}
+    train = DistNeighborLoader(graph, [10, 5], "train", shuffle=True, **share)
+    test = DistNeighborLoader(graph, [10, 5], "test", **share)
+
+    for epoch in range(options.epochs):
+        model.train()
+        for batch in train:  # as many on every rank, so that DDP never waits for one that has none
+            out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
+            loss = cross_entropy(out, batch.y[: batch.batch_size], reduction="sum") / max(batch.batch_size, 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        right = torch.zeros(2)
+        with torch.no_grad():
+            for batch in test:
+                out = model.module(batch.x.float(), batch.edge_index)[: batch.batch_size]
+                right += torch.tensor([(out.argmax(1) == batch.y[: batch.batch_size]).sum(), batch.batch_size])
+        dist.all_reduce(right)
+        if ranks.rank == 0:
+            print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {right[0] / right[1]:.4f}")
+    dist.barrier()  # the graph server of this node must outlive the slowest rank
+    graph.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

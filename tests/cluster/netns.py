@@ -40,6 +40,7 @@ from netns_tools import (
     keygen,
     kill_namespace,
     processes_of,
+    public_key,
     start_ticks,
     state,
     tool,
@@ -302,10 +303,11 @@ class NetCluster:
     ):
         remove_leftovers()
         self.owner = os.getpid()
-        self.name = f"gf{self.owner}c{next(_serial)}"
+        serial = next(_serial)
+        self.name = f"gf{self.owner}c{serial}"
         self.folder = STATE / self.name
         self.bridge = f"{self.name}b"
-        self.prefix = free_prefix(self.owner)
+        self.prefix = free_prefix(64 * self.owner + serial)
         self.shared_folder, self.password, self.sshd_options = shared_folder, password, dict(sshd_options or {})
         self.operator_home = self.folder / "operator"
         self.identity = self.operator_home / ".ssh/id_ed25519"
@@ -331,7 +333,9 @@ class NetCluster:
         self.identity.parent.mkdir(parents=True, mode=0o700)
         if self.shared_folder:
             self.shared_folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "owner").write_text(f"{self.owner} {start_ticks(self.owner)}")
+        written = self.folder / "owner.new"
+        written.write_text(f"{self.owner} {start_ticks(self.owner)}")
+        written.rename(self.folder / "owner")  # whole at once: others look at it in remove_leftovers
         ip(f"link add {self.bridge} type bridge")
         ip(f"addr add {self.prefix}.1/24 dev {self.bridge}")
         ip(f"link set {self.bridge} up")
@@ -357,7 +361,11 @@ class NetCluster:
             f"  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking yes\n"
             for host in self.hosts
         ]
-        known.write_text("".join(f"{host.name},{host.address} {_public_key(host)}\n" for host in self.hosts))
+        known.write_text(
+            "".join(
+                f"{host.name},{host.address} {public_key(host.folder / 'etc/host_key.pub')}\n" for host in self.hosts
+            )
+        )
         path.write_text("\n".join(blocks))
         return path
 
@@ -381,7 +389,10 @@ class NetCluster:
 def remove_leftovers() -> None:
     """Take down clusters whose process is gone (killed before it could clean up)."""
     for owner in STATE.glob("gf*/owner"):
-        pid, _, ticks = owner.read_text().partition(" ")
+        try:
+            pid, _, ticks = owner.read_text().partition(" ")
+        except FileNotFoundError:  # its owner has just removed it
+            continue
         if start_ticks(int(pid)) == ticks:
             continue
         name = owner.parent.name
@@ -390,7 +401,3 @@ def remove_leftovers() -> None:
             ip(f"netns del {name}{folder.name}", check=False)
         ip(f"link del {name}b", check=False)
         shutil.rmtree(owner.parent, ignore_errors=True)
-
-
-def _public_key(host: Host) -> str:
-    return " ".join((host.folder / "etc/host_key.pub").read_text().split()[:2])

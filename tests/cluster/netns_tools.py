@@ -56,14 +56,22 @@ def processes_of(init_pid: int) -> Iterator[Process]:
 
 
 def free_prefix(seed: int) -> str:
-    """The first three numbers of a /24 in 10/8 that no route of this machine touches."""
+    """The first three numbers of a /24 in 10/8 that no route of this machine touches.
+
+    ``seed`` tells apart clusters that start at the same moment.
+    """
     routes = ip("-4 route show table all")
     for offset in range(1000):
-        number = (seed * 7 + offset) % (128 * 256)
+        number = (seed + offset) % (128 * 256)
         prefix = f"10.{100 + number // 256}.{number % 256}"
         if f"{prefix}." not in routes:
             return prefix
     raise NetnsError("no free 10.x.y.0/24 on this machine")
+
+
+def public_key(path: Path) -> str:
+    """Type and key, without the comment."""
+    return " ".join(path.read_text().split()[:2])
 
 
 def keygen(path: Path, comment: str) -> None:

@@ -130,6 +130,7 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
 
 def _rank_env(job: Job, site: Site) -> dict[str, str]:
     env = _run_env(job, site)
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
     if site.interface:
         env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}

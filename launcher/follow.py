@@ -19,6 +19,8 @@ from launcher.plan import LaunchPlan, NodePlan
 from launcher.session import StopReport, stop_session, watch_command
 from launcher.transport.base import Transport
 
+_SILENCE = 0.4  # of lost_after: how long a line may say nothing before it is opened anew
+_LEAST_SILENCE = 5.0  # seconds; a live node says something every 3 s or so
 _RETRY_EVERY = 2.0  # seconds between attempts to get a line back
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
 _STOP_EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
@@ -65,8 +67,9 @@ class _NodeFollower(threading.Thread):
         super().__init__(daemon=True, name=f"follow-node{node.node_rank}")
         self.node, self.transport, self.limits, self.put, self.stop = node, transport, limits, put, stop
         self.offsets: dict[str, int] = {}
-        self.heard = time.monotonic()
+        self.heard = self._spoken = time.monotonic()
         self.over = False
+        self._streaming = False
 
     def run(self) -> None:
         try:
@@ -90,17 +93,28 @@ class _NodeFollower(threading.Thread):
 
     def _stream(self) -> str:
         """Follow until the stream ends; why it did."""
+        self._spoken, self._streaming = time.monotonic(), True
         try:
             status = self.transport.stream(watch_command(self.node, self.offsets), self._line, self.stop)
         except TransportError as error:
             return error.message
+        finally:
+            self._streaming = False
         return f"following it ended with status {status}"
+
+    def break_silence(self) -> None:
+        """Close a line on which nothing has come for long, so that it is opened anew or given up: TCP
+        does not tell that the other end has vanished."""
+        silent = time.monotonic() - self._spoken
+        if self._streaming and silent > max(_LEAST_SILENCE, self.limits.lost_after * _SILENCE):
+            self._spoken = time.monotonic()
+            threading.Thread(target=self.transport.close, daemon=True).start()
 
     def _line(self, line: str) -> None:
         if not line.startswith("{"):
             return  # a profile or a setup line of the node that prints
         message = json.loads(line)
-        self.heard = time.monotonic()
+        self.heard = self._spoken = time.monotonic()
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]
         self.over = "result" in message or "lost" in message
@@ -151,6 +165,8 @@ class RunFollower:
         while not self._over():
             try:
                 self._turn()
+                for follower in followers:
+                    follower.break_silence()
             except KeyboardInterrupt:
                 self.interrupt()
         self._enough.set()
@@ -179,7 +195,7 @@ class RunFollower:
     def interrupt(self) -> None:
         """Ctrl-C: have every node stop."""
         self.followed.interrupted = True
-        self.live.say("Ctrl-C: stopping every node (once more leaves at once)", "bold yellow")
+        self.live.say("interrupted: stopping every node (once more leaves at once)", "bold yellow")
         self.events.add("interrupted")
         self.stop("interrupted")
 

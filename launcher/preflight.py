@@ -205,6 +205,8 @@ _STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
 def print_findings(report: PreflightReport, console: Console) -> None:
     """One table of all findings, nodes with the same row folded; then what to do, per node."""
     table = Table("Nodes", "Hosts", "Check", "", "Finding", title="Preflight", title_justify="left")
+    for column in table.columns:
+        column.overflow = "fold"  # a fingerprint or a path is no use when its end is cut off
     for row, ranks in _folded(report.findings).items():
         check, severity, message = row
         hosts = {finding.host for finding in report.findings if finding.node_rank in ranks}

@@ -197,7 +197,8 @@ def _print_failure(report: RunReport, console: Console) -> None:
     for line in first.last_lines:
         console.print(Text(f"  {line}"), soft_wrap=True)
     log = report.folder / first.log_name
-    console.print(Text(f"log: {log}" if log.exists() else f"log: {log} (could not be fetched)"), soft_wrap=True)
+    if log.exists():
+        console.print(Text(f"log: {log}"), soft_wrap=True)
     after = _what_followed(report, first)
     if after:
         console.print(Text(f"{after} stopped or failed after it", "dim"))

@@ -37,6 +37,13 @@ done
 """
 
 
+#: $1 log, $2 run folder. The log's last lines, and whether a full disk is what kept it from saying more.
+_LAST_WORDS = """
+tail -n 20 "$1" 2>/dev/null
+[ "$(stat -f -c %a "$2")" -gt 4 ] || echo "the disk of $2 is full"
+"""
+
+
 @dataclass(frozen=True)
 class StopReport:
     """What stopping one node took."""
@@ -117,7 +124,8 @@ def _await_supervisor(transport: Transport, node: NodePlan, timeout: float) -> N
     if done.returncode == 0:
         return
     log = f"{node.run_dir}/logs/start.log"
-    said = _text(transport.run(Command(("tail", "-n", "20", log)), timeout=_TMUX_TIMEOUT).stdout)
+    last_words = Command(("bash", "-c", _LAST_WORDS, "bash", log, node.run_dir))
+    said = _text(transport.run(last_words, timeout=_TMUX_TIMEOUT).stdout)
     if done.returncode == 1:
         what = "the supervisor ended before it was up"
     else:

@@ -247,7 +247,10 @@ class _NodeJob:
             )
             raise self._error(f"{file.dest}: {error.message}") from error
         except FileNotFoundError as error:
-            raise SyncError(f"{file.source} has gone from this machine; make the partition again") from error
+            raise SyncError(
+                f"{file.source} is missing on this machine, and node{self.node.node_rank} ({self.node.target}) needs "
+                "it. If it belongs to a partition, delete the partition folder and run again"
+            ) from error
 
     def _check_source(self, file: PlannedFile) -> None:
         """When the copy is wrong because our own file is, say that."""

@@ -2,7 +2,8 @@
 
 ``{"file": "logs/rank0.log", "offset": n, "lines": [...]}`` new complete lines of a log, metrics or events
 file; n is the byte offset after them, so ``--offsets '{"logs/rank0.log": n}'`` goes on from there.
-``{"state": {...}}`` state.json as it changes (each heartbeat). ``{"result": {...}}`` last, after all lines; exit 0.
+``{"state": {...}}`` state.json as it changes (each heartbeat). ``{"quiet": s}`` nothing new for s seconds.
+``{"result": {...}}`` last, after all lines; exit 0.
 ``{"lost": {"reason", "state"}}`` last: the supervisor is gone without a result; exit 3. Exit 1 when nobody reads.
 """
 
@@ -27,6 +28,8 @@ from launcher.node.record import read_json
 LOST = 3  #: exit status when the supervisor is gone without a result
 _CHUNK = 1 << 18  # bytes of one file at once
 _FASTEST, _SLOWEST = 0.2, 1.0  # seconds between two looks
+_SMALL_FILE = 1 << 14  # bytes; what a supervisor leaves at its end takes about that
+_QUIET = 3.0  # seconds without news after which the line is shown to stand
 _START_WAIT = 60.0  # seconds a supervisor may take to appear
 
 
@@ -37,7 +40,8 @@ class Watcher:
         self.run_dir = run_dir
         self.offsets = dict(offsets)
         self._state: dict[str, Any] | None = None
-        self._give_up = time.monotonic() + _START_WAIT
+        self._told = time.monotonic()
+        self._give_up = self._told + _START_WAIT
 
     def follow(self) -> int:
         """Tell everything until the run has ended on this node; returns the exit status."""
@@ -48,13 +52,14 @@ class Watcher:
             self.tell_state()
             news = self.tell_lines()
             if end is not None and not news:
-                tell(end)
+                self.tell(end)
                 return 0 if "result" in end else LOST
             if news:
                 pause = _FASTEST
             else:
                 doze(pause)
                 pause = min(pause * 1.3, _SLOWEST)
+                self.tell_quiet()
 
     def end(self) -> dict[str, Any] | None:
         """The last thing to tell, once there is nothing more to come."""
@@ -72,14 +77,26 @@ class Watcher:
         if procs.alive(self._state["pid"], self._state["start_ticks"]):
             return ""
         age = time.time() - self._state["time"]
-        return f"the supervisor (pid {self._state['pid']}) is gone; its last sign of life was {age:.0f} s ago"
+        gone = f"the supervisor (pid {self._state['pid']}) is gone; its last sign of life was {age:.0f} s ago"
+        return gone + (f"; the disk of {self.run_dir} is full" if disk_full(self.run_dir) else "")
 
     def tell_state(self) -> None:
         """Tell ``state.json`` when it has changed."""
         state = read_json(self._path("state.json"))
         if state is not None and state != self._state:
             self._state = state
-            tell({"state": state})
+            self.tell({"state": state})
+
+    def tell_quiet(self) -> None:
+        """Show that the line stands although the supervisor writes nothing (its disk may be full, or stall)."""
+        quiet = time.monotonic() - self._told
+        if quiet > _QUIET:
+            self.tell({"quiet": round(quiet, 1)})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Print one JSON line."""
+        print(json.dumps(message), flush=True)
+        self._told = time.monotonic()
 
     def tell_lines(self) -> bool:
         """Tell new lines of all files, at most a chunk of each; whether there were any."""
@@ -92,7 +109,7 @@ class Watcher:
             if data:
                 self.offsets[name] = offset + len(data)
                 lines = data[:-1].decode("utf-8", "replace").split("\n")
-                tell({"file": name, "offset": self.offsets[name], "lines": lines})
+                self.tell({"file": name, "offset": self.offsets[name], "lines": lines})
                 news = True
         return news
 
@@ -114,6 +131,12 @@ class Watcher:
         return os.path.join(self.run_dir, name)
 
 
+def disk_full(path: str) -> bool:
+    """Whether there is no room for even a small file."""
+    disk = os.statvfs(path)
+    return disk.f_bavail * disk.f_frsize < _SMALL_FILE
+
+
 def complete_lines(path: str, offset: int) -> bytes:
     """What stands in ``path`` from ``offset`` to the last line end in reach; whole lines, however long."""
     with open(path, "rb") as file:
@@ -122,11 +145,6 @@ def complete_lines(path: str, offset: int) -> bytes:
         if b"\n" not in data:
             data += file.readline()
     return data[: data.rfind(b"\n") + 1]
-
-
-def tell(message: dict[str, Any]) -> None:
-    """Print one JSON line."""
-    print(json.dumps(message), flush=True)
 
 
 def doze(seconds: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
+from rich.table import Table
 from rich.text import Text
 
 from launcher.plan import LaunchPlan, NodePlan, PlannedFile
@@ -21,6 +22,22 @@ def print_plan(plan: LaunchPlan, console: Console) -> None:
         title = f"node{node.node_rank}  {node.target}  tmux session {node.session}"
         lines += [Text(""), _heading(title), *map(_row, _node_rows(node))]
     console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def print_placement(plan: LaunchPlan, console: Console) -> None:
+    """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("  node", "target", "ranks", "devices", "parts", "address", "graph service", "to have there"):
+        table.add_column(name, no_wrap=True)
+    for node in plan.nodes:
+        size = decimal(sum(file.bytes for file in node.files))
+        port = f"port {node.service_port}" if node.server else "none"
+        where = (node.address, port, size)
+        table.add_row(
+            f"  node{node.node_rank}", node.target, _span(node.ranks), _devices(node), _span(node.parts), *where
+        )
+    console.print(_heading(_summary(plan)), soft_wrap=True)
+    console.print(table)
 
 
 def describe_command(command: Command) -> str:
@@ -61,8 +78,7 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
 
 
 def _node_rows(node: NodePlan) -> _Rows:
-    devices = ",".join(map(str, node.devices)) or "CPU"
-    share = f"ranks {_span(node.ranks)}  devices {devices}  parts {_span(node.parts)}"
+    share = f"ranks {_span(node.ranks)}  devices {_devices(node)}  parts {_span(node.parts)}"
     ports = f"master {node.master_port}" + (f", graph service {node.service_port}" if node.server else "")
     yield "share", f"{share}  address {node.address}  ports {ports}"
     yield "folders", f"run {node.run_dir}  parts {node.data_dir}  code {node.code_dir}"
@@ -97,6 +113,10 @@ def _size(file: PlannedFile) -> str:
 
 def _word(word: str) -> str:
     return str(word) if isinstance(word, Secret) else quote(word)
+
+
+def _devices(node: NodePlan) -> str:
+    return ",".join(map(str, node.devices)) or "CPU"
 
 
 def _span(numbers: Sequence[int]) -> str:

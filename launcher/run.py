@@ -28,6 +28,7 @@ from launcher.options import LaunchOptions, choose_run_id, run_folder
 from launcher.outcome import Outcome, first_failure
 from launcher.partitioning import ensure_parts
 from launcher.plan import LaunchPlan, NodeFacts, make_plan, to_json
+from launcher.planview import print_placement
 from launcher.preflight import print_findings, run_preflight
 from launcher.progress import transfer_progress
 from launcher.report import Metrics, RunReport, RunState, print_report, write_whole
@@ -145,6 +146,7 @@ def carry_out(
     interrupts: Interrupts,
 ) -> RunReport:
     """Apply the plan: bring files, start, follow, collect, report."""
+    print_placement(plan, job.console)
     write_whole(job.folder / "plan.json", to_json(plan))
     write_whole(job.folder / "config.yml", to_yaml(job.config))
     events = EventLog(job.folder / "events.jsonl")

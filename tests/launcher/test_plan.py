@@ -37,7 +37,7 @@ from launcher.plan import (
     read_partition_files,
     to_json,
 )
-from launcher.planview import print_plan
+from launcher.planview import print_placement, print_plan
 from launcher.script import Command, Secret, render
 from launcher.yaml_schema import load_config
 
@@ -417,6 +417,16 @@ def test_printed_plan_has_every_command_of_every_node(tmp_path: Path) -> None:
         assert expected in shown
     assert "my script.py (8 bytes)" in shown and "service.key (made at launch)" in shown
     assert "partition make" in shown and all(note in shown for note in plan.notes)
+
+
+def test_a_launch_shows_the_placement_in_a_line_per_node() -> None:
+    plan = plan_of(cluster(NodeConfig("a", user="u", devices=(1, 3)), NodeConfig("b")), facts=facts_of(2))
+    console = Console(file=io.StringIO(), width=100)
+    print_placement(plan, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0] == f"run {plan.run_id}: 2 nodes, 3 processes, 2 parts, master {plan.master_addr} port 29500"
+    assert lines[2].split()[:5] == ["node0", "u@a", "0-1", "1,3", "0"]
+    assert lines[3].split()[:5] == ["node1", "b", "2", "CPU", "1"]
 
 
 @pytest.mark.parametrize("template", sorted((CODE_ROOT / "templates").glob("*.yml")), ids=lambda path: path.name)

@@ -424,7 +424,10 @@ def test_a_launch_shows_the_placement_in_a_line_per_node() -> None:
     console = Console(file=io.StringIO(), width=100)
     print_placement(plan, console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[0] == f"run {plan.run_id}: 2 nodes, 3 processes, 2 parts, master {plan.master_addr} port 29500"
+    assert (
+        lines[0]
+        == f"run {plan.run_id}: 2 nodes, 3 processes, 2 parts, master {plan.master_addr} port {plan.master_port}"
+    )
     assert lines[2].split()[:5] == ["node0", "u@a", "0-1", "1,3", "0"]
     assert lines[3].split()[:5] == ["node1", "b", "2", "CPU", "1"]
 

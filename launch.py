@@ -23,4 +23,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # during the imports; once they are done the command answers for itself
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -153,8 +153,8 @@ def carry_out(
     try:
         interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
         bring_files(job, plan, transports, events)
-        interrupts.last_words = "left at once; parts of the run may still be running. " + " ".join(
-            map(how_to_stop, plan.nodes)
+        interrupts.last_words = "\n  ".join(
+            ["left at once; parts of the run may still be running.", *map(how_to_stop, plan.nodes)]
         )
         followed = conduct(job, plan, transports, events)
         interrupts.meaning = "interrupted while collecting; nothing runs any more, logs and results stay on the nodes"

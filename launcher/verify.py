@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,23 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
     ]
     request = {"op": "inventory", "files": entries, "folders": []}
     found = ask_files(transport, node, request, hash_time(files))["files"]
-    wrong = [state for state in found if state["state"] != "present"]
-    return [f"{_where(node)}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+    gone = _missing_folders(found, node.data_dir)
+    lines = [f"{_where(node)}: {folder} is missing, with all its {count} files" for folder, count in gone.items()]
+    wrong = [state for state in found if state["state"] != "present" and _top(state, node.data_dir) not in gone]
+    return lines + [f"{_where(node)}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+
+
+def _top(state: Mapping[str, Any], data_dir: str) -> str:
+    """``<data_dir>/part1`` for the state of a file in there."""
+    return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
+
+
+def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
+    """Folders of parts of which no file is there, and how many files that is."""
+    states: dict[str, list[str]] = {}
+    for state in found:
+        states.setdefault(_top(state, data_dir), []).append(state["state"])
+    return {top: len(all_of) for top, all_of in states.items() if len(all_of) > 1 and set(all_of) == {"missing"}}
 
 
 def _where(node: NodePlan) -> str:

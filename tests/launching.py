@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,3 +86,52 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
         process.kill()
         raise
     return Launched(process.returncode, output, config.parent)
+
+
+class Running:
+    """A launch.py at work, whose output can be waited for."""
+
+    def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None):
+        self.folder, self.process = config.parent, start(config, *words, env=env)
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._over = False
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def await_line(self, text: str, timeout: float = 120) -> Running:
+        """Until a line with ``text`` has been printed."""
+        with self._news:
+            self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)
+        if not any(text in line for line in self.lines):
+            self.process.kill()
+            raise AssertionError(f"launch.py has not said {text!r}:\n{self.output}")
+        return self
+
+    def send(self, signum: int) -> Running:
+        self.process.send_signal(signum)
+        return self
+
+    def end(self, timeout: float = 60) -> Launched:
+        """Wait for its end; a launch.py that does not come to one is killed."""
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"launch.py has not ended {timeout:g} s later:\n{self.output}") from None
+        with self._news:
+            self._news.wait_for(lambda: self._over, 5)
+        return Launched(self.process.returncode, self.output, self.folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -9,7 +11,7 @@ from contextlib import suppress
 import click
 
 from launcher.config import ClusterConfig
-from launcher.errors import TransportError
+from launcher.errors import TransportError, UsageError
 from launcher.script import Secret
 from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
@@ -20,8 +22,22 @@ AskPassword = Callable[[str], Secret]
 
 
 def ask_password(target: str) -> Secret:
-    """Ask on the terminal, without echo."""
+    """Ask on the terminal, without echo; raises UsageError where there is none."""
+    if not _at_terminal():
+        raise UsageError(
+            f"the config asks for a password of {target} (`password: true`), but there is no terminal to ask on; "
+            "start from a terminal, or set `key` to a private key that needs no password"
+        )
     return Secret(click.prompt(f"Password for {target}", hide_input=True, err=True))
+
+
+def _at_terminal() -> bool:
+    """Whether somebody can be asked: getpass uses the controlling terminal, else standard input."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return sys.stdin.isatty()
+    return True
 
 
 def make_transport(config: ClusterConfig, node_rank: int, password: Secret | None = None) -> Transport:

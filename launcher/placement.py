@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MASTER_PORT = 29500
 SERVICE_PORT = 29600
-_CANDIDATES = 8
+_CANDIDATES = 64
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -179,9 +179,9 @@ def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """The first candidate found free; the preferred one when none is known to be (preflight refuses then)."""
+    """The candidate that preflight puts first; the lowest when none is known to be free (preflight refuses then)."""
     free = fact.free_ports if fact else ()
-    return next((port for port in candidates if port in free), candidates[0])
+    return next((port for port in free if port in candidates), candidates[0])
 
 
 def at_home(path: str, fact: NodeFacts | None) -> str:

@@ -71,7 +71,7 @@ class NodeFacts:
     memory: int  #: bytes
     cpus: int
     clock_offset: float  #: node clock minus this machine's, seconds
-    free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound
+    free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound, in the order to take them
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _notes(
     notes = []
     if not _all_known(config, facts):
         notes.append(
-            "preflight will fill in addresses, network interfaces, free ports (those shown are the first choice), "
+            "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin with those shown), "
             "home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
         )
     if config.data.mode == "sync" and usable is None:

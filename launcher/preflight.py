@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,8 +135,14 @@ def _facts(config: ClusterConfig, k: int, probe: Mapping[str, Any], offset: floa
         memory=probe["memory"],
         cpus=probe["cpus"],
         clock_offset=offset,
-        free_ports=tuple(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
+        free_ports=_in_any_order(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
     )
+
+
+def _in_any_order(ports: Iterable[int]) -> tuple[int, ...]:
+    """So that two launches in the same moment hardly ever take the same port."""
+    free = list(ports)
+    return tuple(random.sample(free, len(free)))
 
 
 def _reach_master(survey: Survey, facts: Mapping[int, NodeFacts], lines: Mapping[int, Transport]) -> list[Finding]:

@@ -66,14 +66,14 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
     return write_config(folder, nodes, transport="local", **sections)
 
 
-def start(config: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:
     """launch.py --config … in the config's folder, output piped together."""
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), *words]
-    environment = dict(os.environ if env is None else env)
+    environment = {"COLUMNS": "200"} | dict(os.environ if env is None else env)  # tables without wrapped cells
     environment.pop("TMUX", None)
     return subprocess.Popen(
         command, cwd=config.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, text=True,
+        stdin=subprocess.DEVNULL, text=True, start_new_session=own_group,
     )  # fmt: skip
 
 
@@ -91,8 +91,8 @@ def launch(config: Path, *words: str, env: dict[str, str] | None = None, timeout
 class Running:
     """A launch.py at work, whose output can be waited for."""
 
-    def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None):
-        self.folder, self.process = config.parent, start(config, *words, env=env)
+    def __init__(self, config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False):
+        self.folder, self.process = config.parent, start(config, *words, env=env, own_group=own_group)
         self.lines: list[str] = []
         self._news = threading.Condition()
         self._over = False

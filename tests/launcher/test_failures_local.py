@@ -1,0 +1,198 @@
+"""What goes wrong without any host: one clear message, the right exit status, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import REPOSITORY, Launched, Running, launch, local_config
+
+WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
+
+
+@pytest.fixture(autouse=True)
+def private_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tmux server of the test's own, which must have ended with the test's runs."""
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    yield
+    listed = subprocess.run(["tmux", "list-sessions"], capture_output=True, text=True)
+    assert listed.returncode != 0, f"sessions left behind: {listed.stdout}"
+    assert processes_about(tmp_path) == []
+
+
+def processes_about(folder: Path) -> list[str]:
+    """Command lines of running processes that name ``folder``."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+def refused(done: Launched, status: int, *words: str) -> None:
+    """Ended with ``status`` and one message that holds ``words``."""
+    assert done.status == status, done.output
+    assert "Traceback" not in done.output
+    assert done.output.count("error:") == 1, done.output
+    for word in words:
+        assert word in done.output
+
+
+TWO = "nodes: [alice@gnn1, alice@gnn2]\n"
+CONFIGS = {
+    "list not closed": (
+        "nodes: [a, b\ndata: {dataset: synthetic}\n",
+        ["cluster.yml:2: not valid YAML", "closing `]` (begun on line 1)"],
+    ),
+    "tab": ("nodes:\n  - a\n\t- b\ndata: {dataset: synthetic}\n", ["cluster.yml:3: not valid YAML", "use spaces"]),
+    "unknown keys": (
+        TWO + "data: {dataset: synthetic}\ntrain:\n  epoch: 3\n  fanout: [3]\n",
+        ["cluster.yml:4: unknown key `epoch`", "did you mean `epochs`?", "cluster.yml:5: unknown key `fanout`"],
+    ),
+    "equal work folders": (
+        "nodes:\n  - {host: gnn1, workdir: /scratch/w}\n  - {host: gnn1, workdir: /scratch/w/}\n"
+        "data: {dataset: synthetic}\n",
+        ["cluster.yml:3: nodes.1 has the same host and workdir as nodes.0 (gnn1, /scratch/w)", "{node_rank}"],
+    ),
+    "fewer parts than nodes": (
+        TWO + "data: {dataset: synthetic, num_parts: 1}\n",
+        ["cluster.yml:2: fewer parts than nodes", "num_parts is 1", "2 entries", "raise it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mistake_in_the_config_is_shown_with_its_line_before_anything_starts(name: str, tmp_path: Path) -> None:
+    text, words = CONFIGS[name]
+    (tmp_path / "cluster.yml").write_text(text)
+    before = time.monotonic()
+    done = launch(tmp_path / "cluster.yml")
+    refused(done, 2, *words)
+    assert time.monotonic() - before < 5, "a config is checked in a fraction of a second"
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yml"]
+
+
+def test_a_run_id_is_not_used_twice(tmp_path: Path) -> None:
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    done = launch(local_config(tmp_path, [1]), "--run-id", "mine")
+    refused(done, 2, "--run-id mine", "exists already; choose another id")
+    assert list((tmp_path / "runs/mine").iterdir()) == []
+
+
+def test_a_password_cannot_be_asked_for_without_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "cluster.yml").write_text(
+        "nodes: [{host: 127.0.0.1, user: alice, password: true}]\ndata: {dataset: synthetic}\n"
+    )
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", "cluster.yml"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, start_new_session=True, capture_output=True, text=True
+    )
+    done = Launched(ended.returncode, ended.stdout + ended.stderr, tmp_path)
+    refused(done, 2, "password of alice@127.0.0.1", "no terminal", "`key`")
+
+
+def test_a_busy_master_port_is_named_with_who_holds_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        done = launch(local_config(tmp_path, [1]), "--master_port", str(port))
+    refused(done, 3, f"port {port} in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "node0").exists()
+
+
+def test_cuda_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    config = local_config(tmp_path, [1])
+    config.write_text(config.read_text().replace("procs: 1", "devices: [77]"))
+    done = launch(config)
+    refused(done, 3, "node0", "77" if shutil.which("nvidia-smi") else "nvidia-smi shows none", "`devices`")
+    assert not (tmp_path / "node0").exists()
+
+
+@pytest.fixture
+def made(tmp_path: Path, parts: Path) -> Path:
+    """A config of two local nodes over parts that are current by their stamp, and an own script that waits."""
+    config = local_config(tmp_path, [1, 1], data={"folder": str(parts)})
+    (tmp_path / "waits.py").write_text(WAITS)
+    return config
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parts made by a launch that then fails at once, so that its stamp is there."""
+    folder = tmp_path_factory.mktemp("made")
+    config = local_config(folder, [1, 1])
+    env = {**os.environ, "TMUX_TMPDIR": str(folder)}
+    launch(config, "--", "false", env=env)
+    assert (folder / "parts/manifest.json").is_file()
+    return folder / "parts"
+
+
+def failed_without_a_start(done: Launched) -> None:
+    """The run folder says that it failed, and no node has run anything."""
+    assert done.result["state"] == "failed" and done.result["exit_status"] == 1
+    assert "starting" not in done.output
+
+
+def test_a_missing_part_is_named(made: Path, parts: Path) -> None:
+    (parts / "part1").rename(parts / "away")
+    try:
+        done = launch(made, "--", "python", "waits.py")
+    finally:
+        (parts / "away").rename(parts / "part1")
+    refused(done, 1, f"{parts}/part1/", "is missing on this machine", "node1", "delete the partition folder")
+    failed_without_a_start(done)
+
+
+def test_a_flipped_byte_in_a_part_is_found_before_it_is_taken(made: Path, parts: Path) -> None:
+    file = parts / "part1/nodes/x.npy"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    try:
+        done = launch(made, "--", "python", "waits.py")
+    finally:
+        file.write_bytes(whole)
+    refused(done, 1, str(file), "not what its manifest says", "node1", "Delete the partition folder")
+    failed_without_a_start(done)
+    assert not list(made.parent.glob("node1/**/x.npy")), "a damaged part is never taken for whole"
+
+
+def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
+    """The terminal sends the signal to launch.py's whole process group, not to launch.py alone."""
+    running = Running(made, "--", "python", "waits.py", own_group=True).await_line("here is rank 0")
+    before = time.monotonic()
+    os.killpg(running.process.pid, signal.SIGINT)
+    done = running.end()
+    assert time.monotonic() - before < 12
+    assert done.status == 130 and "Traceback" not in done.output, done.output
+    assert done.result["state"] == "interrupted"
+    assert "Interrupted after" in done.output
+
+
+def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
+    config = local_config(tmp_path, [1, 1], data={"options": {"num_nodes": 300_000, "avg_degree": 10}})
+    running = Running(config).await_line("partition |")
+    done = running.send(signal.SIGINT).end()
+    assert done.status == 130 and "Traceback" not in done.output, done.output
+    assert "nothing had been started" in done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cluster.yml"]
+
+
+def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:
+    done = launch(made, "--", "no-such-program", "--lr", "1")
+    assert done.status == 1 and "Traceback" not in done.output, done.output
+    assert "cannot start no-such-program" in done.output
+    first = json.loads((done.run_dir / "result.json").read_text())["first_failure"]
+    assert first["returncode"] == 127

@@ -20,12 +20,12 @@ class Row:
     unit: str
     against: str = ""  #: name of the other way
     other: float | None = None  #: its value, same unit
-    better: str = "less"  #: whether ``less`` or ``more`` of the unit is better
+    better: str = "less"  #: whether ``less`` or ``more`` of the unit is better; ``equal``: they should agree
 
     @property
     def ratio(self) -> float | None:
         """How many times better than the other way."""
-        if self.other is None:
+        if self.other is None or self.better == "equal":
             return None
         return self.other / self.value if self.better == "less" else self.value / self.other
 

@@ -119,6 +119,34 @@ def write_cluster(path, *nodes, num_parts=None):
     return path
 
 
+@contextlib.contextmanager
+def serve_process(folder, parts, own, bind, cluster, key_file=None):
+    """``python -m trainer serve`` as a process, and the file that says it is ready."""
+    ready = folder / f"ready{own[0]}.json"
+    options = {"parts": parts, "own": ",".join(map(str, own)), "bind": bind, "cluster": cluster, "ready-file": ready}
+    if key_file is not None:
+        options["key-file"] = key_file
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "serve", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=server_environment(),
+    )  # fmt: skip
+    try:
+        yield process, ready
+    finally:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def wait_for(ready, process) -> dict:
+    until = time.monotonic() + 60
+    while not ready.exists():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < until, "no ready file within 60 s"
+        time.sleep(0.02)
+    return json.loads(ready.read_text())
+
+
 def main(endpoint: str, key_file: str | None = None) -> None:
     keys = read_key_file(key_file) if key_file else None
     server = GraphServer(ArithmeticGraph(), endpoint, INFO, 2, keys)

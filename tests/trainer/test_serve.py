@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from partitions import random_graph, store_of
-from service_kit import INFO, free_endpoint, new_keys, server_environment, serving, write_cluster, write_partition
+from service_kit import (
+    INFO,
+    free_endpoint,
+    new_keys,
+    serve_process,
+    serving,
+    wait_for,
+    write_cluster,
+    write_partition,
+)
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
 from trainer.sample.one_hop import LocalGraph
@@ -32,34 +38,6 @@ def parts(tmp_path):
     x = np.random.default_rng(0).normal(size=(num_nodes, 4)).astype(np.float32)
     write_partition(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))
     return tmp_path / "parts"
-
-
-@contextmanager
-def serve_process(folder, parts, own, bind, cluster, key_file=None):
-    """``python -m trainer serve`` as a process, and the file that says it is ready."""
-    ready = folder / f"ready{own[0]}.json"
-    options = {"parts": parts, "own": ",".join(map(str, own)), "bind": bind, "cluster": cluster, "ready-file": ready}
-    if key_file is not None:
-        options["key-file"] = key_file
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "serve", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=server_environment(),
-    )  # fmt: skip
-    try:
-        yield process, ready
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-
-
-def wait_for(ready, process) -> dict:
-    until = time.monotonic() + 60
-    while not ready.exists():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < until, "no ready file within 60 s"
-        time.sleep(0.02)
-    return json.loads(ready.read_text())
 
 
 def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None:

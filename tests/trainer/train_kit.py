@@ -62,13 +62,15 @@ def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
 
-def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int) -> subprocess.Popen[str]:
+def start_rank(
+    jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str
+) -> subprocess.Popen[str]:
     """A process that is one rank of each job in turn; each job is a command line, the last one ends the process."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env |= {"GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"GLOO_SOCKET_IFNAME": "lo", **more_env}
     argv = [sys.executable, __file__, json.dumps([command_line(item) for item in jobs])]
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -76,6 +78,9 @@ def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int) 
 def command_line(item: TrainJob) -> list[str]:
     """The job as arguments of ``python -m trainer``."""
     words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir)]
+    words += ["--part-ids", ",".join(map(str, item.part_ids))] if item.part_ids else []
+    words += ["--cluster", str(item.cluster)] if item.cluster else []
+    words += ["--key-file", str(item.key_file)] if item.key_file else []
     for name, value in asdict(item.settings).items():
         if value is not None and value is not False:
             words.append("--" + name.replace("_", "-"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket as plain
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from trainer.service.keys import CurveKeys
 from trainer.service.wire import MAX_FRAME, Message, decode, encode
 
 SLICE = 0.1  #: seconds; the longest a waiting thread stays away from close() and from news of the connection
+GONE_AFTER = 10.0  #: seconds a lost server may take to come back, once its host refuses connections
+_PROBE_EVERY = 1.0  #: seconds
 _REJOIN_AFTER = 0.5  #: seconds until a refused connection is tried anew; libzmq itself gives those up
 _HEARTBEAT_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 10_000
@@ -53,6 +56,8 @@ class Channel:
         self._last_id = 0
         self._patience_ms = -1
         self._lost = False
+        self._gone = False
+        self._probe_at = math.inf
         self._rejoin_at: float | None = None
         self._socket = context.socket(zmq.DEALER)
         _set_options(self._socket, endpoint)
@@ -72,7 +77,7 @@ class Channel:
         return call
 
     def wait(self, call: Call, until: float, check: Callable[[], None]) -> Message | None:
-        """The reply to ``call``, or None when ``time.monotonic()`` passes ``until`` first.
+        """The reply to ``call``; None when ``time.monotonic()`` passes ``until`` first, or the server is gone.
 
         ``check`` is called at least every ``SLICE`` and may raise to give up.
         """
@@ -85,7 +90,7 @@ class Channel:
                     received = call.reply is not None or self._receive(patience)
                 finally:
                     self.lock.release()
-                if not received and left <= 0:
+                if not received and (left <= 0 or self._gone):
                     return None
             elif left <= 0:
                 return None
@@ -134,6 +139,7 @@ class Channel:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.state = "connected, so it is slow or stuck"
+                self._gone, self._probe_at = False, math.inf
                 if self._lost:
                     self._lost = False
                     self._resend()
@@ -141,6 +147,7 @@ class Channel:
                 self.state = "connected, but no graph server speaks there"
             elif event == zmq.EVENT_DISCONNECTED:
                 self._lost = True
+                self._probe_at = min(self._probe_at, time.monotonic() + GONE_AFTER)
                 self.state = self.state if self.state == _REFUSED else "connection lost"
             else:
                 self.state = _REFUSED
@@ -148,6 +155,9 @@ class Channel:
                     self._rejoin_at = time.monotonic() + _REJOIN_AFTER
         if self._rejoin_at is not None and time.monotonic() >= self._rejoin_at:
             self._rejoin()
+        if time.monotonic() >= self._probe_at:
+            self._probe_at = time.monotonic() + _PROBE_EVERY
+            self._gone = _refuses(self._endpoint)
 
     def _rejoin(self) -> None:
         self._rejoin_at = None
@@ -163,6 +173,18 @@ class Channel:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:  # refused just now, so there is no line to queue on; the next connection resends
             self._lost = True
+
+
+def _refuses(endpoint: str) -> bool:
+    """Whether the host says that nobody listens there; one that says nothing may only be cut off for a while."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        plain.create_connection((host.strip("[]"), int(port)), timeout=SLICE).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _set_options(socket: zmq.Socket[bytes], endpoint: str) -> None:

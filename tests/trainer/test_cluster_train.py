@@ -1,0 +1,116 @@
+"""Training over two nodes, as the processes a launcher would start: a graph server and a rank on each."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster
+from train_kit import curve, finish, free_port, job, metrics, start_rank, write_parts
+from trainer.config import TrainJob
+from trainer.ranks import Ranks
+from trainer.service.keys import write_key_file
+from trainer.train.job import train
+
+RUNS: dict[str, dict[str, Any]] = {
+    "sage": {},
+    "gcn": {"model": "gcn"},
+    "gat": {"model": "gat"},
+    "with replacement": {"replace": True},
+    "larger fanouts later": {"fanouts": (3, 6), "eval_fanouts": (-1, -1)},
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node: its own part only, on its own disk, and its graph server."""
+
+    rank: int
+    parts: Path
+    server: subprocess.Popen[str]
+    cluster: Path
+    key_file: Path
+
+    def job(self, run_dir: Path, **settings: Any) -> TrainJob:
+        plain = job(self.parts, run_dir, **settings)
+        return replace(plain, part_ids=(self.rank,), cluster=self.cluster, key_file=self.key_file)
+
+
+@contextmanager
+def two_nodes(folder: Path) -> Iterator[list[Node]]:
+    """Encrypted graph servers of two nodes, ready."""
+    whole = write_parts(folder / "whole", 2)
+    endpoints = [free_endpoint(), free_endpoint()]
+    cluster = write_cluster(folder / "cluster.json", (0, endpoints[0], [0]), (1, endpoints[1], [1]))
+    key_file = folder / "service.key"
+    write_key_file(key_file, new_keys())
+    with ExitStack() as stack:
+        nodes = []
+        for rank in (0, 1):
+            parts = folder / f"node{rank}"
+            shutil.copytree(whole, parts, ignore=shutil.ignore_patterns(f"part{1 - rank}"))
+            started = serve_process(folder, parts, [rank], endpoints[rank], cluster, key_file)
+            nodes.append((rank, parts, *stack.enter_context(started)))
+        for _, _, server, ready in nodes:
+            wait_for(ready, server)
+        yield [Node(rank, parts, server, cluster, key_file) for rank, parts, server, _ in nodes]
+
+
+def start(nodes: list[Node], *settings: tuple[Path, dict[str, Any]]) -> list[subprocess.Popen[str]]:
+    """One rank on each node; each does all runs, one after the other."""
+    port = free_port()
+    return [
+        start_rank([node.job(run_dir, **more) for run_dir, more in settings], node.rank, 2, port,
+                   NODE_RANK=str(node.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        for node in nodes
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folders of two nodes, one per entry of ``RUNS``."""
+    folder = tmp_path_factory.mktemp("two-nodes")
+    with two_nodes(folder / "nodes") as nodes:
+        for process in start(nodes, *((folder / name, settings) for name, settings in RUNS.items())):
+            ended = finish(process)
+            assert ended.returncode == 0, ended.output
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_nodes_train_as_one_process_does(name: str, on_two_nodes: Path, tmp_path: Path) -> None:
+    train(job(write_parts(tmp_path / "parts", 1), tmp_path / "run", **RUNS[name]), Ranks())
+    assert len(curve(on_two_nodes / name)) == 3
+    np.testing.assert_allclose(curve(on_two_nodes / name), curve(tmp_path / "run"), rtol=1e-4)
+    ours, theirs = (metrics(folder, "result")[0] for folder in (on_two_nodes / name, tmp_path / "run"))
+    assert ours["test_accuracy"] == pytest.approx(theirs["test_accuracy"], abs=1 / 120)
+    assert all(metrics(on_two_nodes / name, "epoch", rank)[0]["remote_bytes"] > 0 for rank in (0, 1))
+
+
+def test_a_graph_server_killed_in_mid_epoch_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+    endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
+    with two_nodes(tmp_path / "nodes") as nodes:
+        processes = start(nodes, (tmp_path, endless))
+        until = time.monotonic() + 60
+        while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():
+            assert time.monotonic() < until, "the run did not get going"
+            time.sleep(0.1)
+        nodes[1].server.kill()
+        killed = time.monotonic()
+        asker, other = (finish(process, timeout=50) for process in processes)
+        assert time.monotonic() - killed < 30, "the deadline of 60 s is not for a server known to be gone"
+    assert asker.returncode == other.returncode == 1
+    errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]
+    assert len(errors[0]) == len(errors[1]) == 1, asker.output + other.output
+    assert "graph server of node1 (host1, tcp://127.0.0.1:" in errors[0][0] and "(connection lost)" in errors[0][0]
+    assert "rank 1 (node1" in errors[1][0] and "lost another rank" in errors[1][0]
+    assert "Traceback" not in asker.output + other.output

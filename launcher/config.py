@@ -75,7 +75,7 @@ class PartitionConfig:
     method: Literal["metis", "random"] = setting(
         "`metis` cuts few edges; `random` is quick and cuts most of them.", "metis"
     )
-    seed: int = setting("Seed of the partition algorithm.", 0, at_least=0)
+    seed: int = setting("Seed of the partition algorithm.", 0, at_least=0, below=2**32)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class TrainConfig:
     epochs: int = setting("Passes over the train seeds.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
     weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
-    seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0)
+    seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on the val split every so many epochs; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Write a checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
@@ -128,7 +128,7 @@ class TrainConfig:
     backend: Literal["auto", "gloo", "nccl"] = setting(
         "torch.distributed backend; auto: nccl when every node has devices, else gloo.", "auto"
     )
-    timeout: float = setting("Seconds after which any wait for another process fails.", 120.0, above=0)
+    timeout: float = setting("Seconds after which any wait for another process fails.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting(
         "Checkpoint to go on from: a file on this machine, or the id of an earlier run in runs_dir.", None
     )

@@ -45,13 +45,13 @@ class TrainSettings:
     epochs: int = setting("Passes over the train seeds.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
-    seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0)
+    seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting("Batches in flight per process.", 3, at_least=1)
     backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
-    timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0)
+    timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting("Checkpoint file to go on from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:

@@ -80,6 +80,20 @@ def test_symmetric_adjacency_against_scipy():
         assert sorted(neighbours[indptr[node] : indptr[node + 1]]) == sorted(expected[node].indices)
 
 
+def test_other_byte_orders_are_read_right(tmp_path):
+    changes = {"edge_index": np.array([[0, 4], [3, 5]], ">i4"), "train_idx": np.array([4, 0], ">i8")}
+    dataset = load_dataset("file", save_graph(tmp_path, **changes), {"undirected": True})
+    assert dataset.edge_index.T.tolist() == [[0, 3], [3, 0], [4, 5], [5, 4]]
+    assert dataset.splits["train"].tolist() == [4, 0]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint64"])
+def test_edges_of_any_integer_type_and_more_nodes_than_it_counts(dtype, tmp_path):
+    edges, rows = np.array([[0, 4], [3, 5]], dtype), {"x": np.zeros((400, 2)), "y": np.zeros(400, int)}
+    dataset = load_dataset("file", save_graph(tmp_path, edge_index=edges, val_mask=None, **rows), {"undirected": True})
+    assert dataset.num_nodes == 400 and dataset.edge_index.T.tolist() == [[0, 3], [3, 0], [4, 5], [5, 4]]
+
+
 LABELS = np.array([0, 1, 2, 0, 1, 2])
 
 MISTAKES = {
@@ -101,6 +115,8 @@ MISTAKES = {
     "too few classes": ({}, {"num_classes": 2}, "label 2 does not fit option num_classes=2"),
     "seed outside": ({"train_idx": np.array([0, 6])}, {}, r"train_idx\.npy: 6 at position 1"),
     "seed twice": ({"train_idx": np.array([3, 0, 3])}, {}, "node 3 appears twice, at positions 0 and 2"),
+    "mask of numbers": ({"val_mask": np.ones(6, np.uint8)}, {}, "val_mask.npy: a mask of uint8, expected booleans"),
+    "wide floats": ({"x": np.zeros((6, 2), np.longdouble)}, {}, "expected numbers or booleans of at most 64 bits"),
     "short mask": ({"val_mask": np.zeros(5, bool)}, {}, r"mask has shape \[5\], expected \[6\]"),
     "float seeds": ({"train_idx": np.array([0.0, 1.0])}, {}, "holds float64"),
     "ids and mask": ({"train_mask": np.zeros(6, bool)}, {}, "split 'train' is given twice"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch_geometric.data import Data
 
 from partitions import random_graph, store_of
-from trainer.errors import ServiceError, SettingsError
+from trainer.errors import PartitionError, ServiceError, SettingsError
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
@@ -210,6 +210,48 @@ def test_work_ahead_keeps_order_and_runs_side_by_side():
         return job
 
     assert list(ordered_ahead(work, range(9), threads=3, ahead=3, deadline=10)) == list(range(9))
+
+
+def sampler_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("sampler")]
+
+
+@pytest.mark.parametrize("road", ["two parts here", "two parts, one over the wire"])
+def test_an_epoch_left_early_ends_its_threads_and_the_next_is_whole(road):
+    with opened(*ROADS[road]) as graph:
+        loader = BatchLoader(graph, LoaderSettings("train", (6, 4), 10, threads=3), 0, RankLayout.single(2))
+        expected = [batch.input_id.tolist() for batch in loader.epoch(1)]
+        begun = loader.epoch(1)
+        next(begun)
+        assert sampler_threads(), "otherwise this test shows nothing"
+        begun.close()
+        until = time.monotonic() + 10
+        while sampler_threads():
+            assert time.monotonic() < until, "sampler threads go on after the iterator was closed"
+            time.sleep(0.01)
+        for _ in DistNeighborLoader(graph, [4, 3], batch_size=16):
+            break
+        assert [batch.input_id.tolist() for batch in loader.epoch(1)] == expected
+
+
+def test_fanouts_that_cannot_be_sampled_are_refused_before_the_first_batch():
+    with pytest.raises(SettingsError, match=r"fanouts \[-1, 5\] with replacement"):
+        LoaderSettings("val", (-1, 5), 10, replace=True)
+    with pytest.raises(SettingsError, match="fanout 2147483648; it must be below 2147483648"):
+        LoaderSettings("train", (5, 2**31), 10)
+
+
+def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path, monkeypatch):
+    from trainer.load import open as opening
+
+    store, closed = graph_store(3, only=[0]), []
+    client = HostClient("tcp://127.0.0.1:9", 1, "b", (1,), deadline=1)
+    monkeypatch.setattr(opening, "open_parts", lambda *_: store)
+    monkeypatch.setattr(opening, "_connect", lambda *_: {1: client})
+    monkeypatch.setattr(client, "close", lambda: closed.append(client))
+    with pytest.raises(PartitionError, match=r"parts \[2\] of .* are neither opened here nor served by another node"):
+        opening.open_graph(tmp_path, [0], cluster_file=tmp_path / "cluster.json")
+    assert closed == [client]
 
 
 def test_an_error_in_a_thread_reaches_the_consumer_at_its_place():

@@ -38,7 +38,7 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     array with one row per node becomes an attribute; what is left over is named in ``notes``.
     Raises ``DataError`` for arrays that contradict each other.
     """
-    arrays, places = dict(raw.arrays), raw.places
+    arrays, places = {name: _native(values) for name, values in raw.arrays.items()}, raw.places
     if "edge_index" not in arrays:
         raise DataError(f"{raw.name}: no edge_index; expected integers [2, number of edges], found {_found(arrays)}")
     num_nodes = _num_nodes(raw, options)
@@ -54,6 +54,11 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     if options.undirected:
         edge_index = undirected(edge_index, num_nodes)
     return Dataset(raw.name, num_nodes, edge_index, attrs, splits, num_classes, fingerprint, tuple(notes))
+
+
+def _native(values: Array) -> Array:
+    """The array in this machine's byte order; kernels would misread another."""
+    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
 
 
 def _found(arrays: Mapping[str, Array]) -> str:
@@ -82,7 +87,12 @@ def _splits(
         name = _SPLIT_NAMES.get(prefix, prefix)
         if name in splits:
             raise DataError(f"{places[key]}: split {name!r} is given twice, as ids and as a mask; remove one")
-        splits[name] = checks.split_ids(_column(arrays.pop(key), places[key], options), num_nodes, places[key])
+        values = arrays.pop(key)
+        if suffix == "_mask" and values.dtype.kind != "b":
+            raise DataError(
+                f"{places[key]}: a mask of {values.dtype}, expected booleans; name it {prefix}_idx if it holds ids"
+            )
+        splits[name] = checks.split_ids(_column(values, places[key], options), num_nodes, places[key])
     usual = [name for name in ("train", "val", "test") if name in splits]
     return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
 

@@ -59,8 +59,8 @@ def check_attr(name: str, values: Array, num_nodes: int, where: str) -> None:
     if values.ndim == 0 or len(values) != num_nodes:
         rows = len(values) if values.ndim else 0
         raise DataError(f"{where}: {rows} rows, but the graph has {num_nodes} nodes; shapes must agree")
-    if values.dtype.kind not in "biuf":
-        raise DataError(f"{where}: dtype is {values.dtype}, expected numbers or booleans")
+    if values.dtype.kind not in "biuf" or values.dtype.itemsize > 8:
+        raise DataError(f"{where}: dtype is {values.dtype}, expected numbers or booleans of at most 64 bits")
     if name == "x":
         _check_features(values, where)
 

@@ -13,7 +13,7 @@ from trainer.batch import Batch, Block
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
 from trainer.load.seeds import OTHER_STREAM, STREAMS, Ids, RankLayout, SeedOrder, split_step
-from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, sample_multi_hop
+from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, check_fanouts, sample_multi_hop
 from trainer.sample.types import Array
 
 
@@ -31,6 +31,14 @@ class LoaderSettings:
     prefetch: int = 3  #: batches under way per rank
     want_degree: bool = False  #: also bring whole-graph in-degrees (GCN)
     deadline: float = 120.0  #: seconds
+
+    def __post_init__(self) -> None:
+        check_fanouts(self.fanouts, self.replace)  # now, not when the first evaluation begins
+
+    @property
+    def patience(self) -> float:
+        """Seconds until a batch that does not come means a stuck thread; every request has its own deadline."""
+        return self.deadline * (len(self.fanouts) + 2)
 
 
 @dataclass(frozen=True)
@@ -70,14 +78,11 @@ class BatchLoader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Batches of one epoch from ``first_step`` on. Raises ``ServiceError``."""
-        s = self.settings
-        return ordered_ahead(
-            lambda share: to_batch(self.sampler.sample(share)),
-            self.shares(epoch, first_step),
-            threads=s.threads,
-            ahead=s.prefetch,
-            deadline=s.deadline * (len(s.fanouts) + 2),  # each request has its own; this bounds a stuck thread
-        )
+        s, shares = self.settings, self.shares(epoch, first_step)
+        return ordered_ahead(self._batch, shares, threads=s.threads, ahead=s.prefetch, deadline=s.patience)
+
+    def _batch(self, share: Share) -> Batch:
+        return to_batch(self.sampler.sample(share))
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
         """This rank's seeds, step by step."""

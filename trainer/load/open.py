@@ -58,7 +58,11 @@ def open_graph(
     store = open_parts(parts_dir, own_parts)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
     graph = Graph(store, DistGraph(LocalGraph(store), clients), clients)
-    _check_complete(graph)
+    try:
+        _check_complete(graph)
+    except PartitionError:
+        graph.close()
+        raise
     return graph
 
 

@@ -57,14 +57,8 @@ class DistNeighborLoader:
 
     def __iter__(self) -> Iterator[Data]:
         epoch, self._epoch = self._epoch, self._epoch + 1
-        s = self._settings
-        return ordered_ahead(
-            self._load,
-            self._shares.shares(epoch),
-            threads=s.threads,
-            ahead=s.prefetch,
-            deadline=s.deadline * (len(s.fanouts) + 2),
-        )
+        s, shares = self._settings, self._shares.shares(epoch)
+        return ordered_ahead(self._load, shares, threads=s.threads, ahead=s.prefetch, deadline=s.patience)
 
     def _load(self, share: Share) -> Data:
         return to_data(self._sampler.sample(share))

@@ -39,7 +39,7 @@ def _options(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--num-parts", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--method", type=click.Choice(METHODS), default="metis", show_default=True)
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the partition algorithm."
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the partition algorithm."
 )
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
 def make(**values: Any) -> None:

@@ -19,6 +19,8 @@ from trainer.sample.types import GraphAccess, HopRequest, HopSample, Ids
 
 Positions = npt.NDArray[np.int32]
 
+_FANOUT_LIMIT = 2**31  # counts are int32
+
 
 @dataclass(frozen=True)
 class HopEdges:
@@ -69,7 +71,7 @@ def sample_multi_hop(
     ``ServiceError`` when an owner does not answer and ``DataError`` for a seed that is no
     node. ``table`` is clean again afterwards.
     """
-    _check_fanouts(fanouts, replace)
+    check_fanouts(fanouts, replace)
     _check_seeds(seeds, len(table.positions))
     growth = _Growth(seeds, table, edges)
     try:
@@ -95,8 +97,13 @@ def _shuffle_of(fanouts: Sequence[int], hop: int) -> int:
     return max((fanout for fanout in others if fanout >= 0), default=0)
 
 
-def _check_fanouts(fanouts: Sequence[int], replace: bool) -> None:
-    """Draws with replacement are no prefix of a whole row, so blocks could not share one answer."""
+def check_fanouts(fanouts: Sequence[int], replace: bool) -> None:
+    """Raise ``SettingsError`` for fanouts that cannot be sampled.
+
+    Draws with replacement are no prefix of a whole row, so blocks could not share one answer.
+    """
+    if bad := [fanout for fanout in fanouts if not -1 <= fanout < _FANOUT_LIMIT]:
+        raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
     if replace and -1 in fanouts and any(fanout >= 0 for fanout in fanouts):
         raise SettingsError(
             f"fanouts {list(fanouts)} with replacement: -1 takes whole rows, the others draw from them;"

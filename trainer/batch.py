@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +46,6 @@ class Batch:
     blocks: tuple[Block, ...]
     degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
     remote_bytes: int = 0  #: received from other hosts for this batch
-    attrs: Mapping[str, Tensor] | None = None  #: further gathered attributes
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on ``device``."""
@@ -58,6 +56,7 @@ class Batch:
             n_id=self.n_id.to(device),
             x=self.x.to(device),
             y=None if self.y is None else self.y.to(device),
+            input_id=self.input_id.to(device),
             blocks=tuple(block.to(device) for block in self.blocks),
             degree=None if self.degree is None else self.degree.to(device),
         )

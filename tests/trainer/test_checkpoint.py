@@ -140,4 +140,7 @@ def test_every_difference_to_the_run_is_named() -> None:
 
 def test_what_does_not_change_the_curve_may_differ() -> None:
     other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
-    check_fits(made(), other, dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "last.pt")
+    recut = dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g")
+    check_fits(made(), other, recut, "last.pt")  # raises for anything that counts
+    with pytest.raises(CheckpointError, match="of another run: lr is 0.5, there 0.004$"):
+        check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt")

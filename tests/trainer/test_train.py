@@ -119,6 +119,11 @@ def test_a_loss_that_is_no_number_names_epoch_and_step(tmp_path: Path) -> None:
         train_epoch(model, NodeClassification(2), optimizer, FewBatches(bad_step=2), 4, ALONE, log)
 
 
+def test_an_output_that_is_no_number_is_no_score() -> None:
+    with pytest.raises(TrainingError, match="output is NaN on seeds of an evaluation split"):
+        evaluate(BlockModel([SAGEConv(5, 2)], 0.0), NodeClassification(2), FewBatches(bad_step=1), ALONE)
+
+
 def test_any_model_and_loader_fit(tmp_path: Path) -> None:
     """The loop asks nothing of a model but an output per batch."""
     model = BlockModel([SAGEConv(5, 2)], 0.0)

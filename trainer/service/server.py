@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -138,7 +139,9 @@ class GraphServer:
         poller = zmq.Poller()
         poller.register(replies, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        try:
+        with contextlib.suppress(zmq.ContextTerminated), contextlib.ExitStack() as closing:  # stop() ends the context
+            for socket in (front, replies, monitor):
+                closing.callback(socket.close, linger=0)
             while True:
                 full = self._queue.qsize() >= _BACKLOG * self._threads
                 poller.register(front, 0 if full else zmq.POLLIN)
@@ -154,23 +157,14 @@ class GraphServer:
                 if monitor in ready:
                     monitor.recv_multipart()
                     self._counters.add("refused")
-        except zmq.ContextTerminated:
-            pass  # stop() asked for it
-        finally:
-            for socket in (monitor, replies, front):
-                socket.close(linger=0)
 
     def _work(self, out: zmq.Socket[bytes]) -> None:
         """Answer requests until ``stop()`` puts an empty one into the queue."""
-        try:
+        with contextlib.suppress(zmq.ContextTerminated), out:  # stop() came while a handler ran
             while frames := self._queue.get():
                 peer, *body = frames
                 if answer := self._answer(body):
                     out.send_multipart([peer, *answer], copy=False)
-        except zmq.ContextTerminated:
-            pass  # stopped while a handler ran
-        finally:
-            out.close(linger=0)
 
     def _answer(self, frames: list[Any]) -> list[Any] | None:
         """Frames of the reply; None for bytes that are no request."""

@@ -78,11 +78,10 @@ def _open_part(root: Path, manifest: Manifest, part_id: int) -> Part:
 
 
 def _map(path: Path) -> Array:
-    """Memory-map one array; numpy cannot map an empty file, so those are read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise PartitionError(f"{path} is missing; send or make the part again (partition verify lists all)") from None
     except (ValueError, OSError) as error:
         raise PartitionError(f"{path} cannot be read: {error}") from error
-    return array.view(np.ndarray) if isinstance(array, np.memmap) else array
+    return array.view(np.ndarray)  # kernels are compiled for plain arrays

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from trainer.errors import TrainingError
 from trainer.train.epoch import Batches
 from trainer.train.task import Task
 from trainer.train.team import Team
@@ -25,7 +27,10 @@ class Score:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Score:
-    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result."""
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result.
+
+    Raises ``TrainingError`` when the loss is NaN.
+    """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)
     for batch in batches.epoch(EVAL_EPOCH):
@@ -35,4 +40,6 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Scor
         sums[1] += task.loss_sum(out, batch)
         sums[2] += batch.num_seeds
     correct, loss, seeds = team.sum(sums.cpu()).tolist()
+    if math.isnan(loss):
+        raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
     return Score(correct / seeds, loss / seeds, int(seeds))

@@ -18,7 +18,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
     """Check every node, print what was found; 0 when a launch could go on, else 3."""
     attempts = connect_all(config)
     try:
-        report = run_preflight(config, attempts, own_command=bool(options.own_command))
+        report = run_preflight(config, attempts, own_command=bool(options.own_command), run_id=options.run_id or "")
     finally:
         close_all(attempts)
     print_findings(report, console)

@@ -57,7 +57,7 @@ def all_findings(survey: Survey) -> list[Finding]:
     found: list[Finding] = []
     for node_rank in sorted(survey.probes):
         found.append(survey.finding(node_rank, "ok", "connect", "connected"))
-        for check in (_tmux, _missing, _devices, _workdir, _disk, _data, _clock, _service_port, _interface):
+        for check in (_tmux, _run_id, _missing, _devices, _workdir, _disk, _data, _clock, _service_port, _interface):
             found += check(survey, node_rank)
     found += _equal_versions(survey)
     found += _same_machine(survey)
@@ -80,6 +80,13 @@ def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
     else:
         remedy = "`sudo apt-get install -y tmux` (or dnf, conda)"
         yield survey.finding(k, "block", "tmux", "tmux is not installed", remedy)
+
+
+def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
+    there = survey.probes[k]["taken"]
+    if there:
+        message = f"the run id is taken: {there} exists"
+        yield survey.finding(k, "block", "run id", message, "take another --run-id, or end that run and remove it")
 
 
 def _missing(survey: Survey, k: int) -> Iterator[Finding]:

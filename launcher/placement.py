@@ -37,6 +37,16 @@ _REQUIRE_CONDA = (
 )
 
 
+def session_name(run_id: str, node_rank: int) -> str:
+    """Of a node's tmux session."""
+    return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
+
+
+def run_dir(workdir: str, run_id: str, node_rank: int) -> str:
+    """A run's folder on a node."""
+    return f"{workdir}/runs/{run_id}/node{node_rank}"
+
+
 @dataclass(frozen=True)
 class Site:
     """One node's share of the cluster, its folders, and how the others reach it."""
@@ -85,7 +95,7 @@ def make_sites(
             workdir=workdir,
             code_dir=f"{workdir}/code/{code_digest[:16]}",
             data_dir=_data_dir(config, node, workdir, data_name, fact),
-            run_dir=f"{workdir}/runs/{run_id}/node{k}",
+            run_dir=run_dir(workdir, run_id, k),
             python=fact.python if fact else shell.argv[0],
             setup=shell.setup,
             service_port=choose(service_candidates(config, k), fact),

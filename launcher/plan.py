@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from launcher.placement import (
     master_candidates,
     node_target,
     service_candidates,
+    session_name,
 )
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret
@@ -200,7 +200,7 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
         run_dir=site.run_dir,
         master_port=job.master_port,
         service_port=site.service_port,
-        session="gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{job.run_id}-node{site.node_rank}"),
+        session=session_name(job.run_id, site.node_rank),
         start=commands.start,
         server=commands.server,
         trainer=commands.trainer,

@@ -18,7 +18,15 @@ from launcher.errors import FleetError, PreflightRefused, TransportError
 from launcher.fanout import Answers, on_nodes
 from launcher.findings import Finding, Survey, all_findings, connect_finding
 from launcher.nodecall import call, program_source
-from launcher.placement import candidate_ports, choose, interpreter, master_candidates, node_workdir
+from launcher.placement import (
+    candidate_ports,
+    choose,
+    interpreter,
+    master_candidates,
+    node_workdir,
+    run_dir,
+    session_name,
+)
 from launcher.plan import NodeFacts
 from launcher.transport.base import Transport
 
@@ -52,13 +60,14 @@ def run_preflight(
     *,
     own_command: bool = False,
     bytes_needed: Mapping[int, int] | None = None,
+    run_id: str = "",
 ) -> PreflightReport:
     """Check all nodes at once. ``transports`` are ``connect_all``'s results by node_rank;
-    ``bytes_needed`` is what the plan will store on each node. Raises nothing for a node that
-    fails: that is a finding."""
+    ``bytes_needed`` is what the plan will store on each node; ``run_id`` must be new there.
+    Raises nothing for a node that fails: that is a finding."""
     lines = {k: line for k, line in transports.items() if isinstance(line, Transport)}
     errors: dict[int, Exception] = {k: line for k, line in transports.items() if isinstance(line, TransportError)}
-    answers = _probe_all(config, lines)
+    answers = _probe_all(config, lines, run_id)
     errors |= answers.errors
     _raise_unexpected(errors)
     probes = {k: probe for k, (probe, _) in answers.values.items()}
@@ -78,13 +87,15 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
             raise error
 
 
-def _probe_all(config: ClusterConfig, lines: Mapping[int, Transport]) -> Answers[tuple[dict[str, Any], float]]:
+def _probe_all(
+    config: ClusterConfig, lines: Mapping[int, Transport], run_id: str
+) -> Answers[tuple[dict[str, Any], float]]:
     """(reply of node/probe.py, clock offset in seconds) per node."""
     program = program_source("probe")
 
     def probe(k: int, peer: str = "") -> tuple[dict[str, Any], float]:
         before = time.time()
-        reply = call(lines[k], interpreter(config, k), program, _request(config, k, peer), _PROBE_TIMEOUT)
+        reply = call(lines[k], interpreter(config, k), program, _request(config, k, peer, run_id), _PROBE_TIMEOUT)
         began, ended = reply["times"]
         return reply, ((began - before) + (ended - time.time())) / 2
 
@@ -108,13 +119,15 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
-def _request(config: ClusterConfig, k: int, peer: str) -> dict[str, Any]:
+def _request(config: ClusterConfig, k: int, peer: str, run_id: str) -> dict[str, Any]:
     node = config.nodes[k]
     local = "127.0.0.1" if config.transport == "local" else ""
     return {
         "address": node.address or local,
         "peer": peer,
         "workdir": node_workdir(node, k),
+        "run_dir": run_dir(node_workdir(node, k), run_id, k) if run_id else "",
+        "session": session_name(run_id, k) if run_id else "",
         "ports": list(candidate_ports(config, k)),
         "manifest": f"{node.data_folder or config.data.folder}/manifest.json" if config.data.mode == "verify" else "",
     }

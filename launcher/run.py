@@ -91,7 +91,9 @@ def passed_preflight(
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """What preflight learned; raises PreflightRefused when a finding stands against the run."""
     need = {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
-    report = run_preflight(job.config, attempts, own_command=bool(job.options.own_command), bytes_needed=need)
+    report = run_preflight(
+        job.config, attempts, own_command=bool(job.options.own_command), bytes_needed=need, run_id=job.run_id
+    )
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         print_findings(replace(report, findings=tuple(noteworthy)), job.console)

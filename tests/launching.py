@@ -112,7 +112,7 @@ class Running:
     def output(self) -> str:
         return "".join(self.lines)
 
-    def await_line(self, text: str, timeout: float = 120) -> Running:
+    def await_line(self, text: str, timeout: float = 90) -> Running:
         """Until a line with ``text`` has been printed."""
         with self._news:
             self._news.wait_for(lambda: self._over or any(text in line for line in self.lines), timeout)

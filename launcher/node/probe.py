@@ -1,7 +1,8 @@
 """Node program: what this machine is and has. Python 3.8, standard library only.
 
 ``main(request)`` with {"peer": an address other nodes have or "", "address": the one
-configured or "", "workdir", "ports": [..], "manifest": path or ""} returns a dict of facts.
+configured or "", "workdir", "run_dir" and "session": what a run will make there or "", "ports": [..],
+"manifest": path or ""} returns a dict of facts.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "busy_ports": busy_ports(request["ports"]),
         "manifest": bool(request["manifest"]) and os.path.isfile(os.path.expanduser(request["manifest"])),
     }
+    facts["taken"] = taken(os.path.expanduser(request["run_dir"]), request["session"])
     facts.update(folder(os.path.expanduser(request["workdir"])))
     facts["times"] = [started, time.time()]
     return facts
@@ -121,6 +123,13 @@ def versions() -> dict[str, str]:
 def tmux_version() -> str:
     words = output(["tmux", "-V"]).split()
     return words[1] if len(words) > 1 else ""
+
+
+def taken(run_dir: str, session: str) -> str:
+    """What is there already of what a run would make, in words; '' when nothing is."""
+    if session and session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines():
+        return "tmux session %s" % session
+    return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
 def cuda_devices() -> list[str]:

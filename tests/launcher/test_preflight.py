@@ -42,6 +42,7 @@ HEALTHY: dict[str, Any] = {
     "boot_id": "b",
     "busy_ports": {},
     "manifest": False,
+    "taken": "",
     "workdir_base": "/home/ann",
     "workdir_writable": True,
     "workdir_id": "1:2",
@@ -317,7 +318,8 @@ def test_a_busy_master_port_for_real(tmp_path: Path) -> None:
 
 
 def probe_ports(*ports: int, python: Command | None = None) -> dict[str, Any]:
-    request = {"address": "", "peer": "", "workdir": "/", "ports": list(ports), "manifest": ""}
+    empty = dict.fromkeys(("address", "peer", "manifest", "run_dir", "session"), "")
+    request = {**empty, "workdir": "/", "ports": list(ports)}
     return call(LocalTransport(0), python or Command((sys.executable,)), program_source("probe"), request, 30)
 
 

@@ -26,6 +26,8 @@ FORBIDDEN = {
     "launcher.preflight": ["launcher.session", "launcher.sync", "launcher.run", "launcher.cli"],
     "launcher.run": ["launcher.cli"],
     "trainer.errors": ["trainer", "torch"],
+    "trainer.rng": ["trainer", "torch"],
+    "trainer.arrays": ["trainer", "torch"],
     "trainer.partition": [f"trainer.{name}" for name in ("sample", "service", "load", "nn", "train", "cli")],
     "trainer.partition.book": ["trainer.store"],
     "trainer.partition.format": ["trainer.store"],

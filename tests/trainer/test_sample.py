@@ -10,10 +10,10 @@ from scipy import stats
 
 from partitions import random_graph, store_of
 from trainer.errors import DataError, PartitionError, SettingsError
+from trainer.rng import batch_key, mix, shuffled
 from trainer.sample import kernels
 from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, sample_multi_hop
 from trainer.sample.one_hop import LocalGraph
-from trainer.sample.rng import batch_key, mix, shuffled
 from trainer.sample.types import HopRequest
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.data import dataset as checks
 from trainer.data.dataset import Dataset
 from trainer.data.edges import undirected
 from trainer.data.options import SourceOptions
 from trainer.errors import DataError
-
-Array = npt.NDArray[Any]
 
 _SPLIT_SUFFIXES = ("_idx", "_mask")
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split

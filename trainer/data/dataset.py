@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.data.edges import first_outside
 from trainer.errors import DataError
 from trainer.partition.format import NAME_PATTERN, RESERVED_ATTRS
-
-Array = npt.NDArray[Any]
 
 _ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
 

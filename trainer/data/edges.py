@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
-Array = npt.NDArray[Any]
+from trainer.arrays import Array
 
 
 @njit(nogil=True, cache=True)

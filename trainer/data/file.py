@@ -8,15 +8,12 @@ Number of nodes: option ``num_nodes``, else rows of ``x``, else rows of ``y``.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.data.build import RawGraph
 from trainer.errors import DataError
-
-Array = npt.NDArray[Any]
 
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 

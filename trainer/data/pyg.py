@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.data.build import RawGraph
 from trainer.errors import DataError
-
-Array = npt.NDArray[Any]
 
 DOWNLOADS = "datasets"  #: default download folder
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticOptions
 from trainer.errors import DataError
-
-Array = npt.NDArray[Any]
+from trainer.rng import GOLDEN, fraction, mix
 
 _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of the nodes
 _ROWS_AT_ONCE = 1 << 16
@@ -81,12 +79,8 @@ def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Ar
 
 @njit(nogil=True, cache=True)
 def _uniform(seed: np.uint64, counter: np.uint64) -> float:
-    """A number in [0, 1) that depends on seed and counter alone (splitmix64)."""
-    z = seed + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return float(z >> np.uint64(11)) / 9007199254740992.0
+    """A number in [0, 1) that depends on seed and counter alone."""
+    return fraction(mix(seed + (counter + np.uint64(1)) * GOLDEN))
 
 
 @njit(nogil=True, cache=True)

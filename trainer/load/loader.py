@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from trainer.arrays import Array, Ids
 from trainer.batch import Batch, Block
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.seeds import OTHER_STREAM, STREAMS, Ids, RankLayout, SeedOrder, split_step
+from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, split_step
 from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, check_fanouts, sample_multi_hop
-from trainer.sample.types import Array
 
 
 @dataclass(frozen=True)

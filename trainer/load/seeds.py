@@ -13,11 +13,10 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Ids
 from trainer.errors import SettingsError
-from trainer.sample.rng import batch_key, shuffled
+from trainer.rng import batch_key, shuffled
 from trainer.service.cluster import Cluster
-
-Ids = npt.NDArray[np.int64]
 
 #: Streams keep the draws of training and of each evaluation apart.
 STREAMS = {"train": 0, "val": 1, "test": 2}

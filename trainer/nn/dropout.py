@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.nn.rows import run_rows
-from trainer.sample.rng import batch_key, mix
+from trainer.rng import batch_key, mix
 
 # A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
 # "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.

@@ -14,7 +14,7 @@ from trainer.nn.dropout import hash_dropout
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
 
 
-class ModelConfig(Protocol):
+class ModelSettings(Protocol):
     """What a model needs of the settings; ``TrainSettings`` has it."""
 
     @property
@@ -51,44 +51,44 @@ class BlockModel(nn.Module):
         return h
 
 
-Builder = Callable[[ModelConfig, int, int], nn.Module]
+Builder = Callable[[ModelSettings, int, int], nn.Module]
 
 
-def sage(config: ModelConfig, in_dim: int, num_classes: int) -> nn.Module:
-    dims = _dims(config, in_dim, num_classes)
-    return BlockModel([SAGEConv(a, b) for a, b in dims], config.dropout)
+def sage(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+    dims = _dims(settings, in_dim, num_classes)
+    return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout)
 
 
-def gcn(config: ModelConfig, in_dim: int, num_classes: int) -> nn.Module:
-    dims = _dims(config, in_dim, num_classes)
-    return BlockModel([GCNConv(a, b) for a, b in dims], config.dropout, needs_degree=True)
+def gcn(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+    dims = _dims(settings, in_dim, num_classes)
+    return BlockModel([GCNConv(a, b) for a, b in dims], settings.dropout, needs_degree=True)
 
 
-def gat(config: ModelConfig, in_dim: int, num_classes: int) -> nn.Module:
+def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
     """Hidden layers concatenate heads of width hidden / heads; the last one averages them."""
-    if config.hidden % config.heads:
-        raise SettingsError(f"hidden {config.hidden} is no multiple of heads {config.heads}; change one of them")
-    dims = _dims(config, in_dim, num_classes)
-    hidden = [GATConv(a, b // config.heads, config.heads, concat=True) for a, b in dims[:-1]]
-    return BlockModel([*hidden, GATConv(*dims[-1], config.heads, concat=False)], config.dropout)
+    if settings.hidden % settings.heads:
+        raise SettingsError(f"hidden {settings.hidden} is no multiple of heads {settings.heads}; change one of them")
+    dims = _dims(settings, in_dim, num_classes)
+    hidden = [GATConv(a, b // settings.heads, settings.heads, concat=True) for a, b in dims[:-1]]
+    return BlockModel([*hidden, GATConv(*dims[-1], settings.heads, concat=False)], settings.dropout)
 
 
-#: Models by name; a builder takes (config, in_dim, num_classes).
+#: Models by name; a builder takes (settings, in_dim, num_classes).
 MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 
-def build_model(config: ModelConfig, in_dim: int, num_classes: int) -> nn.Module:
-    """The model of ``config.model`` on CPU, with weights drawn from ``config.seed`` alone.
+def build_model(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+    """The model of ``settings.model`` on CPU, with weights drawn from ``settings.seed`` alone.
 
     Raises ``SettingsError`` for an unknown name or dimensions that do not fit it.
     """
-    if config.model not in MODELS:
-        raise SettingsError(f"no model {config.model!r}; there are {', '.join(sorted(MODELS))}")
+    if settings.model not in MODELS:
+        raise SettingsError(f"no model {settings.model!r}; there are {', '.join(sorted(MODELS))}")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        return MODELS[config.model](config, in_dim, num_classes)
+        torch.manual_seed(settings.seed)
+        return MODELS[settings.model](settings, in_dim, num_classes)
 
 
-def _dims(config: ModelConfig, in_dim: int, num_classes: int) -> list[tuple[int, int]]:
-    widths = [in_dim, *[config.hidden] * (len(config.fanouts) - 1), num_classes]
+def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:
+    widths = [in_dim, *[settings.hidden] * (len(settings.fanouts) - 1), num_classes]
     return list(zip(widths, widths[1:], strict=False))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.data.edges import symmetric_adjacency
 from trainer.errors import PartitionError
 from trainer.partition.metis import metis_parts
-
-Array = npt.NDArray[Any]
+from trainer.rng import GOLDEN, hashed
 
 METHODS = ("metis", "random")
 
@@ -94,20 +93,11 @@ def _without_empty_parts(part: Array, num_parts: int) -> Array:
 
 
 def _random(num_nodes: int, num_parts: int, seed: int) -> Array:
-    order = np.argsort(_hash(np.arange(num_nodes, dtype=np.uint64), np.uint64(seed)), kind="stable")
+    key = np.uint64((seed + 1) * int(GOLDEN) % 2**64)
+    order = np.argsort(hashed(np.arange(num_nodes, dtype=np.uint64) + key), kind="stable")
     part = np.empty(num_nodes, np.int32)
     part[order] = np.arange(num_nodes, dtype=np.int64) * num_parts // num_nodes
     return part
-
-
-def _hash(ids: Array, seed: np.uint64) -> Array:
-    """splitmix64 of each id, uint64."""
-    with np.errstate(over="ignore"):
-        z = ids + (seed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return z
 
 
 def _edge_cut(dataset: Dataset, part: Array) -> float:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Ids = npt.NDArray[np.int64]
+from trainer.arrays import Ids
 
 
 @dataclass(frozen=True)

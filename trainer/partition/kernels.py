@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-Array = npt.NDArray[Any]
+from trainer.arrays import Array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:

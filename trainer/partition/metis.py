@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pymetis
 from numba import njit
 
+from trainer.arrays import Array
 from trainer.errors import PartitionError
-
-Array = npt.NDArray[Any]
+from trainer.rng import GOLDEN, fraction, mix
 
 #: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
 #: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.
@@ -88,11 +88,7 @@ def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
 
 @njit(nogil=True, cache=True)
 def _is_kept(low: int, high: int, chance: float) -> bool:
-    z = np.uint64(low) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(high) * np.uint64(0xC2B2AE3D27D4EB4F)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return float(z >> np.uint64(11)) / 9007199254740992.0 < chance
+    return fraction(mix(np.uint64(low) * GOLDEN + np.uint64(high) * np.uint64(0xC2B2AE3D27D4EB4F))) < chance
 
 
 @njit(nogil=True, cache=True)

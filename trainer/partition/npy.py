@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.partition.format import FileEntry
-
-Array = npt.NDArray[Any]
 
 _CHUNK_BYTES = 8 << 20
 

@@ -7,17 +7,14 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.data.edges import first_outside
 from trainer.errors import PartitionError
 from trainer.partition.format import FileEntry, Manifest, read_manifest
 from trainer.partition.kernels import first_descent, first_unordered_row, mark, new_bitset
-
-Array = npt.NDArray[Any]
 
 _BLOCK = 4 << 20
 _READERS = 2

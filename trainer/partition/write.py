@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.partition.assign import PartitionAssignment
 from trainer.partition.folder import reusable, staged
 from trainer.partition.format import VERSION, AttrSpec, FileEntry, Manifest, write_manifest
 from trainer.partition.npy import rows_in_chunks, rows_per_chunk, write_npy
 
-Array = npt.NDArray[Any]
 Job = Callable[[Path], FileEntry]
 
 _EDGE_BYTES_AT_ONCE = 256 << 20  #: cut edges of as many parts together as fit; each group reads the edge list once

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Array, Ids
 from trainer.sample import kernels
-from trainer.sample.types import Array, HopSample, Ids
+from trainer.sample.types import HopSample
 
 
 def group_by(owners: Ids) -> dict[int, Ids]:

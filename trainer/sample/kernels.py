@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from trainer.sample.rng import draw, node_key
+from trainer.rng import draw, node_key
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Ids
 from trainer.errors import DataError, SettingsError
 from trainer.sample import kernels
-from trainer.sample.types import GraphAccess, HopRequest, HopSample, Ids
+from trainer.sample.types import GraphAccess, HopRequest, HopSample
 
 Positions = npt.NDArray[np.int32]
 

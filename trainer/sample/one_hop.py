@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
 from trainer.sample import kernels
 from trainer.sample.grouping import group_by, merge_rows, merge_samples
-from trainer.sample.types import Array, HopRequest, HopSample, Ids
+from trainer.sample.types import HopRequest, HopSample
 from trainer.store.part import Part, PartStore
 
 

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trainer.arrays import Array, Ids
 from trainer.partition.book import PartitionBook
 from trainer.sample.grouping import group_by, merge_rows, merge_samples
 from trainer.sample.one_hop import LocalGraph
-from trainer.sample.types import Array, HopRequest, HopSample, Ids
+from trainer.sample.types import HopRequest, HopSample
 
 _HERE = -1
 

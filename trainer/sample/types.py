@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.int64]
-Array = npt.NDArray[Any]
+from trainer.arrays import Array, Ids
 
 
 @dataclass(frozen=True)

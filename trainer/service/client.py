@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 
 import zmq
 
+from trainer.arrays import Array, Ids
 from trainer.errors import ServiceError, WireError
-from trainer.sample.types import Array, HopRequest, HopSample, Ids
+from trainer.sample.types import HopRequest, HopSample
 from trainer.service import protocol
 from trainer.service.channel import Call, Channel
 from trainer.service.keys import CurveKeys

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Array, Ids
 from trainer.errors import WireError
-from trainer.sample.types import Array, HopRequest, HopSample, Ids
+from trainer.sample.types import HopRequest, HopSample
 from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, check_ids, narrow_ids, widen_ids
 
 _REPLACE, _WITH_EDGE_ID = 1, 2

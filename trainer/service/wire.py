@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Array, Ids
 from trainer.errors import WireError
-from trainer.sample.types import Array, Ids
 
 VERSION = 1
 MAX_FRAME = 1 << 30  #: bytes; no array on the wire is larger

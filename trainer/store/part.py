@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trainer.arrays import Array
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
 from trainer.partition.format import Manifest, read_manifest
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,11 @@
+"""Array types by what they hold; docstrings and comments give the shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Ids = npt.NDArray[np.int64]

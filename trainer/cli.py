@@ -81,7 +81,7 @@ def train(
 @click.option(
     "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
 )
-@click.option("--own", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
+@click.option("--own", "part_ids", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
 @click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
 @click.option(
     "--cluster",

@@ -318,10 +318,10 @@ def test_one_part_can_be_checked_where_the_others_are_not(tmp_path):
     folder = written(skewed(100, 900), tmp_path / "parts", 2)
     for path in sorted((folder / "part1").rglob("*.npy")):
         path.unlink()
-    assert verify_partition(folder, parts=[0]) == []
+    assert verify_partition(folder, part_ids=[0]) == []
     assert {finding.problem for finding in verify_partition(folder)} == {"missing"}
     with pytest.raises(PartitionError, match="no part 2; the folder has 2 parts"):
-        verify_partition(folder, parts=[2])
+        verify_partition(folder, part_ids=[2])
 
 
 def at(position, value):

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,11 +25,13 @@ from service_kit import (
     serving,
 )
 from trainer.errors import ServiceError
+from trainer.partition.book import PartitionBook
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.sample.types import HopRequest
 from trainer.service.client import HostClient
 from trainer.service.wire import Kind, Message, Status, decode, encode
+from trainer.store.part import Part, PartStore
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 
@@ -86,6 +90,22 @@ def test_a_partitioned_graph_answers_the_same_over_the_wire() -> None:
             client.sample_hop(request_of(np.array([whole.book.range_of(0)[0]])))
         with pytest.raises(ServiceError, match="no node attribute 'z'"):
             client.gather(nodes[:0], ["z"])
+
+
+def test_ids_beyond_32_bits_here_and_over_the_wire() -> None:
+    far = 2**33
+    manifest = replace(store_of(np.empty((2, 0), np.int64), 1).manifest, num_parts=2, num_nodes=far + 3,
+                       offsets=(0, far, far + 3), attrs={})  # fmt: skip
+    sources, edge_ids = np.array([far, 5, far + 2, 2**31]), np.array([7, 2**40, 8, 9])
+    part = Part(1, far, np.array([10, 2**32, 2**34]), np.array([0, 1, 4, 4]), sources, edge_ids, {})
+    local = LocalGraph(PartStore(Path("in memory"), manifest, PartitionBook.from_offsets(manifest.offsets), {1: part}))
+    nodes = np.array([far + 1, far + 2, far])
+    with serving(local) as server, client_of(server.endpoint) as client:
+        for graph in (local, client):
+            sample = graph.sample_hop(HopRequest(nodes, -1, 0, key=1, with_edge_id=True))
+            assert sample.counts.tolist() == [3, 0, 1] and sample.src.tolist() == [5, far + 2, 2**31, far]
+            assert sample.edge_id is not None and sample.edge_id.tolist() == [2**40, 8, 9, 7]
+            assert graph.gather(nodes, ["orig_id"])["orig_id"].tolist() == [2**32, 2**34, 10]
 
 
 def test_several_threads_with_several_requests_in_flight(server, client) -> None:

@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from graphs import graph
 from train_kit import (
     Ended,
     FewBatches,
@@ -28,6 +30,8 @@ from trainer.config import TrainJob, TrainSettings
 from trainer.errors import DataError, PeerError, SettingsError, TrainingError
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
+from trainer.partition.assign import assign_parts
+from trainer.partition.write import write_partition
 from trainer.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.epoch import train_epoch
@@ -122,6 +126,59 @@ def test_a_loss_that_is_no_number_names_epoch_and_step(tmp_path: Path) -> None:
 def test_an_output_that_is_no_number_is_no_score() -> None:
     with pytest.raises(TrainingError, match="output is NaN on seeds of an evaluation split"):
         evaluate(BlockModel([SAGEConv(5, 2)], 0.0), NodeClassification(2), FewBatches(bad_step=1), ALONE)
+
+
+NODES = np.arange(12)
+X, Y = np.stack([NODES, -NODES], axis=1) / 12, NODES % 3
+SPLITS = {"train": NODES[:7], "val": NODES[7:9], "test": NODES[9:]}
+
+
+def edge_case(folder: Path, edges: list[tuple[int, int]], attrs: dict[str, np.ndarray], splits: Any = SPLITS) -> Path:
+    """A partition folder of 12 nodes in 5 parts, written by the real writer."""
+    data = graph(edges, 12, attrs, splits)
+    write_partition(data, assign_parts(data, 5, "random"), folder)
+    return folder
+
+
+CHAIN = [(v, v + 1) for v in range(11)]
+TRAINABLE = {
+    "half features, byte labels": (CHAIN, {"x": X.astype(np.float16), "y": Y.astype(np.uint8)}, SPLITS),
+    "true and false as features": (CHAIN, {"x": X > 0.5, "y": Y.astype(np.uint64)}, SPLITS),
+    "16-bit words as features": (CHAIN, {"x": NODES[:, None].astype(np.uint16), "y": Y.astype(np.int8)}, SPLITS),
+    "further attributes": (CHAIN, {"x": X, "y": Y, "flag": Y > 0, "time": NODES.astype(np.uint32)}, SPLITS),
+    "one class": (CHAIN, {"x": X, "y": Y * 0}, SPLITS),
+    "no edges": ([], {"x": X, "y": Y}, SPLITS),
+    "a hub and many nodes without in-edges": ([(v, 0) for v in range(12)], {"x": X, "y": Y}, SPLITS),
+    "train split only": (CHAIN, {"x": X, "y": Y}, {"train": NODES[:1]}),
+    "empty val split": (CHAIN, {"x": X, "y": Y}, {"train": NODES[:3], "val": NODES[:0], "test": NODES[5:]}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_odd_graphs_train(name: str, model: str, tmp_path: Path) -> None:
+    parts = edge_case(tmp_path / "parts", *TRAINABLE[name])
+    result = train(job(parts, tmp_path, model=model, batch_size=3, fanouts=(2, 2), hidden=8), Ranks())
+    splits = TRAINABLE[name][2]
+    assert len(result.step_loss[0]) == -(-len(splits["train"]) // 3) and torch.isfinite(result.step_loss[0]).all()
+    assert (result.val_accuracy is not None) == (len(splits.get("val", ())) > 0)
+    assert (result.test_accuracy is not None) == ("test" in splits)
+
+
+@pytest.mark.parametrize(
+    "attrs,splits,message",
+    [
+        ({"y": Y}, SPLITS, "small: nodes have no x; training needs features x and labels y"),
+        ({"x": X}, SPLITS, "small: nodes have no y; training needs features x and labels y"),
+        ({"x": X, "y": Y}, {"test": NODES}, "small: the train split has no seeds"),
+        ({"x": X, "y": Y}, {"train": NODES[:0]}, "small: the train split has no seeds"),
+    ],
+)
+def test_a_graph_that_cannot_be_trained_on_is_one_clear_error(
+    attrs: dict[str, np.ndarray], splits: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=f"^{message}$"):
+        train(job(edge_case(tmp_path / "parts", CHAIN, attrs, splits), tmp_path), Ranks())
 
 
 def test_any_model_and_loader_fit(tmp_path: Path) -> None:

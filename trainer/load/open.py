@@ -47,15 +47,15 @@ class Graph:
 
 
 def open_graph(
-    parts_dir: str | Path, own_parts: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
+    parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0,
 ) -> Graph:  # fmt: skip
-    """Open ``own_parts`` (default: all) here and connect to the hosts of the others.
+    """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
-    store = open_parts(parts_dir, own_parts)
+    store = open_parts(parts, part_ids)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
     graph = Graph(store, DistGraph(LocalGraph(store), clients), clients)
     try:

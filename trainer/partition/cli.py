@@ -49,18 +49,20 @@ def make(**values: Any) -> None:
 
 @partition.command()
 @click.argument("folder", type=click.Path())
-@click.option("--part", "parts", type=int, multiple=True, help="Check this part and the shared files only; repeatable.")
+@click.option(
+    "--part", "part_ids", type=int, multiple=True, help="Check this part and the shared files only; repeatable."
+)
 @click.option("--digests/--no-digests", default=True, show_default=True, help="Read every file and compare its sha256.")
 @click.pass_context
-def verify(context: click.Context, folder: str, parts: tuple[int, ...], digests: bool) -> None:
+def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], digests: bool) -> None:
     """Check every digest and invariant of a partition folder; exit status 1 when something is wrong."""
-    findings = verify_partition(folder, parts or None, digests)
+    findings = verify_partition(folder, part_ids or None, digests)
     for finding in findings:
         click.echo(f"{folder}/{finding}", err=True)
     if findings:
         click.echo(f"{folder}: {len(findings)} problems; send or make these parts again", err=True)
         context.exit(1)
-    click.echo(f"{folder}: sound" + (f" (parts {', '.join(map(str, parts))})" if parts else ""))
+    click.echo(f"{folder}: sound" + (f" (parts {', '.join(map(str, part_ids))})" if part_ids else ""))
 
 
 @partition.command()

@@ -31,15 +31,15 @@ class Finding:
         return f"{self.path}: {self.problem}"
 
 
-def verify_partition(folder: str | Path, parts: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
+def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, digests: bool = True) -> list[Finding]:
     """Everything wrong with the folder; an empty list when it is sound.
 
-    ``parts`` limits the check to these parts and the shared files; that every node and edge is there is
+    ``part_ids`` limits the check to these parts and the shared files; that every node and edge is there is
     only known when all parts are checked. Memory: one bit a node and an edge, besides mapped files.
     Raises ``PartitionError`` when there is no readable manifest, or no such part.
     """
     root, manifest = Path(folder), read_manifest(folder)
-    wanted = sorted(set(range(manifest.num_parts) if parts is None else parts))
+    wanted = sorted(set(range(manifest.num_parts) if part_ids is None else part_ids))
     for part_id in wanted:
         if not 0 <= part_id < manifest.num_parts:
             raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
@@ -49,11 +49,11 @@ def verify_partition(folder: str | Path, parts: Sequence[int] | None = None, dig
     return [*findings, *_Invariants(root, manifest, broken).check(wanted)]
 
 
-def _unlisted(manifest: Manifest, parts: Iterable[int]) -> list[Finding]:
+def _unlisted(manifest: Manifest, part_ids: Iterable[int]) -> list[Finding]:
     """Files the format asks for that the manifest does not list."""
     listed = {entry.path for entry in manifest.files}
     needed = [f"shared/seeds/{split}.npy" for split in manifest.splits]
-    for part_id in parts:
+    for part_id in part_ids:
         needed += [f"part{part_id}/nodes/{name}.npy" for name in ("orig_id", *manifest.attrs)]
         needed += [f"part{part_id}/edges/{name}.npy" for name in ("indptr", "indices", "edge_id")]
     return [Finding(path, "not listed in the manifest") for path in needed if path not in listed]
@@ -99,16 +99,16 @@ class _Invariants:
         self._nodes_seen = new_bitset(manifest.num_nodes)
         self._edges_seen = new_bitset(manifest.num_edges)
 
-    def check(self, parts: Sequence[int]) -> Iterator[Finding]:
+    def check(self, part_ids: Sequence[int]) -> Iterator[Finding]:
         before = len(self._broken)
         edges = 0
         for split, count in self._manifest.splits.items():
             yield from self._seeds(f"shared/seeds/{split}.npy", count)
-        for part_id in parts:
+        for part_id in part_ids:
             yield from self._nodes(part_id)
             yield from self._attrs(part_id)
             edges += yield from self._edges(part_id)
-        whole = len(parts) == self._manifest.num_parts and not before
+        whole = len(part_ids) == self._manifest.num_parts and not before
         if whole and edges != self._manifest.num_edges:
             yield Finding("manifest.json", f"num_edges is {self._manifest.num_edges}, the parts hold {edges}")
 

@@ -27,14 +27,14 @@ _GLANCE = 0.5  #: seconds between looks at the server's own thread
 
 def serve(
     parts: str | Path,
-    own: Sequence[int],
+    part_ids: Sequence[int],
     bind: str,
     cluster: str | Path,
     ready_file: str | Path,
     key_file: str | Path | None = None,
     threads: int = 2,
 ) -> None:
-    """Serve parts ``own`` of a partition folder at ``bind`` until SIGTERM or SIGINT.
+    """Serve parts ``part_ids`` of a partition folder at ``bind`` until SIGTERM or SIGINT.
 
     ``ready_file`` appears, whole, once requests are answered: ``{"endpoint", "pid"}``.
     Raises ``SettingsError``, ``PartitionError`` or ``ServiceError`` when it cannot start. Call it in
@@ -42,12 +42,12 @@ def serve(
     """
     stopping = _catch_signals()
     keys = None if key_file is None else read_key_file(key_file)
-    node = read_cluster(cluster).owner_of(set(own))
+    node = read_cluster(cluster).owner_of(set(part_ids))
     if node is None:
-        raise SettingsError(f"no node of {cluster} owns exactly the parts {sorted(own)}")
-    store = open_parts(parts, own)
+        raise SettingsError(f"no node of {cluster} owns exactly the parts {sorted(part_ids)}")
+    store = open_parts(parts, part_ids)
     graph = LocalGraph(store)
-    info = HelloInfo(node.node_rank, node.host, tuple(sorted(own)), manifest_digest(parts))
+    info = HelloInfo(node.node_rank, node.host, tuple(sorted(part_ids)), manifest_digest(parts))
     server = GraphServer(graph, bind, info, threads, keys)
     allow_many_files()
     server.start()

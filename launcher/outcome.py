@@ -64,6 +64,12 @@ class Outcome:
         """A node as a whole failed: its line was lost, or its supervisor never came up."""
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
+    @classmethod
+    def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
+        """A node whose supervisor was told to stop by a signal, so not by us."""
+        why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
+        return cls.of_node(node_rank, host, f"its supervisor got {signaled}: {why}", when)
+
     @property
     def log_name(self) -> str:
         """The log file that tells more, relative to the run folder."""
@@ -98,15 +104,18 @@ class Outcome:
     @property
     def is_follow_up(self) -> bool:
         """Whether it looks like the echo of another process's end."""
-        if self.signal or self.oom:
+        if self.oom or self.signal not in (None, "SIGABRT"):
             return False
-        last = raised_exception(self.traceback) or "\n".join(self.tail[-3:])
+        last = raised_exception(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
         return bool(_FOLLOW_UP.search(last))
 
     @property
     def _raised(self) -> bool:
-        """Whether its traceback is what ended it: Python exits 1 then."""
-        return self.returncode == 1 and bool(raised_exception(self.traceback))
+        """Whether its traceback is what ended it: Python exits 1 then, unless torch's threads abort it on its way."""
+        exception = raised_exception(self.traceback)
+        if self.signal == "SIGABRT":
+            return bool(exception) and any(line.endswith(exception) for line in self.tail)
+        return self.returncode == 1 and bool(exception)
 
     def to_json(self) -> dict[str, Any]:
         """For result.json."""

@@ -239,6 +239,10 @@ def _outcomes(
             yield Outcome.from_record(record, node.target, facts[k].clock_offset)
         if k in followed.lost:
             yield followed.lost[k]
+        elif followed.results.get(k, {}).get("reason", "").startswith("SIG"):
+            when = min((record["ended"] for record in records if record["ended"]), default=time.time())
+            here = when - facts[k].clock_offset
+            yield Outcome.of_stopped_node(k, node.target, followed.results[k]["reason"], here)
 
 
 def count(number: int, thing: str, plural: str = "s") -> str:

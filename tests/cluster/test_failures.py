@@ -438,6 +438,17 @@ def test_a_run_id_that_is_taken_on_a_node_is_refused_and_the_other_run_left_alon
 
 
 @pytest.mark.slow
+def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_missed_their_peers(scene: Scene) -> None:
+    running = scene.running("--", "python", "steps.py").await_line("step 9")
+    scene.cluster.hosts[1].run(["tmux", "kill-server"])
+    done = running.end()
+    first = done.result["first_failure"]
+    assert done.status == 1 and (first["name"], first["node_rank"]) == ("node", 1), done.output
+    assert f"The run failed: node1 (root@{scene.host(1)}): its supervisor got SIGHUP" in done.output
+    assert scene.left_behind() == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "command"), [("rank3", "-m trainer train"), ("server", "-m trainer serve")])
 def test_killing_a_part_of_the_bundled_trainer_leads_the_report(scene: Scene, name: str, command: str) -> None:
     """The peers of a killed rank or graph server fail too, some of them earlier than it is noticed."""

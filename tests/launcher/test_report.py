@@ -189,3 +189,31 @@ def test_metrics_of_ranks_are_merged_by_time_and_a_cut_line_is_left_out(tmp_path
     (tmp_path / "a").write_text('{"t": 1, "rank": 0}\n{"t": 3, "rank": 0}\n{"t": 4, "ra')
     (tmp_path / "b").write_text('{"t": 2, "rank": 1}\n')
     assert [line["t"] for line in read_metrics([tmp_path / "a", tmp_path / "b"]).lines] == [1, 2, 3]
+
+
+ABORTED = {"returncode": 134, "signal": "SIGABRT"}
+AFTERWARDS = ["terminate called without an active exception", "Fatal Python error: Aborted", ""]
+
+
+def test_an_exception_counts_although_torch_then_aborts_the_process() -> None:
+    """gloo's threads may call abort() while Python exits after an exception."""
+    raised = outcome(
+        1, 110.0, **ABORTED, traceback=TRACEBACK, tail=[*(f"[rank1]: {line}" for line in TRACEBACK), *AFTERWARDS]
+    )
+    assert raised.reason == "raised ValueError: 3 columns, expected 4"
+    old = outcome(1, 110.0, **ABORTED, traceback=TRACEBACK, tail=["a caught one was long ago", *AFTERWARDS])
+    assert old.reason == "killed by signal 6 (SIGABRT)"
+
+
+def test_a_rank_that_aborts_because_its_peer_is_gone_is_not_the_first_cause() -> None:
+    echo = ["Traceback (most recent call last):", "  File", CLOSED_BY_PEER]
+    follower = outcome(0, 109.0, **ABORTED, traceback=echo, tail=[*echo, *AFTERWARDS])
+    cause = outcome(3, 110.0, traceback=TRACEBACK)
+    assert first_failure([follower, cause]) is cause
+
+
+def test_a_node_whose_session_was_closed_comes_before_the_ranks_that_missed_it() -> None:
+    closed = Outcome.of_stopped_node(1, "hostb", "SIGHUP", 111.0)
+    follower = outcome(0, 110.5, traceback=["Traceback (most recent call last):", "  File", CLOSED_BY_PEER])
+    assert first_failure([follower, closed]) is closed
+    assert closed.reason == "its supervisor got SIGHUP: its tmux session was closed"

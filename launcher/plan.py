@@ -226,8 +226,8 @@ def _notes(
     notes = []
     if not _all_known(config, facts):
         notes.append(
-            "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin with those shown), "
-            "home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
+            "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin "
+            "with those shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
         )
     if config.data.mode == "sync" and usable is None:
         notes.append("parts are made at launch: their files, sizes and digests are not known yet")

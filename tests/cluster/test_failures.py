@@ -105,7 +105,7 @@ class Scene:
         """Processes of any kind, tmux sessions included, and locks."""
         hosts = [host for host in self.cluster.hosts if host.init_pid]
         found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
-        return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if "lock" in line]
+        return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
 
 
 @pytest.fixture

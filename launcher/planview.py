@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from launcher.plan import LaunchPlan, NodePlan, PlannedFile
@@ -26,18 +25,16 @@ def print_plan(plan: LaunchPlan, console: Console) -> None:
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
     """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("  node", "target", "ranks", "devices", "parts", "address", "graph service", "to have there"):
-        table.add_column(name, no_wrap=True)
+    lines = [("node", "target", "ranks", "devices", "parts", "address", "files")]
     for node in plan.nodes:
+        address = f"{node.address}:{node.service_port}" if node.server else node.address
         size = decimal(sum(file.bytes for file in node.files))
-        port = f"port {node.service_port}" if node.server else "none"
-        where = (node.address, port, size)
-        table.add_row(
-            f"  node{node.node_rank}", node.target, _span(node.ranks), _devices(node), _span(node.parts), *where
-        )
-    console.print(_heading(_summary(plan)), soft_wrap=True)
-    console.print(table)
+        share = (_span(node.ranks), _devices(node), _span(node.parts))
+        lines.append((f"node{node.node_rank}", node.target, *share, address, size))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  " + "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines]
+    shown = [_heading(_summary(plan)), Text(rows[0], "dim"), *map(Text, rows[1:])]
+    console.print(Text("\n").join(shown), soft_wrap=True)
 
 
 def describe_command(command: Command) -> str:

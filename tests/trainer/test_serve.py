@@ -80,6 +80,14 @@ def test_parts_that_no_node_owns(tmp_path, parts) -> None:
     assert process.returncode == 2 and "owns exactly the parts [0, 3]" in output
 
 
+def test_a_ready_file_that_cannot_be_is_one_line(tmp_path, parts) -> None:
+    cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1, 2, 3]))
+    with serve_process(tmp_path / "none", parts, [0, 1, 2, 3], "tcp://127.0.0.1:0", cluster) as (process, ready):
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.strip() == f"error: ready file {ready} cannot be written: No such file or directory"
+
+
 def test_a_peer_may_start_late(tmp_path) -> None:
     endpoint = free_endpoint()
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 2]), (1, endpoint, [1, 3]))

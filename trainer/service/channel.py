@@ -55,6 +55,7 @@ class Channel:
         self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()  # an abandoned call vanishes
         self._last_id = 0
         self._patience_ms = -1
+        self._met = False
         self._lost = False
         self._gone = False
         self._probe_at = math.inf
@@ -139,16 +140,17 @@ class Channel:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.state = "connected, so it is slow or stuck"
-                self._gone, self._probe_at = False, math.inf
+                self._met, self._gone, self._probe_at = True, False, math.inf
                 if self._lost:
                     self._lost = False
                     self._resend()
             elif event == zmq.EVENT_CONNECTED:
-                self.state = "connected, but no graph server speaks there"
+                self._says("connected, but no graph server speaks there")
             elif event == zmq.EVENT_DISCONNECTED:
                 self._lost = True
-                self._probe_at = min(self._probe_at, time.monotonic() + GONE_AFTER)
-                self.state = self.state if self.state == _REFUSED else "connection lost"
+                if self._met:  # one that has yet to start is waited for until the deadline
+                    self._probe_at = min(self._probe_at, time.monotonic() + GONE_AFTER)
+                self._says("connection lost")
             else:
                 self.state = _REFUSED
                 if event in _GIVEN_UP:
@@ -158,6 +160,10 @@ class Channel:
         if time.monotonic() >= self._probe_at:
             self._probe_at = time.monotonic() + _PROBE_EVERY
             self._gone = _refuses(self._endpoint)
+
+    def _says(self, state: str) -> None:
+        """A refusal stays the word until a handshake succeeds, whatever the next attempts come to."""
+        self.state = self.state if self.state == _REFUSED else state
 
     def _rejoin(self) -> None:
         self._rejoin_at = None

@@ -82,5 +82,8 @@ def _catch_signals() -> threading.Event:
 
 def _write_ready(path: Path, endpoint: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
+        temporary.replace(path)
+    except OSError as error:
+        raise SettingsError(f"ready file {path} cannot be written: {error.strerror}") from error

@@ -183,6 +183,13 @@ class RunFollower:
             self._stoppers.append(stopper)
             stopper.start()
 
+    def abandon(self) -> None:
+        """The launcher itself cannot go on (its output is closed, say): stop every node without a word."""
+        self.stop("the launcher failed")
+        for stopper in self._stoppers:
+            stopper.join(self.limits.grace + _STOP_EXTRA + self.limits.connect_timeout)
+        self._enough.set()
+
     def never_started(self, errors: Mapping[int, Exception]) -> None:
         """Nodes whose session could not be started count as lost; the others are stopped."""
         for node_rank, error in errors.items():

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +28,7 @@ class Interrupts:
         self.last_words = ""
         self._first = 0.0
         self._before: dict[int, Any] = {}
+        self._terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
@@ -41,6 +43,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _silence(self._terminals)
         now = time.monotonic()
         if not self._first:
             self._first = now
@@ -51,3 +55,10 @@ class Interrupts:
             os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the progress at the bottom has hidden it
         os.write(sys.stderr.fileno(), f"\n{self.last_words or 'interrupted again: leaving at once'}\n".encode())
         os._exit(130)
+
+
+def _silence(streams: Sequence[int]) -> None:
+    """The terminal is gone: what is still printed goes nowhere, so that printing cannot fail."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in streams:
+        os.dup2(nowhere, stream)

@@ -198,11 +198,17 @@ def conduct(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport], eve
     with LiveLog(job.console, plan) as live:
         follower = RunFollower(plan, transports, limits, live, events)
         try:
-            answers = on_nodes(nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout))
-            follower.never_started(answers.errors)
-        except KeyboardInterrupt:
-            follower.interrupt()
-        return follower.follow()
+            try:
+                starts = on_nodes(
+                    nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout)
+                )
+                follower.never_started(starts.errors)
+            except KeyboardInterrupt:
+                follower.interrupt()
+            return follower.follow()
+        except BaseException:
+            follower.abandon()
+            raise
 
 
 def conclude(

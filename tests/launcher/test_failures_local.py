@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from launching import REPOSITORY, Launched, Running, launch, local_config
+from launching import REPOSITORY, Launched, Running, launch, local_config, start
 
-WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
+WAITS = """
+import os, sys, time
+print("here is rank", os.environ["RANK"], flush=True)
+for second in range(300):
+    time.sleep(1)
+    if "talks" in sys.argv:
+        print("still here", flush=True)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +189,35 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
     assert done.status == 130 and "Traceback" not in done.output, done.output
     assert done.result["state"] == "interrupted"
     assert "Interrupted after" in done.output
+
+
+def test_a_closed_terminal_stops_the_run(made: Path) -> None:
+    """Closing the window hangs up on launch.py and takes away what it prints to."""
+    terminal, side = pty.openpty()
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
+    process = subprocess.Popen(
+        command, cwd=made.parent, stdin=side, stdout=side, stderr=side, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(side)
+    shown = b""
+    while b"here is rank 0" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert process.wait(20) == 130
+    assert Launched(130, "", made.parent).result["state"] == "interrupted"
+
+
+def test_output_that_nobody_reads_any_more_stops_the_run(made: Path) -> None:
+    """launch.py … | head: the run does not go on unseen."""
+    process = start(made, "--", "python", "waits.py", "talks")
+    assert process.stdout is not None
+    while "here is rank 0" not in process.stdout.readline():
+        pass
+    process.stdout.close()
+    assert process.wait(20) != 0
+    states = [json.loads(path.read_text())["state"] for path in made.parent.glob("node*/runs/*/node*/result.json")]
+    assert states == ["stopped", "stopped"]
 
 
 def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:

@@ -221,6 +221,68 @@ def test_another_partition_is_replaced(tmp_path, monkeypatch, exchange):
     assert os.listdir(tmp_path) == ["parts"]
 
 
+def test_replacing_another_partition_is_said(tmp_path):
+    make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    said = []
+    make_partition(spec(tmp_path / "parts"), say=said.append)
+    assert said[0] == f"replacing 4 parts of synthetic (random) in {tmp_path / 'parts'}"
+    assert not any(line.startswith("note:") for line in said)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "part0/nodes/more.npy", "part1/mine/.hidden"])
+def test_a_file_of_somebody_else_keeps_its_folder_from_being_replaced(tmp_path, name):
+    made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    foreign = tmp_path / "parts" / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("keep me")
+    said = []
+    with pytest.raises(PartitionError, match=f"{name} is not a file of the partition .* move it away or choose"):
+        make_partition(spec(tmp_path / "parts"), say=said.append)
+    assert foreign.read_text() == "keep me" and said == []
+    assert read_manifest(tmp_path / "parts") == made
+    assert make_partition(spec(tmp_path / "parts", num_parts=4), say=said.append) == made  # nothing to replace
+
+
+def test_what_the_launcher_left_goes_with_the_partition(tmp_path):
+    make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    for name in (".gnnfleet-made.json", ".gnnfleet-digests.json", "part0/edges/.gnnfleet-digests.json"):
+        (tmp_path / "parts" / name).write_text("{}")
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert list((tmp_path / "parts").rglob(".gnnfleet-*")) == []
+
+
+def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatch):
+    made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    real = write.write_manifest
+
+    def late(root, manifest):
+        (tmp_path / "parts" / "notes.txt").write_text("keep me")
+        return real(root, manifest)
+
+    monkeypatch.setattr(write, "write_manifest", late)
+    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+        make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert (tmp_path / "parts" / "notes.txt").read_text() == "keep me"
+    assert read_manifest(tmp_path / "parts") == made and os.listdir(tmp_path) == ["parts"]
+
+
+@pytest.mark.parametrize("content", ['"files": 5', '"files": [3, {}]', '"version": 99'])
+def test_a_manifest_that_cannot_be_trusted_protects_the_files_it_does_not_list(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(f'{{"format": "gnnfleet-partition", {content}}}')
+    (tmp_path / "notes.txt").write_text("keep me")
+    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+        make_partition(spec(tmp_path), say=lambda line: None)
+
+
+def test_parts_without_train_seeds_are_noted(tmp_path):
+    np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
+    np.save(tmp_path / "y.npy", np.array([0, 1, 0]))
+    source = PartitionSpec("file", str(tmp_path / "parts"), source=str(tmp_path), method="random")
+    said = []
+    make_partition(source, say=said.append)
+    assert "note: no train split: the bundled trainer needs train_idx or train_mask" in said
+
+
 def test_what_is_no_partition_is_left_alone(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")

@@ -10,26 +10,36 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import PartitionError
 from trainer.partition.format import FORMAT, MANIFEST, Manifest, read_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_OUR_NOTES = ".gnnfleet-"  #: begins the names of the launcher's stamp and digest caches
 
 
 def reusable(folder: Path, fingerprint: str) -> Manifest | None:
     """The manifest of a complete folder with this fingerprint; None when there is work to do.
 
     Completeness is judged by file sizes; digests are `verify`'s business.
-    Raises ``PartitionError`` when something that is no partition folder is in the way.
+    Raises ``PartitionError`` when something that is no partition folder is in the way, or a folder
+    that would have to be replaced holds files of others.
     """
-    check_replaceable(folder)
+    _check_kind(folder)
     with contextlib.suppress(PartitionError):
         manifest = read_manifest(folder)
         if manifest.fingerprint == fingerprint and all(_has_size(folder / f.path, f.bytes) for f in manifest.files):
             return manifest
+    _check_only_ours(folder)
     return None
+
+
+def replaced(folder: Path) -> str | None:
+    """The partition in ``folder`` in words, ``4 parts of cora (metis)``; None when there is none."""
+    found = _raw_manifest(folder)
+    return found and f"{found.get('num_parts')} parts of {found.get('dataset')} ({found.get('algorithm')})"
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -37,21 +47,50 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise ``PartitionError`` unless ``folder`` is absent, empty, or a partition folder."""
+    """Raise ``PartitionError`` unless ``folder`` is absent, empty, or holds a partition and nothing else."""
+    _check_kind(folder)
+    _check_only_ours(folder)
+
+
+def _check_kind(folder: Path) -> None:
     if not folder.exists() and not folder.is_symlink():
         return
     if not folder.is_dir():
         raise PartitionError(f"{folder} is in the way and not a folder; move it away or choose another folder")
-    if any(folder.iterdir()) and not _is_partition(folder):
+    if any(folder.iterdir()) and _raw_manifest(folder) is None:
         raise PartitionError(f"{folder} holds something that is not a partition; move it away or choose another folder")
 
 
-def _is_partition(folder: Path) -> bool:
+def _check_only_ours(folder: Path) -> None:
+    """Replacing a folder removes all that is in it; nobody else's file may go that way."""
+    raw = _raw_manifest(folder)
+    if raw is None:
+        return
+    listed = raw.get("files")
+    entries = listed if isinstance(listed, list) else []
+    ours = {MANIFEST, *(entry.get("path") for entry in entries if isinstance(entry, dict))}
+    for name in sorted(_files_below(folder)):
+        if name not in ours and not Path(name).name.startswith(_OUR_NOTES):
+            raise PartitionError(
+                f"{folder / name} is not a file of the partition in {folder} that would be replaced; "
+                "move it away or choose another folder"
+            )
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """Relative paths of everything under ``folder`` that is not a folder; links to folders too."""
+    for top, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(top, name).is_symlink()]
+        yield from (Path(top, name).relative_to(folder).as_posix() for name in (*files, *links))
+
+
+def _raw_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest as it stands, of whatever version; None when there is none of ours."""
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(raw, dict) and raw.get("format") == FORMAT
+        return None
+    return raw if isinstance(raw, dict) and raw.get("format") == FORMAT else None
 
 
 @contextlib.contextmanager

@@ -112,7 +112,13 @@ MISTAKES = {
     "regression": ({"y": np.array([0, 1, 0.5, 0, 0, 0])}, {}, "0.5 at position 2 is not a class number"),
     "label below -1": ({"y": np.array([0, 1, -2, 0, 0, 0])}, {}, "label -2 at position 2"),
     "seed without label": ({"train_idx": np.array([0, 5])}, {}, r"split 'train' holds node 5 \(position 1\)"),
-    "too few classes": ({}, {"num_classes": 2}, "label 2 does not fit option num_classes=2"),
+    "too few classes": ({}, {"num_classes": 2}, "label 2 at position 2 does not fit option num_classes=2"),
+    "more classes than nodes": (
+        {"y": np.array([0, 1, 10**12, 0, 1, 2])}, {},
+        r"y\.npy: label 1000000000000 at position 2, but there are only 6 nodes; classes count from 0",
+    ),
+    "more classes than can be trained": ({}, {"num_classes": 10**12}, "option num_classes must be from 1 to 1048576"),
+    "no class": ({}, {"num_classes": 0}, "option num_classes must be from 1 to 1048576"),
     "seed outside": ({"train_idx": np.array([0, 6])}, {}, r"train_idx\.npy: 6 at position 1"),
     "seed twice": ({"train_idx": np.array([3, 0, 3])}, {}, "node 3 appears twice, at positions 0 and 2"),
     "mask of numbers": ({"val_mask": np.ones(6, np.uint8)}, {}, "val_mask.npy: a mask of uint8, expected booleans"),
@@ -133,6 +139,11 @@ def test_a_mistake_is_answered_with_its_place(tmp_path, mistake):
     changes, options, message = MISTAKES[mistake]
     with pytest.raises(DataError, match=message):
         load_dataset("file", save_graph(tmp_path / "bad", **changes), options)
+
+
+def test_more_classes_than_nodes_if_asked_for(tmp_path):
+    source = save_graph(tmp_path, y=np.array([0, 1, 900, 0, 1, 2]))
+    assert load_dataset("file", source, {"num_classes": 1000}).num_classes == 1000
 
 
 def test_whole_numbered_floats_are_classes_and_nan_is_no_label(tmp_path):

@@ -17,6 +17,7 @@ from trainer.errors import DataError
 
 _SPLIT_SUFFIXES = ("_idx", "_mask")
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
+_MOST_CLASSES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     checks.check_edge_index(edge_index, num_nodes, places["edge_index"])
     splits = _splits(arrays, places, num_nodes, options)
     attrs, notes = _attrs(arrays, places, num_nodes)
-    num_classes = options.num_classes or 0
+    num_classes = _num_classes_asked(raw, options) or 0
     if "y" in attrs:
         attrs["y"], found = checks.class_labels(attrs["y"], places["y"])
-        num_classes = checks.check_num_classes(options.num_classes, found, places["y"])
+        num_classes = checks.check_num_classes(options.num_classes, attrs["y"], found, places["y"])
         checks.check_labelled(attrs["y"], splits, places["y"])
     if options.undirected:
         edge_index = undirected(edge_index, num_nodes)
@@ -71,6 +72,15 @@ def _num_nodes(raw: RawGraph, options: SourceOptions) -> int:
         if name in raw.arrays and raw.arrays[name].ndim:
             return len(raw.arrays[name])
     raise DataError(f"{raw.name}: neither x nor y tells the number of nodes; give option num_nodes")
+
+
+def _num_classes_asked(raw: RawGraph, options: SourceOptions) -> int | None:
+    if options.num_classes is not None and not 1 <= options.num_classes <= _MOST_CLASSES:
+        raise DataError(
+            f"{raw.name}: option num_classes must be from 1 to {_MOST_CLASSES}, not {options.num_classes}; "
+            "the model's last layer is as wide"
+        )
+    return options.num_classes
 
 
 def _splits(

@@ -108,10 +108,21 @@ def _whole_numbers(y: Array, where: str) -> Array:
     return filled.astype(np.int64)
 
 
-def check_num_classes(num_classes: int | None, found: int, where: str) -> int:
-    """The number of classes: as asked, if the labels fit, else as found."""
+def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
+    """The number of classes: as asked, if the labels fit, else as found.
+
+    Raises ``DataError`` for labels that do not fit, or, unless asked for, more classes than nodes.
+    """
+    position = int(np.argmax(y)) if len(y) else 0
+    if num_classes is None and found > len(y):
+        raise DataError(
+            f"{where}: label {found - 1} at position {position}, but there are only {len(y)} nodes; classes count "
+            "from 0: number them anew, or give option num_classes if there really are so many"
+        )
     if num_classes is not None and num_classes < found:
-        raise DataError(f"{where}: label {found - 1} does not fit option num_classes={num_classes}")
+        raise DataError(
+            f"{where}: label {found - 1} at position {position} does not fit option num_classes={num_classes}"
+        )
     return found if num_classes is None else num_classes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(error.exit_status)
 
 
+def _no_parts_if_set_empty() -> tuple[int, ...] | None:
+    """click takes an empty variable for one that is not set."""
+    return () if "GNNFLEET_PART_IDS" in os.environ else None
+
+
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Partition a graph, train on it, serve its parts to other hosts."""
@@ -56,7 +62,10 @@ def cli() -> None:
     "--run-dir", type=click.Path(path_type=Path), envvar="GNNFLEET_RUN_DIR", default="run", show_default=True,
     help="Folder for metrics and checkpoints.",
 )  # fmt: skip
-@click.option("--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", help="Parts to open here; default: all.")
+@click.option(
+    "--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", default=_no_parts_if_set_empty,
+    help="Parts to open here; default: all, or none where the variable is set but empty.",
+)  # fmt: skip
 @click.option(
     "--cluster", type=click.Path(path_type=Path), envvar="GNNFLEET_CLUSTER",
     help="cluster.json of the run, when other hosts serve the other parts.",

@@ -42,7 +42,7 @@ class TrainSettings:
     replace: bool = setting("Sample neighbours with replacement.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
-    epochs: int = setting("Passes over the train seeds.", 10, at_least=1)
+    epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
     seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)

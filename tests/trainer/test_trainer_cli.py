@@ -41,9 +41,11 @@ def invoke(*words: str) -> Any:
 def test_settings_are_the_launchers_field_for_field() -> None:
     """``launcher`` writes one flag per key of its train section."""
     theirs, ours = dataclasses.fields(TrainConfig), dataclasses.fields(TrainSettings)
-    assert [field.name for field in ours] == [field.name for field in theirs]
+    names = [field.name for field in ours]
+    assert names == [field.name for field in theirs]
     assert [field.default for field in ours] == [field.default for field in theirs]
     assert typing.get_type_hints(TrainSettings) == typing.get_type_hints(TrainConfig)
+    assert ours[names.index("epochs")].metadata["help"] == theirs[names.index("epochs")].metadata["help"]
     assert [field.metadata["limits"] for field in ours] == [field.metadata["limits"] for field in theirs]
 
 
@@ -71,6 +73,17 @@ def test_places_come_from_the_environment_of_a_run(jobs: list[TrainJob]) -> None
     assert CliRunner(env=env).invoke(cli, ["train"]).exit_code == 0
     places = (Path("/data/parts"), Path("/run"), (0, 2), Path("/run/cluster.json"), Path("/run/service.key"))
     assert jobs == [TrainJob(TrainSettings(), *places)]
+
+
+@pytest.mark.parametrize("value,part_ids", [("", ()), (None, None), ("1", (1,))])
+def test_an_empty_list_of_parts_is_no_part_rather_than_all(
+    jobs: list[TrainJob], value: str | None, part_ids: tuple[int, ...] | None
+) -> None:
+    assert CliRunner(env={"GNNFLEET_PART_IDS": value}).invoke(cli, ["train", "--parts", "p"]).exit_code == 0
+    assert CliRunner(env={"GNNFLEET_PART_IDS": value}).invoke(
+        cli, ["train", "--parts", "p", "--part-ids", "0"]
+    ).exit_code == 0  # fmt: skip
+    assert [job.part_ids for job in jobs] == [part_ids, (0,)]
 
 
 @pytest.mark.parametrize(

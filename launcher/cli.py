@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from launcher.errors import FleetError, Interrupted
-from launcher.options import SHORT_KEYS, LaunchOptions, choose_run_id, overrides_of, read_config
+from launcher.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -191,12 +191,19 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     sets = (*(before.get("sets") or ()), *values["sets"])
     if merged["config"] is None:
         raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
+    own_command = ctx.meta.get("own_command", ())
+    for name in TRAINER_ONLY:
+        if own_command and merged.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{flag} is for the bundled trainer; give your own command its options after --", ctx
+            )
     return LaunchOptions(
         config=merged["config"],
         overrides=overrides_of({name: merged[name] for name in SHORT_KEYS}, sets),
         num_training_procs=merged["num_training_procs"],
         run_id=merged["run_id"],
-        own_command=ctx.meta.get("own_command", ()),
+        own_command=own_command,
         as_json=bool(merged["as_json"]),
     )
 
@@ -209,26 +216,35 @@ def _console(options: LaunchOptions) -> Console:
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """The program; returns its exit status. Errors a user can act on are one message on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        words = None if argv is None else list(argv)
         return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)
     except click.exceptions.Exit as done:
         return done.exit_code
     except click.ClickException as error:
         error.show()
-        return 2
+        return _told(words, error.format_message(), 2)
     except Interrupted as error:
         click.secho(str(error), fg="yellow", err=True)
-        return error.exit_status
+        return _told(words, str(error), error.exit_status)
     except FleetError as error:
         click.secho(f"error: {error}", fg="red", err=True)
-        return error.exit_status
+        return _told(words, str(error), error.exit_status)
     except (KeyboardInterrupt, click.Abort):
         click.secho("interrupted", fg="yellow", err=True)
         return 130
     except BrokenPipeError:  # the reader of our output (`| head`) has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+
+
+def _told(words: Sequence[str], message: str, exit_status: int) -> int:
+    """With --json, an error is JSON on stdout as well."""
+    if "--json" in words[: words.index("--") if "--" in words else None]:
+        import json
+
+        click.echo(json.dumps({"error": message, "exit_status": exit_status}, indent=1))
+    return exit_status
 
 
 def main(prog_name: str = "gnnfleet") -> NoReturn:

@@ -1,4 +1,4 @@
-"""Bring logs, outcomes, metrics and the last checkpoint from the nodes into the run folder here."""
+"""Bring logs, outcomes, metrics, the last checkpoint and own scripts' output from the nodes into the run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.sync import ask_files
 from launcher.transport.base import Transport
 
 _TIMEOUT = 60.0
-_WANTED = re.compile(r"logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt")
+_WANTED = re.compile(r"logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+")
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport], folder: Path)
 def _collect_node(node: NodePlan, transport: Transport, folder: Path) -> None:
     listed = ask_files(transport, node, {"op": "list", "path": node.run_dir}, _TIMEOUT)["files"]
     for path in (file["path"] for file in listed):
-        if _WANTED.fullmatch(path):
+        if _WANTED.fullmatch(path) and ".." not in path.split("/"):
             transport.download(f"{node.run_dir}/{path}", folder / _place(node.node_rank, path))
 
 
 def _place(node_rank: int, path: str) -> str:
     """Where a node's file is kept here."""
+    if path.startswith("output/"):
+        return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")
     return path if top == "checkpoints" else f"{top or 'logs'}/node{node_rank}/{name}"
 

@@ -249,7 +249,9 @@ class RunFollower:
             self.events.take(event)
             self._tell_start(event)
             if event["kind"] == "process-exit" and event.get("failed") and not self._stoppers:
-                self.live.say(f"{event['name']} of {self._where(node_rank)} failed; stopping every node", "bold red")
+                self.live.say(
+                    f"a process failed: {event['name']} of {self._where(node_rank)}; stopping every node", "bold red"
+                )
                 self.stop(f"{event['name']} of node{node_rank} failed")
 
     def _tell_start(self, event: Mapping[str, Any]) -> None:

@@ -178,7 +178,7 @@ class Progress:
 
 def _at(step: Metric) -> str:
     width = len(str(step["steps"]))
-    return f"epoch {step['epoch']} step {step['step']:>{width}}/{step['steps']}"
+    return f"epoch {step['epoch']} step {step['step'] + 1:>{width}}/{step['steps']}"
 
 
 def _parsed(lines: Iterable[str]) -> list[Metric]:

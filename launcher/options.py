@@ -23,6 +23,8 @@ SHORT_KEYS: Mapping[str, str] = {
     "master_port": "run.master_port",
     "runs_dir": "run.runs_dir",
 }
+#: Short options that say nothing to a command of one's own.
+TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +41,23 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
                 notes.append(f"folder `{word}` of your command is not sent; name it in run.files if the nodes need it")
     for path in _walk(extra):
         files[_dest(path, cwd)] = path
+    _script_is_here(argv, files, cwd)
     planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
     return OwnCommand(tuple(words), planned, tuple(notes))
+
+
+def _script_is_here(argv: Sequence[str], files: Mapping[str, Path], cwd: Path) -> None:
+    """A script that is neither sent nor named by an absolute path would only be missed on the nodes."""
+    script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
+    if (
+        script.endswith(".py")
+        and not script.startswith(("/", "~"))
+        and not {script, _dest(cwd / script, cwd)} & set(files)
+    ):
+        raise UsageError(
+            f"your own command: there is no file `{script}` in {cwd.absolute()}. It would be sent from here; "
+            "for one that lies on the nodes already, give its absolute path"
+        )
 
 
 def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:

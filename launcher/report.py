@@ -82,9 +82,20 @@ class RunReport:
             "seconds": round(self.seconds, 3),
             "nodes": _by_node(self.outcomes),
             "first_failure": self.first_failure.to_json() if self.first_failure else None,
-            "metrics": self.metrics.summary(),
+            "metrics": self._summary(),
             "notes": list(self.notes),
         }
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint, if one has come here."""
+        path = self.folder / "checkpoints" / "last.pt"
+        return path if path.exists() else None
+
+    def _summary(self) -> dict[str, Any]:
+        """The metrics' own, with the checkpoint as it lies here instead of on its node."""
+        summary = self.metrics.summary()
+        return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
 
     def write(self) -> None:
         """Write result.json and metrics.jsonl, each whole."""
@@ -137,6 +148,9 @@ def print_report(report: RunReport, console: Console) -> None:
         console.print(Text(f"\nInterrupted after {report.seconds:.0f} s; every node was told to stop.", "bold yellow"))
     else:
         _print_failure(report, console)
+    if report.checkpoint:
+        go_on = "" if report.state == "done" else f"; to go on from it: --resume {report.run_id}"
+        console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
     console.print(Text(f"run folder: {report.folder}"), soft_wrap=True)
@@ -149,13 +163,11 @@ def _print_done(report: RunReport, console: Console) -> None:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
     throughput = report.metrics.throughput()
     if throughput:
-        console.print(_throughput_table(throughput, report.outcomes))
+        console.print(_throughput_table(throughput, report.outcomes), soft_wrap=True)
     result = report.metrics.result
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
-    if result.get("checkpoint"):
-        console.print(Text(f"checkpoint: {report.folder / 'checkpoints' / 'last.pt'}"), soft_wrap=True)
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:

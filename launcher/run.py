@@ -181,7 +181,7 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport],
     labels = {node.node_rank: f"node{node.node_rank} ({node.target})" for node in plan.nodes}
     with transfer_progress(job.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=job.config.run.connect_timeout)
-    job.say(f"synced: {decimal(report.bytes_sent)} sent, {decimal(report.bytes_present)} were there")
+    job.say(f"synced: {decimal(report.bytes_sent)} sent, {decimal(report.bytes_present)} already there")
     for node in report.nodes:
         events.add(
             "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds

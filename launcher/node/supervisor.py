@@ -28,7 +28,7 @@ HEARTBEAT = 1.0  #: seconds between two state.json
 _TURN = 0.2  # seconds between two looks at files
 _MARGIN = 2.0  # seconds rank runners get beyond grace to write their outcomes
 _LEFTOVER_GRACE = 2.0  # seconds that what escaped from the process groups gets after SIGTERM
-_FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints")
+_FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,13 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             raise self._changed(key, others[0])
         if self.mode == "strict":
             raise self._unknown(key)
-        learn(self.files[0], self.name, key)
+        try:
+            learn(self.files[0], self.name, key)
+        except OSError as error:
+            raise self._error(
+                f"host key of {self.name} is new and cannot be written down: {self.files[0]}: {error.strerror}",
+                "make that file writable, or set UserKnownHostsFile in ~/.ssh/config",
+            ) from error
 
     def _unknown(self, key: paramiko.PKey) -> HostKeyError:
         port = "" if self.port == 22 else f"-p {self.port} "

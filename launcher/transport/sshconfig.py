@@ -82,10 +82,10 @@ def make_connection(
     )
     check_key_files(connection, node, password, node_rank)
     for hop in hops(connection):
-        _arm(hop, host_keys, connection_target(connection), node_rank)
         if hop is not connection:
             hop.connect_timeout = connection.connect_timeout
             hop.connect_kwargs = {**limits, "key_filename": _existing(hop)}
+        _arm(hop, host_keys, connection_target(connection), node_rank)
     return connection
 
 
@@ -204,7 +204,8 @@ def _arm(connection: Connection, host_keys: HostKeys, target: str, node_rank: in
 
 
 def _known_files(options: paramiko.SSHConfigDict, option: str, default: tuple[str, ...]) -> list[Path]:
-    return [Path(name).expanduser() for name in (shlex.split(options.get(option, "")) or default)]
+    names = shlex.split(options.get(option, "")) or default
+    return [Path(os.devnull if name.lower() == "none" else name).expanduser() for name in names]
 
 
 def _transport(known_types: list[str], sock: Any, **kwargs: Any) -> paramiko.Transport:

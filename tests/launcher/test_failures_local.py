@@ -229,6 +229,34 @@ def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} <= {"cluster.yml", "tmux-0"}, "tmux makes a folder when asked"
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--", "python", "nope.py"], "there is no file `nope.py` in"),
+        (["--epochs", "7", "--", "python", "waits.py"], "--epochs is for the bundled trainer"),
+    ],
+)
+def test_an_own_command_that_cannot_be_meant_is_refused_before_anything_starts(
+    made: Path, words: list[str], expected: str
+) -> None:
+    done = launch(made, *words)
+    assert done.status == 2 and expected in done.output, done.output
+    assert not (made.parent / "runs").exists()
+
+
+def test_a_source_that_is_not_there_is_named_before_any_connection(tmp_path: Path) -> None:
+    config = local_config(tmp_path, [1], data={"dataset": "file", "source": "gone.pt", "options": {}})
+    refused(launch(config, "--dry-run"), 2, f"data.source: {tmp_path}/gone.pt does not exist")
+
+
+def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", "gone.yml", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    told = json.loads(done.stdout)
+    assert told["exit_status"] == 2 and "gone.yml" in told["error"]
+
+
 def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:
     done = launch(made, "--", "no-such-program", "--lr", "1")
     assert done.status == 1 and "Traceback" not in done.output, done.output

@@ -84,7 +84,7 @@ def test_steps_become_one_line_every_few_seconds_when_not_on_a_terminal(monkeypa
         live.file_lines(0, "metrics-rank0.jsonl", lines)
     lines = text().splitlines()
     assert len(lines) == 2
-    assert lines[1] == "epoch 2 step  4/50  loss 1.2500  2,000 seeds/s on 2 of 12 ranks"
+    assert lines[1] == "epoch 2 step  5/50  loss 1.2500  2,000 seeds/s on 2 of 12 ranks"
 
 
 def test_on_a_terminal_each_rank_has_a_line_and_many_ranks_are_folded() -> None:
@@ -95,8 +95,8 @@ def test_on_a_terminal_each_rank_has_a_line_and_many_ranks_are_folded() -> None:
     console.print(progress)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert lines[3] == "node1/rank3  epoch 2 step  7/50  loss 1.2500  1,000 seeds/s"
-    assert len(lines) == 9 and lines[-1].startswith("… 56 more ranks; together: epoch 2 step  7/50")
+    assert lines[3] == "node1/rank3  epoch 2 step  8/50  loss 1.2500  1,000 seeds/s"
+    assert len(lines) == 9 and lines[-1].startswith("… 56 more ranks; together: epoch 2 step  8/50")
     assert lines[-1].endswith("64,000 seeds/s on 64 of 64 ranks")
 
 

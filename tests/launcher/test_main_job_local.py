@@ -44,6 +44,8 @@ import json, os, sys
 seen = {"argv": sys.argv, "env": dict(os.environ), "cwd": os.getcwd()}
 seen["parts"] = os.listdir(os.environ["GNNFLEET_PARTS"])
 json.dump(seen, open(os.path.join(os.environ["GNNFLEET_RUN_DIR"], f"seen{os.environ['RANK']}.json"), "w"))
+os.makedirs(os.environ["GNNFLEET_RUN_DIR"] + "/output/deep", exist_ok=True)
+open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", "w").write("mine")
 """
 
 
@@ -54,6 +56,8 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
     (folder / "sees.py").write_text(SEES)
     done = launch(local_config(folder, [1, 2], local_workdirs), "--", "python", "sees.py", "--lr", "0.01", "it's")
     assert done.status == 0, done.output
+    brought = {path.relative_to(done.run_dir / "output").as_posix() for path in done.run_dir.glob("output/**/*.txt")}
+    assert brought == {"node0/deep/0.txt", "node1/deep/1.txt", "node1/deep/2.txt"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # where the plan's relative sources are
         yield json.loads((done.run_dir / "plan.json").read_text())

@@ -145,7 +145,7 @@ def test_the_first_process_that_fails_stops_every_other_node_at_once(tmp_path: P
     scene = Scene(tmp_path, failing, other)
     followed = scene.follow()
     assert {k: result["state"] for k, result in followed.results.items()} == {0: "failed", 1: "stopped"}
-    assert "rank0 of node0 (local) failed; stopping every node" in scene.said
+    assert "a process failed: rank0 of node0 (local); stopping every node" in scene.said
     kinds = [json.loads(text)["kind"] for text in scene.events.read_text().splitlines()]
     assert kinds[:2] == ["process-exit", "stop"]
 

@@ -142,6 +142,21 @@ def test_accept_new_learns_the_key_once(sshd: Sshd, key: Path, home: Path) -> No
     assert len((home / ".ssh/known_hosts").read_text().splitlines()) == 1
 
 
+def test_a_new_key_that_cannot_be_written_down_is_refused(sshd: Sshd, key: Path, home: Path) -> None:
+    (home / ".ssh/config").write_text("Host *\n  UserKnownHostsFile ~/.ssh/config/known\n")
+    with pytest.raises(HostKeyError, match=f"cannot be written down: {home}/.ssh/config/known"):
+        ssh_to(sshd, key=key, host_keys="accept-new").connect(10)
+
+
+def test_no_known_hosts_file_is_no_file_of_that_name(
+    sshd: Sshd, key: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / ".ssh/config").write_text("Host *\n  UserKnownHostsFile none\n")
+    monkeypatch.chdir(tmp_path)
+    assert whoami(ssh_to(sshd, key=key, host_keys="accept-new")) == b"hello\n"
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("mode", ["strict", "accept-new"])
 def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: str) -> None:
     (home / ".ssh/known_hosts").unlink()

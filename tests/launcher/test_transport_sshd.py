@@ -48,21 +48,29 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
     home = folder / "home"
     (home / ".ssh").mkdir(parents=True)
     Path("/run/sshd").mkdir(exist_ok=True)
-    for path in (folder / "host_key", home / ".ssh/id_ed25519"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path], check=True)
+    for path, kind in (
+        (folder / "host_key", "ed25519"),
+        (folder / "ecdsa", "ecdsa"),
+        (home / ".ssh/id_ed25519", "ed25519"),
+    ):
+        subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", path], check=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     log = folder / "log"
     (folder / "config").write_text(
-        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nPidFile none\nStrictModes no\nUsePAM no\n"
+        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nHostKey {folder}/ecdsa\nPidFile none\nStrictModes no\nUsePAM no\n"
         f"AuthorizedKeysFile {home}/.ssh/id_ed25519.pub\nPermitRootLogin prohibit-password\n"
         f"Subsystem sftp internal-sftp\nLogLevel VERBOSE\nSetEnv HOME={home}\n"
     )
     (home / ".ssh/config").write_text(
-        f"Host direct jump\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
+        "Host known-jump known-behind\n  UserKnownHostsFile ~/.ssh/known_ecdsa\n"
+        f"Host direct jump known-jump\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
         f"Host behind\n  HostName localhost\n  Port {port}\n  ProxyJump jump\n"
+        f"Host known-behind\n  HostName localhost\n  Port {port}\n  ProxyJump known-jump\n"
         "Host *\n  UserKnownHostsFile ~/.ssh/known\n"
     )
+    ecdsa = (folder / "ecdsa.pub").read_text()
+    (home / ".ssh/known_ecdsa").write_text(f"[127.0.0.1]:{port} {ecdsa}[localhost]:{port} {ecdsa}")
     server = subprocess.Popen([SSHD, "-D", "-e", "-f", folder / "config"], stderr=log.open("w"))
     wait_for_port(port)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,6 +109,14 @@ def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
     transport.close()
     assert sshd.logins() - before == 2
     assert ssh_threads() == []
+
+
+def test_each_hop_is_asked_for_the_kind_of_host_key_that_is_known(sshd: RealSshd) -> None:
+    """These hosts show an ed25519 key unless asked; only their ecdsa keys are known."""
+    transport = SshTransport(NodeConfig(host="known-behind"), "strict", None, 1)
+    transport.connect(10)
+    assert transport.run(sh("echo x"), timeout=10).stdout == b"x\n"
+    transport.close()
 
 
 def test_more_commands_at_once_than_the_server_has_sessions(node: SshTransport, sshd: RealSshd, tmp_path: Path) -> None:

@@ -58,7 +58,8 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSshd]:
         port = free.getsockname()[1]
     log = folder / "log"
     (folder / "config").write_text(
-        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nHostKey {folder}/ecdsa\nPidFile none\nStrictModes no\nUsePAM no\n"
+        f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {folder}/host_key\nHostKey {folder}/ecdsa\n"
+        f"PidFile none\nStrictModes no\nUsePAM no\n"
         f"AuthorizedKeysFile {home}/.ssh/id_ed25519.pub\nPermitRootLogin prohibit-password\n"
         f"Subsystem sftp internal-sftp\nLogLevel VERBOSE\nSetEnv HOME={home}\n"
     )

@@ -2,13 +2,14 @@
 # One distributed run. Edit the variables or set them in the environment:
 #   EPOCHS=5 BATCH_SIZE=512 ./run_dist.sh
 # Whatever follows goes to launch.py as it is: ./run_dist.sh --dry-run
-# An empty variable leaves what CONFIG says.
+# An empty variable leaves what CONFIG says. Paths are relative to where you call it from.
 
 CONFIG=${CONFIG:-templates/local.yml}  # hosts, data, training; every key can be overridden below
 NODES=${NODES:-}                       # "user@host1 user@host2", or a number of nodes on this machine
 PROCS=${PROCS:-}                       # trainer processes per node
 DATASET=${DATASET:-}                   # synthetic, file, ogbn-products, Planetoid:Cora …
 DATA_SOURCE=${DATA_SOURCE:-}           # folder or file of DATASET=file
+DATA_OPTIONS=${DATA_OPTIONS:-}         # options of DATASET, as in num_nodes: 5000, num_classes: 8
 EPOCHS=${EPOCHS:-}
 BATCH_SIZE=${BATCH_SIZE:-}             # global batch, over all processes
 FANOUTS=${FANOUTS:-}                   # neighbours per hop: 15,10,5
@@ -21,10 +22,9 @@ LOG_DIR=${LOG_DIR:-logs}               # where this script's output is kept as w
 PYTHON=${PYTHON:-}                     # runs launch.py; default .venv/bin/python, else python3
 
 set -uo pipefail
-called_from=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
-[[ -n $PYTHON ]] || { [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python || PYTHON=python3; }
-[[ -e $CONFIG || ! -e $called_from/$CONFIG ]] || CONFIG=$called_from/$CONFIG
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || exit 2
+[[ -n $PYTHON ]] || { [[ -x $here/.venv/bin/python ]] && PYTHON=$here/.venv/bin/python || PYTHON=python3; }
+[[ -e $CONFIG || ! -e $here/$CONFIG ]] || CONFIG=$here/$CONFIG
 
 args=(--config "$CONFIG")
 [[ -z $PROCS ]] || args+=(--num_training_procs "$PROCS")
@@ -34,7 +34,10 @@ args=(--config "$CONFIG")
 [[ -z $MASTER_ADDR ]] || args+=(--master_addr "$MASTER_ADDR")
 [[ -z $MASTER_PORT ]] || args+=(--master_port "$MASTER_PORT")
 [[ -z $RUNS_DIR ]] || args+=(--runs-dir "$RUNS_DIR")
-[[ -z $DATASET ]] || args+=(--set "data.dataset=$DATASET")
+if [[ -n $DATASET ]]; then  # another graph: neither CONFIG's options nor its partition folder fit
+    args+=(--set "data.dataset=$DATASET" --set "data.options={$DATA_OPTIONS}")
+    args+=(--set "data.folder=parts/${DATASET//[^A-Za-z0-9._-]/-}")
+fi
 [[ -z $DATA_SOURCE ]] || args+=(--set "data.source=$DATA_SOURCE")
 [[ -z $CONDA_ENV ]] || args+=(--set "defaults.conda=$CONDA_ENV")
 [[ -z $VENV ]] || args+=(--set "defaults.venv=$VENV")
@@ -48,7 +51,7 @@ fi
 
 mkdir -p "$LOG_DIR" || exit 2
 log=$LOG_DIR/$(date +%Y%m%d-%H%M%S)-$$.log
-"$PYTHON" launch.py "${args[@]}" "$@" 2>&1 | tee -i "$log"  # -i: Ctrl-C is launch.py's to answer
+"$PYTHON" "$here/launch.py" "${args[@]}" "$@" 2>&1 | tee -i "$log"  # -i: Ctrl-C is launch.py's to answer
 status=${PIPESTATUS[0]}
 echo "output kept in $log (exit status $status)"
 exit "$status"

@@ -30,7 +30,8 @@ def words_of(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def test_out_of_the_box_it_launches_the_local_template(python: Path) -> None:
-    assert words_of(run(python)) == ["launch.py", "--config", "templates/local.yml"]
+    here = SCRIPT.parent
+    assert words_of(run(python)) == [f"{here}/launch.py", "--config", f"{here}/templates/local.yml"]
 
 
 def test_variables_become_options(python: Path) -> None:
@@ -41,7 +42,17 @@ def test_variables_become_options(python: Path) -> None:
     assert words_of(done)[3:] == [
         *("--num_training_procs", "2", "--epochs", "3", "--batch_size", "512", "--num_neighbors", "15,10,5"),
         *("--master_addr", "10.0.0.1", "--master_port", "29500", "--runs-dir", "my runs"),
-        *("--set", "data.dataset=file", "--set", "data.source=my data", "--set", "defaults.venv=~/env"),
+        *("--set", "data.dataset=file", "--set", "data.options={}", "--set", "data.folder=parts/file"),
+        *("--set", "data.source=my data", "--set", "defaults.venv=~/env"),
+    ]
+
+
+def test_another_dataset_brings_its_own_options_and_folder(python: Path) -> None:
+    """CONFIG's options are those of its own dataset, and so are the parts in its folder."""
+    words = words_of(run(python, DATASET="Planetoid:Cora", DATA_OPTIONS="undirected: true"))
+    assert words[3:] == [
+        *("--set", "data.dataset=Planetoid:Cora", "--set", "data.options={undirected: true}"),
+        *("--set", "data.folder=parts/Planetoid-Cora"),
     ]
 
 
@@ -60,11 +71,13 @@ def test_exit_status_and_output_are_kept(python: Path) -> None:
     done = run(python)
     [log] = (python.parent / "logs").iterdir()
     assert done.returncode == 7
-    assert "complaint" in log.read_text() and "[launch.py]" in log.read_text()
+    assert "complaint" in log.read_text() and f"[{SCRIPT.parent}/launch.py]" in log.read_text()
     assert done.stdout.startswith(log.read_text()) and str(log) in done.stdout
 
 
-def test_config_may_be_named_from_where_one_stands(python: Path) -> None:
-    config = python.parent / "mine.yml"
-    config.touch()
-    assert words_of(run(python, cwd=python.parent, CONFIG="mine.yml"))[2] == str(config)
+def test_paths_are_relative_to_where_one_stands(python: Path) -> None:
+    """As with launch.py itself; only a CONFIG that is not there is looked for beside run_dist.sh."""
+    (python.parent / "mine.yml").touch()
+    assert words_of(run(python, cwd=python.parent, CONFIG="mine.yml"))[2] == "mine.yml"
+    run(python, cwd=python.parent, LOG_DIR="here")
+    assert len(list((python.parent / "here").iterdir())) == 1

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from launcher.report import write_whole
 from launcher.script import Command
 
 _STAMP = ".gnnfleet-made.json"  #: in the partition folder: what made it, so that torch need not be loaded to know
-_TAIL = 15
+_ERROR = "error: "  #: begins the last message of a trainer command that failed
 
 
 class PartitionFailed(FleetError):
@@ -70,8 +69,8 @@ def run_trainer(command: Command) -> int:
 
 
 def run_partitioner(command: Command, console: Console) -> None:
-    """Run it with its output shown; raises PartitionFailed with its last lines."""
-    tail: deque[str] = deque(maxlen=_TAIL)
+    """Run it with its output shown; raises PartitionFailed with its ``error:`` message, which is not shown before."""
+    reason: list[str] = []
     process = subprocess.Popen(
         command.argv,
         env={**os.environ, **command.env, "PYTHONUNBUFFERED": "1"},
@@ -86,16 +85,24 @@ def run_partitioner(command: Command, console: Console) -> None:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            tail.append(line.rstrip())
-            console.print(Text("partition | ", "dim") + Text(line.rstrip()), soft_wrap=True)
+            if reason or line.startswith(_ERROR):
+                reason.append(line.rstrip())
+            else:
+                _show(line, console)
         status = process.wait()
     except BaseException:
         process.terminate()
         process.wait()
         raise
     if status:
-        last = "\n  ".join(tail)
-        raise PartitionFailed(f"partitioning failed (exit status {status}):\n  {last}")
+        words = "\n".join(reason).removeprefix(_ERROR) or "its output stands above"
+        raise PartitionFailed(f"partitioning failed (exit status {status}): {words}")
+    for line in reason:
+        _show(line, console)
+
+
+def _show(line: str, console: Console) -> None:
+    console.print(Text("partition | ", "dim") + Text(line.rstrip()), soft_wrap=True)
 
 
 def _signature(config: ClusterConfig) -> list[object]:

@@ -1,0 +1,41 @@
+"""The partitioner as a process of the launcher: its output, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from launcher.partitioning import PartitionFailed, run_partitioner
+from launcher.script import Command
+
+
+def partitioner(code: str) -> tuple[str, str]:
+    """What was shown, and the message of the failure ("" for none), when the partitioner is this Python code."""
+    shown = io.StringIO()
+    try:
+        run_partitioner(Command((sys.executable, "-c", code), {}), Console(file=shown, width=200))
+    except PartitionFailed as failed:
+        return shown.getvalue(), str(failed)
+    return shown.getvalue(), ""
+
+
+def test_output_is_shown_as_it_comes() -> None:
+    assert partitioner("print('load 1 s'); print('error: 0.1 %'); print('write 1 s')") == (
+        "partition | load 1 s\npartition | error: 0.1 %\npartition | write 1 s\n", ""
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", ["x.npy: 5 rows, but 6 nodes", "first line\\nsecond line"])
+def test_the_reason_of_a_failure_is_told_once(reason: str) -> None:
+    shown, failure = partitioner(f"import sys; print('load 1 s', flush=True); sys.exit('error: {reason}')")
+    assert shown == "partition | load 1 s\n"
+    assert failure == "partitioning failed (exit status 1): " + reason.replace("\\n", "\n")
+
+
+def test_a_failure_without_a_message_points_to_the_output() -> None:
+    shown, failure = partitioner("{}['missing']")
+    assert "partition | KeyError: 'missing'" in shown
+    assert failure == "partitioning failed (exit status 1): its output stands above"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 
 from graphs import graph
 from train_kit import (
+    REPOSITORY,
     Ended,
     FewBatches,
     curve,
@@ -96,6 +100,41 @@ def test_a_resumed_run_continues_the_curve_exactly(parts: Path, alone: Path, tmp
     assert all(torch.equal(resumed.model[name], whole.model[name]) for name in whole.model)
     assert torch.cat(resumed.step_loss).tolist() == curve(alone / "sage")
     assert metrics(tmp_path, "result")[0]["test_accuracy"] == metrics(alone / "sage", "result")[0]["test_accuracy"]
+
+
+def test_a_checkpoint_with_nothing_left_to_train_is_said_and_scored(
+    parts: Path, alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    train(job(parts, tmp_path, epochs=2, resume=str(alone / "sage" / "checkpoints" / "last.pt")), Ranks())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "nothing to train: the checkpoint is at epoch 2 of 2; give more --epochs"
+    ended, before = (metrics(folder, "result")[0] for folder in (tmp_path, alone / "sage"))
+    assert ended["test_accuracy"] == before["test_accuracy"] and ended["epoch_seconds"] == []
+
+
+def test_the_best_weights_load_as_the_page_says(
+    parts: Path, alone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "runs" / "RUN").mkdir(parents=True)
+    (tmp_path / "runs" / "RUN" / "checkpoints").symlink_to(alone / "sage" / "checkpoints")
+    (tmp_path / "parts").symlink_to(parts)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(snippet, found)
+    best = load_checkpoint(alone / "sage" / "checkpoints" / "last.pt").best
+    assert best is not None
+    assert all(torch.equal(value, best.model[name]) for name, value in found["model"].state_dict().items())
+
+
+def test_the_page_lists_the_keys_of_a_checkpoint(alone: Path) -> None:
+    saved = torch.load(alone / "sage" / "checkpoints" / "last.pt", weights_only=True)
+    page = (REPOSITORY / "docs" / "ARCHITECTURE.md").read_text()
+    table = page.split("## Checkpoints")[1].split("\n## ")[0]
+    keys = {key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+    assert keys == set(saved)
 
 
 def test_several_processes_resume_from_a_run_of_one(alone: Path, together: Path) -> None:
@@ -257,6 +296,64 @@ def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, 
     assert first.returncode == second.returncode == 1
     assert f"error: {missing}/manifest.json is missing" in second.output
     assert "error: rank 1 (node0" in first.output and f"could not start: {missing}/manifest.json" in first.output
+
+
+SETTLING = """
+import os, sys, time
+import torch, torch.distributed as dist
+from trainer.errors import PartitionError, TrainerError
+from trainer.ranks import Ranks
+from trainer.train.team import Team, join_team
+
+class Slow(Team):
+    def gather(self, value):
+        values = super().gather(value)
+        if self.rank == 1:
+            time.sleep(1.5)
+            if sys.argv[1] == "dies":
+                os._exit(9)
+        print("read", self.rank, time.time(), flush=True)
+        return values
+
+def work():
+    if team.rank == 0:
+        raise PartitionError("no such part")
+
+ranks = Ranks.from_env(os.environ)
+with join_team(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
+    team = Slow(ranks, joined.device, joined.timeout)
+    try:
+        team.agree(work)
+    except TrainerError as error:
+        print("raised", ranks.rank, time.time(), error, flush=True)
+        os._exit(1)
+"""
+
+
+def settle(how: str) -> list[str]:
+    """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late."""
+    port = str(free_port())
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-c", SETTLING, how]
+    ranks = [
+        subprocess.Popen(argv, env={**env, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for rank in ("0", "1")
+    ]
+    return [line for rank in ranks for line in finish(rank, 60).output.splitlines()]
+
+
+def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
+    said = [line.split(maxsplit=3) for line in settle("reads")]
+    times = {(word, rank): float(at) for word, rank, at, *_ in said if word in ("read", "raised")}
+    assert times["raised", "0"] >= times["read", "1"]
+    reasons = {rank: rest[0] for word, rank, _, *rest in said if word == "raised"}
+    assert reasons["0"] == "no such part" and reasons["1"].endswith("could not start: no such part")
+
+
+def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
+    said = [line.split(maxsplit=3) for line in settle("dies")]
+    assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
 
 
 def test_a_seed_without_label_is_an_error_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

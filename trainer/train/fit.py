@@ -59,6 +59,9 @@ class Fit:
         wrapped = self._wrapped()
         seconds: list[float] = []
         path: Path | None = None
+        if self.done >= self.settings.epochs:
+            at = f"epoch {self.done} of {self.settings.epochs}"
+            self._say(f"nothing to train: the checkpoint is at {at}; give more --epochs")
         for epoch in range(self.done + 1, self.settings.epochs + 1):
             report = train_epoch(
                 wrapped, self.task, self.optimizer, self.loaders["train"], epoch, self.team, self.metrics

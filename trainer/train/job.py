@@ -71,6 +71,7 @@ def _check_same_partition(job: TrainJob, team: Team) -> None:
     digests = team.gather((str(team.ranks), team.agree(lambda: manifest_digest(job.parts))))
     others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
     if others:
+        team.settle()
         raise PartitionError(
             f"manifest.json in {job.parts} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
             f"{', '.join(others)}. Bring all nodes the same partition"

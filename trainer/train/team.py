@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from trainer.errors import PeerError, SettingsError, TrainerError
 from trainer.ranks import Ranks
 
 T = TypeVar("T")
+
+_SETTLE = 10.0  #: seconds the ranks of a run that cannot start wait for each other at most
 
 #: How gloo, NCCL and the store say that another process is gone or silent.
 _PEER_GONE = re.compile(
@@ -75,11 +77,22 @@ class Team:
         except TrainerError as raised:
             error = raised
         failures = self.gather(f"{self.ranks} could not start: {error}" if error else "")
+        if any(failures):
+            self.settle()
         if error is not None:
             raise error
         if any(failures):
             raise PeerError(next(filter(None, failures)))
         return result  # type: ignore[return-value]
+
+    def settle(self) -> None:
+        """Before all ranks raise: wait until each has read the last answer, for a short time at most.
+
+        A process that ended before that would be a lost peer to the others, and its reason lost with it.
+        """
+        if self.size > 1:
+            with suppress(RuntimeError):  # a rank that does not come: the caller has the better reason
+                dist.monitored_barrier(timeout=timedelta(seconds=min(self.timeout, _SETTLE)))
 
     def barrier(self) -> None:
         """Wait for all ranks; raises ``RuntimeError`` naming those that do not come within the deadline."""

@@ -26,6 +26,12 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
 HostKeys = Literal["strict", "accept-new", "insecure"]
 
 
+def login_text(user: str | None, host: str, port: int | None) -> str:
+    """``user@host:port`` as far as given; an IPv6 address before a port stands in brackets."""
+    name = f"[{host}]:{port}" if port and ":" in host else f"{host}:{port}" if port else host
+    return f"{user}@{name}" if user else name
+
+
 @dataclass(frozen=True)
 class NodeConfig:
     """One machine (or one share of a machine) of the cluster."""
@@ -66,6 +72,11 @@ class NodeConfig:
     def nproc(self) -> int:
         """Trainer processes on this node."""
         return self.procs or len(self.devices) or 1
+
+    @property
+    def login(self) -> str:
+        """``user@host:port`` as far as the config gives it."""
+        return login_text(self.user, self.host, self.port)
 
 
 @dataclass(frozen=True)
@@ -149,10 +160,14 @@ class RunConfig:
         at_most=65535,
     )
     runs_dir: str = setting("Folder on this machine for logs, checkpoints and results of runs.", "runs")
-    connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0)
-    start_timeout: float = setting("Seconds to wait for a node's supervisor and graph server.", 60.0, above=0)
-    grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0)
-    lost_after: float = setting("Seconds without contact after which a node counts as lost.", 60.0, above=0)
+    connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0, below=1_000_000)
+    start_timeout: float = setting(
+        "Seconds to wait for a node's supervisor and graph server.", 60.0, above=0, below=1_000_000
+    )
+    grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0, below=1_000_000)
+    lost_after: float = setting(
+        "Seconds without contact after which a node counts as lost.", 60.0, above=0, below=1_000_000
+    )
     encrypt: Literal["auto", "on", "off"] = setting(
         "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
     )

@@ -36,7 +36,8 @@ relative to the YAML file they stand in; given with `--set` they are relative to
 the path.
 
 **Changing a key for one run.** `--set key=value`, as often as needed: `--set train.lr=1e-3`,
-`--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`. The value is YAML; `null` takes a key back to its default.
+`--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`; `--set 'nodes.*.procs=2'` sets it on every node. The value
+is YAML; `null` takes a key back to its default.
 
 **Mistakes.** All of them are listed at once, each with file and line; nothing is started. `gnnfleet check` goes on to
 look at the machines themselves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 from collections import Counter
@@ -307,5 +308,6 @@ def how_to_stop(node: NodePlan) -> str:
     line = f"tmux kill-session -t {node.session}"
     if node.target == "local":
         return f"To stop them: {line}"
-    host, _, port = node.target.rpartition(":")
-    return f"To stop them: ssh {f'-p {port} {host}' if host and port.isdecimal() else node.target} {line}"
+    with_port = re.fullmatch(r"(.*@)?\[?([^:]+|.+(?=\]))\]?:(\d+)", node.target)  # ssh takes no brackets
+    words = f"-p {with_port[3]} {with_port[1] or ''}{with_port[2]}" if with_port else node.target
+    return f"To stop them: ssh {words} {line}"

@@ -142,7 +142,7 @@ class Progress:
         self._steps: dict[int, Metric] = {}
 
     def take(self, metric: Metric) -> None:
-        """Remember a step; the end of an epoch or of the run clears the rank's line."""
+        """Remember a step; the end of the run clears all lines."""
         if metric.get("kind") == "step":
             self._steps[metric["rank"]] = metric
         elif metric.get("kind") == "result":

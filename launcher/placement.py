@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.config import ClusterConfig, NodeConfig
@@ -86,7 +86,7 @@ def make_sites(
         shell = interpreter(config, k)
         site = Site(
             node_rank=k,
-            node=node,
+            node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
             ranks=tuple(range(first_rank, first_rank + node.nproc)),
             parts=part_block(k, len(config.nodes), config.num_parts),
             address=address,
@@ -139,10 +139,10 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
 
 
 def node_target(config: ClusterConfig, node: NodeConfig) -> str:
-    """``user@host:port`` as far as given, or ``local``."""
+    """The node's login, or ``local``."""
     if config.transport == "local":
         return "local"
-    return (f"{node.user}@" if node.user else "") + node.host + (f":{node.port}" if node.port else "")
+    return node.login
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:

@@ -83,10 +83,9 @@ def ask_passwords(config: ClusterConfig, ask: AskPassword) -> dict[int, Secret]:
     passwords: dict[int, Secret] = {}
     for node_rank, node in enumerate(config.nodes):
         if node.password and config.transport == "ssh":
-            target = (f"{node.user}@" if node.user else "") + node.host
-            if target not in answers:
-                answers[target] = ask(target)
-            passwords[node_rank] = answers[target]
+            if node.login not in answers:
+                answers[node.login] = ask(node.login)
+            passwords[node_rank] = answers[node.login]
     return passwords
 
 

@@ -47,7 +47,7 @@ class SshTransport(Transport):
 
     def __init__(self, node: NodeConfig, host_keys: HostKeys, password: Secret | None, node_rank: int | None = None):
         self.node, self.host_keys, self.password, self.node_rank = node, host_keys, password, node_rank
-        self.target = (f"{node.user}@" if node.user else "") + node.host + (f":{node.port}" if node.port else "")
+        self.target = node.login
         self._opening = threading.Lock()
         self._connection: Connection | None = None
         self._pinger: _Pinger | None = None

@@ -16,7 +16,7 @@ import paramiko
 from fabric import Config, Connection
 from fabric.connection import derive_shorthand
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.config import HostKeys, NodeConfig, login_text
 from launcher.errors import AuthError, TransportError
 from launcher.script import Secret
 from launcher.transport.hostkeys import HostKeyCheck
@@ -91,8 +91,7 @@ def make_connection(
 
 def connection_target(connection: Connection) -> str:
     """``user@host:port`` as resolved."""
-    port = f":{connection.port}" if connection.port != 22 else ""
-    return f"{connection.user}@{connection.host}{port}"
+    return login_text(connection.user, connection.host, connection.port if connection.port != 22 else None)
 
 
 def hops(connection: Connection) -> Iterator[Connection]:

@@ -201,7 +201,6 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     return LaunchOptions(
         config=merged["config"],
         overrides=overrides_of({name: merged[name] for name in SHORT_KEYS}, sets),
-        num_training_procs=merged["num_training_procs"],
         run_id=merged["run_id"],
         own_command=own_command,
         as_json=bool(merged["as_json"]),

@@ -61,7 +61,7 @@ def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles
     spec = Secret(json.dumps(_node_spec(job, site, commands)))
     files = [
         generated(f"{site.run_dir}/cluster.json", shared.cluster),
-        generated(f"{site.run_dir}/start.sh", start, mode=0o755),
+        generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
         generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
     ]
     if job.encrypted:

@@ -6,7 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ SHORT_KEYS: Mapping[str, str] = {
     "epochs": "train.epochs",
     "batch_size": "train.batch_size",
     "num_neighbors": "train.fanouts",
+    "num_training_procs": "nodes.*.procs",
     "resume": "train.resume",
     "master_addr": "run.master_addr",
     "master_port": "run.master_port",
@@ -34,7 +35,6 @@ class LaunchOptions:
 
     config: Path
     overrides: tuple[str, ...] = ()  #: ``key=value``
-    num_training_procs: int | None = None
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
     as_json: bool = False
@@ -47,20 +47,10 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """The config file with the command line's changes; raises ConfigError or UsageError."""
+    """The config file with the command line's changes; raises ConfigError."""
     from launcher.yaml_schema import load_config
 
-    config = load_config(options.config, options.overrides)
-    if options.num_training_procs is None:
-        return config
-    procs = options.num_training_procs
-    for node_rank, node in enumerate(config.nodes):
-        if node.devices and len(node.devices) != procs:
-            raise UsageError(
-                f"--num_training_procs {procs}: node{node_rank} ({node.host}) lists {len(node.devices)} devices, one "
-                f"process each; change its devices instead, e.g. --set nodes.{node_rank}.devices=[0]"
-            )
-    return replace(config, nodes=tuple(replace(node, procs=procs) for node in config.nodes))
+    return load_config(options.config, options.overrides)
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:

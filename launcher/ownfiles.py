@@ -24,23 +24,25 @@ class OwnCommand:
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
     """Words of ``argv`` that are files here travel along, and so do the ``extra`` files and folders.
 
-    Files below ``cwd`` keep their relative path, others go by their name alone.
+    Files and folders below ``cwd`` keep their relative path, others go by their name; a folder stays as it is inside.
     """
-    words, files, notes = [], {}, []
+    words: list[str] = []
+    notes: list[str] = []
+    files: dict[str, Path] = {}
     for word in argv:
         path = cwd / word
         if path.is_file() and "/" not in word and word == argv[0]:
             words.append(word)  # a bare first word is looked up on the node's PATH, as a shell would
         elif path.is_file():
             dest = _dest(path, cwd)
-            files[dest] = path
+            _add(files, dest, path)
             words.append(word if dest == os.path.normpath(word) else dest)
         else:
             words.append(word)
             if path.is_dir():
                 notes.append(f"folder `{word}` of your command is not sent; name it in run.files if the nodes need it")
-    for path in _walk(extra):
-        files[_dest(path, cwd)] = path
+    for dest, path in _walk(extra, cwd):
+        _add(files, dest, path)
     _script_is_here(argv, files, cwd)
     planned = tuple(copied(dest, path, mode=_mode(path)) for dest, path in sorted(files.items()))
     return OwnCommand(tuple(words), planned, tuple(notes))
@@ -77,13 +79,24 @@ def _dest(path: Path, cwd: Path) -> str:
     return path.name if relative.startswith("..") else Path(relative).as_posix()
 
 
-def _walk(extra: Sequence[str]) -> Iterator[Path]:
+def _add(files: dict[str, Path], dest: str, path: Path) -> None:
+    there = files.setdefault(dest, path)
+    if not there.samefile(path):
+        raise UsageError(f"{there} and {path} would both be `{dest}` on the nodes; rename one, or start further up")
+
+
+def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
+    """(dest, path) of each file and of all files in each folder."""
     for name in extra:
         path = Path(name)
         if path.is_dir():
-            yield from (p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+            inside = ((file, file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+            top = _dest(path, cwd)
+            yield from (
+                ((Path(top) / rest).as_posix(), file) for file, rest in inside if "__pycache__" not in rest.parts
+            )
         elif path.is_file():
-            yield path
+            yield _dest(path, cwd), path
         else:
             raise UsageError(f"run.files: no file or folder `{name}` on this machine")
 

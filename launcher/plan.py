@@ -170,7 +170,8 @@ def partition_command(config: ClusterConfig) -> Command:
     """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
     data, parts = config.data, str(config.num_parts)
     argv = [sys.executable, "-m", "trainer", "partition", "make", "--dataset", data.dataset, "--num-parts", parts]
-    argv += ["--method", data.partition.method, "--seed", str(data.partition.seed), "--out", data.folder]
+    argv += ["--method", data.partition.method, "--seed", str(data.partition.seed)]
+    argv += ["--out", os.path.expanduser(data.folder)]
     argv += ["--source", data.source] if data.source else []
     for name, value in data.options.items():
         argv += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]

@@ -1,4 +1,4 @@
-"""``--set train.lr=1e-3``: a value put into the tree before it is read."""
+"""``--set train.lr=1e-3``: a value put into the tree before it is read. ``*`` stands for every entry of a list."""
 
 from __future__ import annotations
 
@@ -38,10 +38,14 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
     tree = _opened(tree, path, word)
     if isinstance(tree, Sequence):
         items = list(tree.items)
+        if word == "*":
+            return Sequence(tree.origin, tuple(_put(item, words[1:], value, origin, here) for item in items))
         if not word.isdecimal() or int(word) >= len(items):
             raise LookupError(f"{path} has entries 0 to {len(items) - 1}, no `{word}`")
         items[int(word)] = _put(items[int(word)], words[1:], value, origin, here)
         return Sequence(tree.origin, tuple(items))
+    if word == "*":
+        raise LookupError(f"{path or 'the top level'} is no list, so `*` stands for nothing there")
     if isinstance(tree, Scalar) and not tree.empty:
         raise LookupError(f"{path} is `{tree.text}`, which has no keys")
     items_now = tree.items if isinstance(tree, Section) else {}
@@ -53,7 +57,7 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 def _opened(tree: Tree, path: str, word: str) -> Tree:
     """``nodes: 2`` and ``- user@host`` in their long forms, so that a key can be put inside."""
-    if path == "nodes" and word.isdecimal():
+    if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_count(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})

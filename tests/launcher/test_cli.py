@@ -61,6 +61,16 @@ def test_names_of_older_scripts_work_with_dashes_and_underscores(
     assert (plan["world_size"], plan["run_id"], Path(plan["runs_dir"]).name) == (6, "mine", "elsewhere")
 
 
+def test_processes_for_every_node_are_checked_like_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(config), "--dry-run", "--num_training_procs", "3"]
+    assert cli.run([*words, "--batch_size", "5"]) == 2
+    assert "fewer seeds than processes (6)" in capsys.readouterr().err
+    assert cli.run([*words, "--set", "nodes.1.devices=[0]"]) == 2
+    assert "nodes.1: more procs (3) than devices (1)" in capsys.readouterr().err
+    assert cli.run(["--config", str(config), "--dry-run", "--set", "train.*.x=1"]) == 2
+    assert "train is no list" in capsys.readouterr().err
+
+
 def test_set_reaches_any_key_and_plan_is_dry_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(config), "--json", "--run-id", "a", "--set", "train.lr=0.5", "--set", "nodes.1.procs=2"]
     one, two = planned(capsys, "plan", *words), planned(capsys, "--dry-run", *words)

@@ -23,6 +23,7 @@ from rich.console import Console
 from launcher.codefiles import CODE_ROOT
 from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import FleetError, UsageError
+from launcher.follow import how_to_stop
 from launcher.nodespec import train_flags
 from launcher.placement import part_block
 from launcher.plan import (
@@ -332,6 +333,44 @@ def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
         read_partition_files(tmp_path)
+
+
+def test_folders_of_run_files_stay_as_they_are_inside(tmp_path: Path) -> None:
+    """Also when the launch does not start beside them; files of one name from two places are refused."""
+    for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "cwd").mkdir()
+
+    def sent(*files: str) -> list[str]:
+        config = cluster(NodeConfig("a"), run=RunConfig(files=tuple(str(tmp_path / file) for file in files)))
+        node = plan_of(config, own_command=("true",), cwd=tmp_path / "cwd").nodes[0]
+        return [file.dest.partition("/files/")[2] for file in node.files if "/files/" in file.dest]
+
+    assert sent("lib", "util.py") == ["lib/__init__.py", "lib/a/__init__.py", "util.py"]
+    with pytest.raises(UsageError, match="would both be `util.py` on the nodes"):
+        sent("util.py", "elsewhere/util.py")
+
+
+def test_home_in_env_is_the_nodes_own() -> None:
+    node = NodeConfig("a", env={"DATA": "~/d", "PYTHONPATH": "~/lib"})
+    plan = plan_of(cluster(node, NodeConfig("b")), facts=facts_of(2, home="/home/ann")).nodes[0]
+    assert plan.trainer.env["DATA"] == plan.start.env["DATA"] == "/home/ann/d"
+    assert plan.trainer.env["PYTHONPATH"] == f"{plan.code_dir}:/home/ann/lib"
+
+
+@pytest.mark.parametrize(
+    ("node", "target", "ssh"),
+    [
+        (NodeConfig("gnn1", user="ann", port=2222), "ann@gnn1:2222", "ssh -p 2222 ann@gnn1 tmux"),
+        (NodeConfig("2001:db8::5", user="ann"), "ann@2001:db8::5", "ssh ann@2001:db8::5 tmux"),
+        (NodeConfig("2001:db8::5", user="ann", port=22), "ann@[2001:db8::5]:22", "ssh -p 22 ann@2001:db8::5 tmux"),
+        (NodeConfig("::1", port=7), "[::1]:7", "ssh -p 7 ::1 tmux"),
+    ],
+)
+def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
+    plan = plan_of(cluster(node)).nodes[0]
+    assert plan.target == target and ssh in how_to_stop(plan)
 
 
 def test_own_command_takes_its_files_along(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
     try:
         from ogb.nodeproppred import NodePropPredDataset
     except ImportError:
-        raise DataError(f"dataset {name} needs the package ogb; install it: pip install 'gnnfleet[ogb]'") from None
+        raise DataError(f"dataset {name} needs the package ogb; install it: pip install ogb") from None
     with reported(name, source), _arrays_loadable(), contextlib.redirect_stdout(io.StringIO()):
         dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
         graph, labels = dataset[0]

@@ -15,43 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.codefiles import CODE_ROOT, code_digest, code_files
+from launcher.codefiles import CODE_ROOT
 from launcher.config import ClusterConfig
-from launcher.manifest import PartitionFiles, read_partition_files
+from launcher.manifest import PartitionFiles
 from launcher.nodefiles import SharedFiles, node_files, shared_files
 from launcher.nodespec import Job, node_commands
 from launcher.ownfiles import own_command_files, resume_file
 from launcher.placement import (
     Site,
-    candidate_ports,
     choose,
-    interpreter,
     make_sites,
     master_candidates,
     node_target,
-    service_candidates,
     session_name,
 )
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret
-
-__all__ = [
-    "LaunchPlan",
-    "NodeFacts",
-    "NodePlan",
-    "PartitionFiles",
-    "PlannedFile",
-    "candidate_ports",
-    "code_digest",
-    "code_files",
-    "interpreter",
-    "make_plan",
-    "master_candidates",
-    "partition_command",
-    "read_partition_files",
-    "service_candidates",
-    "to_json",
-]
 
 
 @dataclass(frozen=True)

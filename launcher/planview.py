@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from launcher.plan import LaunchPlan, NodePlan, PlannedFile
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.planned import PlannedFile
 from launcher.script import Command, Secret, quote
 
 _Rows = Iterator[tuple[str, str]]

@@ -27,7 +27,8 @@ from launcher.fanout import on_nodes
 from launcher.manifest import PartFile
 from launcher.node.files import PART_SUFFIX, sha256_of
 from launcher.nodecall import call, program_source
-from launcher.plan import LaunchPlan, NodePlan, PlannedFile
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.planned import PlannedFile
 from launcher.progress import TransferProgress
 from launcher.script import Command
 from launcher.transport.base import Transport

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from launcher.plan import LaunchPlan, NodePlan, PlannedFile
-from launcher.planned import copied, generated
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.planned import PlannedFile, copied, generated
 from launcher.script import Command, Secret
 
 

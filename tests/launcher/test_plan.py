@@ -1,9 +1,8 @@
-"""The plan: golden values, what bash makes of its commands, secrets, ports, files, speed."""
+"""The plan: golden values, what bash makes of its commands, secrets, ports, speed."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -20,79 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher.codefiles import CODE_ROOT
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
-from launcher.errors import FleetError, UsageError
+from launcher.codefiles import CODE_ROOT, code_digest
+from launcher.config import NodeConfig, RunConfig, TrainConfig
 from launcher.follow import how_to_stop
 from launcher.nodespec import train_flags
-from launcher.placement import part_block
-from launcher.plan import (
-    LaunchPlan,
-    NodeFacts,
-    PartitionFiles,
-    candidate_ports,
-    code_digest,
-    code_files,
-    interpreter,
-    make_plan,
-    read_partition_files,
-    to_json,
-)
+from launcher.placement import candidate_ports, interpreter, part_block
+from launcher.plan import LaunchPlan, to_json
 from launcher.planview import print_placement, print_plan
-from launcher.script import Command, Secret, render
+from launcher.script import Command, render
 from launcher.yaml_schema import load_config
+from plan_kit import TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
-TOKEN = Secret("5ecret5ecret")
-
-
-def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:
-    """Preflight's answer for every node."""
-    return {k: dataclasses.replace(_fact(k), **changes) for k in range(count)}
-
-
-def _fact(k: int) -> NodeFacts:
-    return NodeFacts(
-        node_rank=k,
-        hostname=f"h{k}",
-        home=f"/home/user{k}",
-        address=f"10.0.0.{k + 1}",
-        interface="eth0",
-        python=f"/home/user{k}/venv/bin/python",
-        versions={"python": "3.11.2"},
-        tmux="3.3a",
-        devices=(),
-        disk_free=10**11,
-        memory=10**10,
-        cpus=16,
-        clock_offset=0.0,
-        free_ports=(29501, 29502, 29600 + k, 29602 + k),
-    )
-
-
-def cluster(*nodes: NodeConfig, **more: Any) -> ClusterConfig:
-    more.setdefault("data", DataConfig(dataset="synthetic"))
-    return ClusterConfig(nodes=nodes or (NodeConfig("a"), NodeConfig("b")), **more)
-
-
-def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
-    return make_plan(config, **{"run_id": "r1", "code_digest": "c0de" * 16, "token": TOKEN, **more})
-
-
-def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
-    """A partition folder with a manifest and one small file per place."""
-    names = ["shared/seeds/train.npy", *(f"part{p}/nodes/x.npy" for p in range(num_parts))]
-    files = []
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(name)
-        files.append({"path": name, "bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()})
-    manifest = {"format": "gnnfleet-partition", "version": 1, "dataset": "synthetic", "fingerprint": "f1"}
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
-    found = read_partition_files(folder)
-    assert found is not None
-    return found
 
 
 # Golden plans
@@ -306,52 +244,6 @@ def test_ipv6_endpoints_have_brackets() -> None:
 # Files
 
 
-def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
-    manifest = parts_folder(tmp_path, 3)
-    config = cluster(data=DataConfig(dataset="synthetic", folder=str(tmp_path), num_parts=3))
-    plan = plan_of(config, manifest=manifest, facts=facts_of(2))
-    sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
-    assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
-        ["/shared/seeds/train.npy", "/part0/nodes/x.npy", "/manifest.json"],
-        ["/shared/seeds/train.npy", "/part1/nodes/x.npy", "/part2/nodes/x.npy", "/manifest.json"],
-    ]
-    for file in sent[1]:
-        content = Path(file.source).read_bytes()
-        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
-    assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet/node0/data/f1"
-
-
-def test_parts_of_another_number_are_not_sent(tmp_path: Path) -> None:
-    plan = plan_of(cluster(), manifest=parts_folder(tmp_path, 3), facts=facts_of(2))
-    assert not plan.final and "holds 3 parts, and 2 are wanted" in plan.notes[-1]
-    assert not any("part0" in file.dest for file in plan.nodes[0].files)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other", "version": 1}', '{"format": "gnnfleet-partition"}'])
-def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
-    assert read_partition_files(tmp_path) is None
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
-        read_partition_files(tmp_path)
-
-
-def test_folders_of_run_files_stay_as_they_are_inside(tmp_path: Path) -> None:
-    """Also when the launch does not start beside them; files of one name from two places are refused."""
-    for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    (tmp_path / "cwd").mkdir()
-
-    def sent(*files: str) -> list[str]:
-        config = cluster(NodeConfig("a"), run=RunConfig(files=tuple(str(tmp_path / file) for file in files)))
-        node = plan_of(config, own_command=("true",), cwd=tmp_path / "cwd").nodes[0]
-        return [file.dest.partition("/files/")[2] for file in node.files if "/files/" in file.dest]
-
-    assert sent("lib", "util.py") == ["lib/__init__.py", "lib/a/__init__.py", "util.py"]
-    with pytest.raises(UsageError, match="would both be `util.py` on the nodes"):
-        sent("util.py", "elsewhere/util.py")
-
-
 def test_home_in_env_is_the_nodes_own() -> None:
     node = NodeConfig("a", env={"DATA": "~/d", "PYTHONPATH": "~/lib"})
     plan = plan_of(cluster(node, NodeConfig("b")), facts=facts_of(2, home="/home/ann")).nodes[0]
@@ -371,45 +263,6 @@ def test_home_in_env_is_the_nodes_own() -> None:
 def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
     plan = plan_of(cluster(node)).nodes[0]
     assert plan.target == target and ssh in how_to_stop(plan)
-
-
-def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
-    (tmp_path / "job" / "scripts").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    for name in ("job/scripts/train.py", "other/extra.json", "job/go.sh"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / "job/go.sh").chmod(0o755)
-    words = ("./go.sh", "python", "scripts/train.py", "../other/extra.json", "scripts", "--n=1")
-    plan = plan_of(cluster(NodeConfig("a", python="/py")), own_command=words, cwd=tmp_path / "job")
-    node = plan.nodes[0]
-    own = node.trainer.argv[node.trainer.argv.index("--") + 1 :]
-    assert own == ("./go.sh", "python", "scripts/train.py", "extra.json", "scripts", "--n=1")
-    sent = {file.dest.removeprefix(node.run_dir + "/"): file.mode for file in node.files if "/files/" in file.dest}
-    assert sent == {"files/go.sh": 0o755, "files/scripts/train.py": 0o644, "files/extra.json": 0o644}
-    assert node.trainer.cwd == f"{node.run_dir}/files" and "folder `scripts`" in plan.notes[-1]
-    python = plan_of(cluster(NodeConfig("a", python="/py")), own_command=("python3", "-c", "1")).nodes[0]
-    assert python.trainer.argv[-3:] == ("/py", "-c", "1")
-
-
-def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "runs" / "old-run" / "checkpoints" / "last.pt"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes(b"weights")
-    for wanted in ("old-run", str(checkpoint)):
-        node = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path).nodes[1]
-        sent = next(file for file in node.files if file.source == str(checkpoint))
-        assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
-        assert node.trainer.argv[-2:] == ("--resume", sent.dest)
-    with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
-        plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
-
-
-def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
-    names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
-    assert {"launcher/__init__.py", "launcher/node/supervisor.py", "trainer/errors.py"} <= names
-    assert all(name.startswith(("launcher/node/", "trainer/")) for name in names - {"launcher/__init__.py"})
-    assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
-    assert len(code_digest()) == 64 and code_digest() == code_digest()
 
 
 # The trainer's side of the command line

@@ -1,0 +1,65 @@
+"""Configs, facts and parts for the tests of plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.manifest import PartitionFiles, read_partition_files
+from launcher.plan import LaunchPlan, NodeFacts, make_plan
+from launcher.script import Secret
+
+TOKEN = Secret("5ecret5ecret")
+
+
+def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:
+    """Preflight's answer for every node."""
+    return {k: dataclasses.replace(_fact(k), **changes) for k in range(count)}
+
+
+def _fact(k: int) -> NodeFacts:
+    return NodeFacts(
+        node_rank=k,
+        hostname=f"h{k}",
+        home=f"/home/user{k}",
+        address=f"10.0.0.{k + 1}",
+        interface="eth0",
+        python=f"/home/user{k}/venv/bin/python",
+        versions={"python": "3.11.2"},
+        tmux="3.3a",
+        devices=(),
+        disk_free=10**11,
+        memory=10**10,
+        cpus=16,
+        clock_offset=0.0,
+        free_ports=(29501, 29502, 29600 + k, 29602 + k),
+    )
+
+
+def cluster(*nodes: NodeConfig, **more: Any) -> ClusterConfig:
+    more.setdefault("data", DataConfig(dataset="synthetic"))
+    return ClusterConfig(nodes=nodes or (NodeConfig("a"), NodeConfig("b")), **more)
+
+
+def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
+    return make_plan(config, **{"run_id": "r1", "code_digest": "c0de" * 16, "token": TOKEN, **more})
+
+
+def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
+    """A partition folder with a manifest and one small file per place."""
+    names = ["shared/seeds/train.npy", *(f"part{p}/nodes/x.npy" for p in range(num_parts))]
+    files = []
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        files.append({"path": name, "bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()})
+    manifest = {"format": "gnnfleet-partition", "version": 1, "dataset": "synthetic", "fingerprint": "f1"}
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
+    found = read_partition_files(folder)
+    assert found is not None
+    return found

@@ -1,0 +1,99 @@
+"""Which files a plan sends: our code, parts, the user's own, a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from launcher.codefiles import CODE_ROOT, code_digest, code_files
+from launcher.config import DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.errors import FleetError, UsageError
+from launcher.manifest import read_partition_files
+from plan_kit import cluster, facts_of, parts_folder, plan_of
+
+
+def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
+    manifest = parts_folder(tmp_path, 3)
+    config = cluster(data=DataConfig(dataset="synthetic", folder=str(tmp_path), num_parts=3))
+    plan = plan_of(config, manifest=manifest, facts=facts_of(2))
+    sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
+    assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
+        ["/shared/seeds/train.npy", "/part0/nodes/x.npy", "/manifest.json"],
+        ["/shared/seeds/train.npy", "/part1/nodes/x.npy", "/part2/nodes/x.npy", "/manifest.json"],
+    ]
+    for file in sent[1]:
+        content = Path(file.source).read_bytes()
+        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert plan.final and plan.nodes[0].data_dir == "/home/user0/gnnfleet/node0/data/f1"
+
+
+def test_parts_of_another_number_are_not_sent(tmp_path: Path) -> None:
+    plan = plan_of(cluster(), manifest=parts_folder(tmp_path, 3), facts=facts_of(2))
+    assert not plan.final and "holds 3 parts, and 2 are wanted" in plan.notes[-1]
+    assert not any("part0" in file.dest for file in plan.nodes[0].files)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": "other", "version": 1}', '{"format": "gnnfleet-partition"}'])
+def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    assert read_partition_files(tmp_path) is None
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
+        read_partition_files(tmp_path)
+
+
+def test_folders_of_run_files_stay_as_they_are_inside(tmp_path: Path) -> None:
+    """Also when the launch does not start beside them; files of one name from two places are refused."""
+    for name in ("lib/a/__init__.py", "lib/__init__.py", "lib/__pycache__/a.pyc", "elsewhere/util.py", "util.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    (tmp_path / "cwd").mkdir()
+
+    def sent(*files: str) -> list[str]:
+        config = cluster(NodeConfig("a"), run=RunConfig(files=tuple(str(tmp_path / file) for file in files)))
+        node = plan_of(config, own_command=("true",), cwd=tmp_path / "cwd").nodes[0]
+        return [file.dest.partition("/files/")[2] for file in node.files if "/files/" in file.dest]
+
+    assert sent("lib", "util.py") == ["lib/__init__.py", "lib/a/__init__.py", "util.py"]
+    with pytest.raises(UsageError, match="would both be `util.py` on the nodes"):
+        sent("util.py", "elsewhere/util.py")
+
+
+def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
+    (tmp_path / "job" / "scripts").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    for name in ("job/scripts/train.py", "other/extra.json", "job/go.sh"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "job/go.sh").chmod(0o755)
+    words = ("./go.sh", "python", "scripts/train.py", "../other/extra.json", "scripts", "--n=1")
+    plan = plan_of(cluster(NodeConfig("a", python="/py")), own_command=words, cwd=tmp_path / "job")
+    node = plan.nodes[0]
+    own = node.trainer.argv[node.trainer.argv.index("--") + 1 :]
+    assert own == ("./go.sh", "python", "scripts/train.py", "extra.json", "scripts", "--n=1")
+    sent = {file.dest.removeprefix(node.run_dir + "/"): file.mode for file in node.files if "/files/" in file.dest}
+    assert sent == {"files/go.sh": 0o755, "files/scripts/train.py": 0o644, "files/extra.json": 0o644}
+    assert node.trainer.cwd == f"{node.run_dir}/files" and "folder `scripts`" in plan.notes[-1]
+    python = plan_of(cluster(NodeConfig("a", python="/py")), own_command=("python3", "-c", "1")).nodes[0]
+    assert python.trainer.argv[-3:] == ("/py", "-c", "1")
+
+
+def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "runs" / "old-run" / "checkpoints" / "last.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"weights")
+    for wanted in ("old-run", str(checkpoint)):
+        node = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path).nodes[1]
+        sent = next(file for file in node.files if file.source == str(checkpoint))
+        assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
+        assert node.trainer.argv[-2:] == ("--resume", sent.dest)
+    with pytest.raises(UsageError, match="train.resume: there is no file `gone`, and no run of that id"):
+        plan_of(cluster(train=TrainConfig(resume="gone")), cwd=tmp_path)
+
+
+def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
+    names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
+    assert {"launcher/__init__.py", "launcher/node/supervisor.py", "trainer/errors.py"} <= names
+    assert all(name.startswith(("launcher/node/", "trainer/")) for name in names - {"launcher/__init__.py"})
+    assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
+    assert len(code_digest()) == 64 and code_digest() == code_digest()

@@ -33,8 +33,7 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport], folder: Path)
     nodes = {node.node_rank: node for node in plan.nodes}
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder))
     notes = [
-        f"node{k} ({nodes[k].target}): its files could not be fetched ({answers.errors[k]}); "
-        f"they stay there in {nodes[k].run_dir}"
+        f"{nodes[k].label}: its files could not be fetched ({answers.errors[k]}); they stay there in {nodes[k].run_dir}"
         for k in sorted(answers.errors)
     ]
     metrics = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))

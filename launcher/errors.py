@@ -6,14 +6,15 @@
     ├── UsageError                2   bad command line
     ├── ConfigError               2   one or more Problems in the YAML, each with file:line
     ├── PreflightRefused          3   findings that would break the run, per node
-    ├── NodeCallError             3   a node's python is missing, or failed at one of our small programs
-    ├── TransportError            3   the line to one node (node_rank, host, remedy)
-    │   ├── UnreachableError
-    │   ├── AuthError
-    │   ├── HostKeyError
-    │   ├── CommandTimeout
-    │   ├── ConnectionLost
-    │   └── RemoteFileError       1   a file on the node cannot be read or written
+    ├── NodeError                 3   one node (node_rank, host, remedy)
+    │   ├── NodeCallError             its python is missing, or failed at one of our small programs
+    │   └── TransportError            the line to it
+    │       ├── UnreachableError
+    │       ├── AuthError
+    │       ├── HostKeyError
+    │       ├── CommandTimeout
+    │       ├── ConnectionLost
+    │       └── RemoteFileError   1   a file on the node cannot be read or written
     ├── SyncError                 1   a file could not be brought over, or differs
     ├── SessionError              1   a tmux session could not be started or stopped
     └── Interrupted             130
@@ -61,8 +62,9 @@ class ConfigError(FleetError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-def _where(host: str, node_rank: int | None) -> str:
-    return f"node{node_rank} ({host}): " if node_rank is not None else f"{host}: " if host else ""
+def node_label(node_rank: int, host: str) -> str:
+    """``node1 (gnn2)``, as messages name a node."""
+    return f"node{node_rank} ({host})"
 
 
 class PreflightRefused(FleetError):
@@ -71,24 +73,23 @@ class PreflightRefused(FleetError):
     exit_status = 3
 
 
-class NodeCallError(FleetError):
+class NodeError(FleetError):
+    """Something is wrong with one node, or the way to it."""
+
+    exit_status = 3
+
+    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
+        self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
+        where = host if node_rank is None else node_label(node_rank, host)
+        super().__init__((f"{where}: " if where else "") + message + (f" – {remedy}" if remedy else ""))
+
+
+class NodeCallError(NodeError):
     """A small program of ours could not run on a node, or raised there."""
 
-    exit_status = 3
 
-    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
-        self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
-        super().__init__(_where(host, node_rank) + message + (f" – {remedy}" if remedy else ""))
-
-
-class TransportError(FleetError):
+class TransportError(NodeError):
     """The line to one node failed."""
-
-    exit_status = 3
-
-    def __init__(self, message: str, *, host: str = "", node_rank: int | None = None, remedy: str = ""):
-        self.host, self.node_rank, self.message, self.remedy = host, node_rank, message, remedy
-        super().__init__(_where(host, node_rank) + message + (f" – {remedy}" if remedy else ""))
 
 
 class UnreachableError(TransportError):

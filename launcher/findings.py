@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from launcher.config import ClusterConfig
-from launcher.errors import NodeCallError, TransportError
+from launcher.errors import NodeCallError, NodeError, node_label
 from launcher.placement import interpreter, master_candidates, service_candidates
 
 Severity = Literal["ok", "warn", "block"]
@@ -32,7 +32,7 @@ class Finding:
     remedy: str = ""
 
     def line(self) -> str:
-        return f"node{self.node_rank} ({self.host}): {self.message}" + (f" – {self.remedy}" if self.remedy else "")
+        return f"{node_label(self.node_rank, self.host)}: {self.message}" + (f" – {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def all_findings(survey: Survey) -> list[Finding]:
 def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
     """Why a node cannot be worked with."""
     what, remedy = str(error), ""
-    if isinstance(error, TransportError | NodeCallError):
+    if isinstance(error, NodeError):
         what, remedy = error.message, error.remedy
     check = "python" if isinstance(error, NodeCallError) else "connect"
     return Finding(node_rank, config.nodes[node_rank].host, "block", check, what, remedy)
@@ -141,7 +141,7 @@ def _equal_versions(survey: Survey) -> Iterator[Finding]:
 
 def _odd_one(survey: Survey, k: int, name: str, version: str, usual: str) -> Finding:
     others = [j for j in sorted(survey.probes) if _comparable(name, survey.probes[j]["versions"][name]) == usual]
-    shown = ", ".join(f"node{j} ({survey.host(j)})" for j in others[:3]) + (", …" if len(others) > 3 else "")
+    shown = ", ".join(node_label(j, survey.host(j)) for j in others[:3]) + (", …" if len(others) > 3 else "")
     must = not survey.own_command or name in ("python", *_OWN_NEEDS)
     remedy = (
         f"use a python {usual} there: `python`, `venv` or `conda` in the config"
@@ -249,7 +249,7 @@ def _same_machine(survey: Survey) -> Iterator[Finding]:
         place = tuple(probe[name] for name in ("hostname", "boot_id", "workdir", "workdir_id"))
         j = first.setdefault(place, k)
         if j != k:
-            other = f"node{j} ({survey.host(j)})"
+            other = node_label(j, survey.host(j))
             message = f"same machine ({probe['hostname']}) and work folder {probe['workdir']} as {other}"
             yield survey.finding(k, "block", "same machine", message, "give each node its own `workdir`, or drop one")
 

@@ -288,7 +288,7 @@ class RunFollower:
         return self._nodes[node_rank].target
 
     def _where(self, node_rank: int) -> str:
-        return f"node{node_rank} ({self._host(node_rank)})"
+        return self._nodes[node_rank].label
 
 
 def stop_node(node: NodePlan, transport: Transport, limits: Limits) -> str:
@@ -299,7 +299,7 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits) -> str:
     except FleetError as error:
         return f"{error}; its processes may still run. {how_to_stop(node)}"
     if not report.stopped:
-        return f"node{node.node_rank} ({node.target}): still running: {', '.join(report.leftovers)}"
+        return f"{node.label}: still running: {', '.join(report.leftovers)}"
     return ""
 
 

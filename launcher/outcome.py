@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.errors import node_label
+
 #: Last lines of a process that only fell because another one had fallen before it.
 _FOLLOW_UP = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|socket closed|recvfrom failed|"
@@ -79,7 +81,7 @@ class Outcome:
     def place(self) -> str:
         """``rank 3 on node1 (hostb)``."""
         who = f"rank {self.rank} on " if self.rank is not None else "" if self.name == "node" else f"{self.name} of "
-        return f"{who}node{self.node_rank} ({self.host})"
+        return f"{who}{node_label(self.node_rank, self.host)}"
 
     @property
     def reason(self) -> str:

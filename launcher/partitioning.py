@@ -17,8 +17,8 @@ from launcher.config import ClusterConfig
 from launcher.errors import FleetError
 from launcher.manifest import PartitionFiles, read_partition_files
 from launcher.plan import partition_command
-from launcher.report import write_whole
 from launcher.script import Command
+from launcher.wholefile import write_whole
 
 _STAMP = ".gnnfleet-made.json"  #: in the partition folder: what made it, so that torch need not be loaded to know
 _ERROR = "error: "  #: begins the last message of a trainer command that failed

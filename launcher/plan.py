@@ -17,6 +17,7 @@ from typing import Any
 
 from launcher.codefiles import CODE_ROOT
 from launcher.config import ClusterConfig
+from launcher.errors import node_label
 from launcher.manifest import PartitionFiles
 from launcher.nodefiles import SharedFiles, node_files, shared_files
 from launcher.nodespec import Job, node_commands
@@ -76,6 +77,11 @@ class NodePlan:
     trainer: Command  #: torch.distributed.run with the rank runner
     files: tuple[PlannedFile, ...]
     log_files: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """``node1 (alice@gnn2)``, as messages name a node."""
+        return node_label(self.node_rank, self.target)
 
 
 @dataclass(frozen=True)

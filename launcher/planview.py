@@ -11,6 +11,7 @@ from rich.text import Text
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret, quote
+from launcher.words import count
 
 _Rows = Iterator[tuple[str, str]]
 
@@ -59,15 +60,15 @@ def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
 
 
 def _summary(plan: LaunchPlan) -> str:
-    counts = f"{_count(len(plan.nodes), 'node')}, {_count(plan.world_size, 'process', 'es')}, "
-    counts += _count(plan.num_parts, "part")
+    counts = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'process', 'es')}, "
+    counts += count(plan.num_parts, "part")
     return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
 
 
 def _run_rows(plan: LaunchPlan) -> _Rows:
     total = sum(file.bytes for node in plan.nodes for file in node.files)
     yield "code", f"digest {plan.code_digest[:16]}"
-    yield "move", f"{decimal(total)} in {_count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.partition:
         yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
@@ -101,7 +102,7 @@ def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]
 def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
     total = decimal(sum(file.bytes for file in files))
     if not list_them:
-        return f"{_count(len(files), 'file')}, {total}"
+        return f"{count(len(files), 'file')}, {total}"
     return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
 
 
@@ -120,10 +121,6 @@ def _devices(node: NodePlan) -> str:
 def _span(numbers: Sequence[int]) -> str:
     """Consecutive numbers, as ranks and parts of a node always are."""
     return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
-
-
-def _count(number: int, thing: str, plural: str = "s") -> str:
-    return f"{number:,} {thing}{'' if number == 1 else plural}"
 
 
 def _heading(text: str) -> Text:

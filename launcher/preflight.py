@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.config import ClusterConfig
-from launcher.errors import FleetError, PreflightRefused, TransportError
+from launcher.errors import FleetError, PreflightRefused, TransportError, node_label
 from launcher.fanout import Answers, on_nodes
 from launcher.findings import Finding, Survey, all_findings, connect_finding
 from launcher.nodecall import call, program_source
@@ -239,7 +239,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
         if rows:
             console.print(f"[{_STYLES[severity]}]{title}[/]")
         for finding in rows:
-            text = f"  node{finding.node_rank} ({finding.host}), {finding.check}: {finding.remedy}"
+            text = f"  {node_label(finding.node_rank, finding.host)}, {finding.check}: {finding.remedy}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.outcome import Outcome
+from launcher.wholefile import write_whole
+from launcher.words import count
 
 RunState = Literal["done", "failed", "interrupted"]
 _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130}
@@ -126,20 +126,6 @@ def read_metrics(files: Iterable[Path]) -> Metrics:
     return Metrics(tuple(sorted(lines, key=lambda line: float(line.get("t", 0.0)))))
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write beside ``path``, then rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
 def print_report(report: RunReport, console: Console) -> None:
     """The closing text: results, or what failed first and why."""
     if report.state == "done":
@@ -224,4 +210,4 @@ def _what_followed(report: RunReport, first: Outcome) -> str:
         if outcome is not first and (outcome.failed or outcome.stopped)
     )
     said = [(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
-    return " and ".join(f"{number} more {kind}{'s' * (number != 1)}" for number, kind in said)
+    return " and ".join(f"{count(number, f'more {kind}')}" for number, kind in said)

@@ -29,15 +29,17 @@ from launcher.outcome import Outcome, first_failure
 from launcher.partitioning import ensure_parts
 from launcher.plan import LaunchPlan, NodeFacts, make_plan, to_json
 from launcher.planview import print_placement
-from launcher.preflight import print_findings, run_preflight
+from launcher.preflight import node_ranges, print_findings, run_preflight
 from launcher.progress import transfer_progress
-from launcher.report import Metrics, RunReport, RunState, print_report, write_whole
+from launcher.report import Metrics, RunReport, RunState, print_report
 from launcher.script import Secret
 from launcher.session import start_session
 from launcher.sync import sync
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.verify import verify
+from launcher.wholefile import write_whole
+from launcher.words import count
 from launcher.yaml_schema import to_yaml
 
 
@@ -99,7 +101,7 @@ def passed_preflight(
         print_findings(replace(report, findings=tuple(noteworthy)), job.console)
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
-        raise PreflightRefused(f"preflight refused the run because of {_node_names(nodes)}; nothing was changed there")
+        raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
     job.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
 
@@ -178,7 +180,7 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport],
         checked = verify(plan, transports)
         job.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
         events.add("verified", files=checked.files, bytes=checked.bytes)
-    labels = {node.node_rank: f"node{node.node_rank} ({node.target})" for node in plan.nodes}
+    labels = {node.node_rank: node.label for node in plan.nodes}
     with transfer_progress(job.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=job.config.run.connect_timeout)
     job.say(f"synced: {decimal(report.bytes_sent)} sent, {decimal(report.bytes_present)} already there")
@@ -249,12 +251,3 @@ def _outcomes(
             when = min((record["ended"] for record in records if record["ended"]), default=time.time())
             here = when - facts[k].clock_offset
             yield Outcome.of_stopped_node(k, node.target, followed.results[k]["reason"], here)
-
-
-def count(number: int, thing: str, plural: str = "s") -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {thing}{plural * (number != 1)}"
-
-
-def _node_names(node_ranks: list[int]) -> str:
-    return ", ".join(f"node{node_rank}" for node_rank in node_ranks)

@@ -68,13 +68,11 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     """
     made = _tmux(transport, new_session_argv(node))
     if made.returncode == _NO_TMUX:
-        raise SessionError(
-            f"{_where(node)}: tmux is not installed there; install it (apt install tmux) and launch again"
-        )
+        raise SessionError(f"{node.label}: tmux is not installed there; install it (apt install tmux) and launch again")
     if b"duplicate session" in made.stderr:
-        raise SessionError(f"{_where(node)}: {_already(transport, node)}")
+        raise SessionError(f"{node.label}: {_already(transport, node)}")
     if made.returncode != 0:
-        raise SessionError(f"{_where(node)}: tmux could not start session {node.session}: {_text(made.stderr)}")
+        raise SessionError(f"{node.label}: tmux could not start session {node.session}: {_text(made.stderr)}")
     _await_supervisor(transport, node, start_timeout)
 
 
@@ -114,7 +112,7 @@ def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], tim
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         reason = _text(done.stderr) or f"exit status {done.returncode}"
-        raise SessionError(f"{_where(node)}: could not {arguments[0]} the run there: {reason}") from None
+        raise SessionError(f"{node.label}: could not {arguments[0]} the run there: {reason}") from None
     return answer
 
 
@@ -131,7 +129,7 @@ def _await_supervisor(transport: Transport, node: NodePlan, timeout: float) -> N
     else:
         what = f"the supervisor was not up after {timeout:g} s (run.start_timeout)"
         _tmux(transport, ("kill-session", "-t", f"={node.session}"))
-    raise SessionError(f"{_where(node)}: {what}; {log} says:\n{said or '(nothing)'}")
+    raise SessionError(f"{node.label}: {what}; {log} says:\n{said or '(nothing)'}")
 
 
 def _tmux(transport: Transport, arguments: Sequence[str]) -> Completed:
@@ -153,10 +151,6 @@ def _already(transport: Transport, node: NodePlan) -> str:
     stop = f"tmux kill-session -t {quote('=' + node.session)}"
     over = "" if transport.target == "local" else f" (on {node.target})"
     return f"tmux session {node.session} exists already; end it with `{stop}`{over}, or take another --run-id"
-
-
-def _where(node: NodePlan) -> str:
-    return f"node{node.node_rank} ({node.target})"
 
 
 def _text(data: bytes) -> str:

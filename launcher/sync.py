@@ -249,7 +249,7 @@ class _NodeJob:
             raise self._error(f"{file.dest}: {error.message}") from error
         except FileNotFoundError as error:
             raise SyncError(
-                f"{file.source} is missing on this machine, and node{self.node.node_rank} ({self.node.target}) needs "
+                f"{file.source} is missing on this machine, and {self.node.label} needs "
                 "it. If it belongs to a partition, delete the partition folder and run again"
             ) from error
 
@@ -258,7 +258,7 @@ class _NodeJob:
         if sha256_of(file.source) != file.sha256:
             raise SyncError(
                 f"{file.source} on this machine is not what its manifest says (damaged, or changed after it was made), "
-                f"so node{self.node.node_rank} ({self.node.target}) did not take it. "
+                f"so {self.node.label} did not take it. "
                 "Delete the partition folder and run again"
             )
 
@@ -284,7 +284,7 @@ class _NodeJob:
         return ask_files(self.transport, self.node, request, timeout)
 
     def _error(self, message: str) -> SyncError:
-        return SyncError(f"node{self.node.node_rank} ({self.node.target}): {message}")
+        return SyncError(f"{self.node.label}: {message}")
 
 
 def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], tim
     python = Command(node.start.argv[:1], setup=node.start.setup)
     answer: dict[str, Any] = call(transport, python, program_source("files"), request, timeout)
     if answer.get("error"):
-        raise SyncError(f"node{node.node_rank} ({node.target}): {request['op']}: {answer['error']}")
+        raise SyncError(f"{node.label}: {request['op']}: {answer['error']}")
     return answer
 
 

@@ -72,7 +72,7 @@ def _all_have_one(plan: LaunchPlan, raw: Mapping[int, bytes | None]) -> None:
             "or use data.mode sync"
         )
     if missing:
-        lines = [f"{_where(node)}: no {node.data_dir}/manifest.json" for node in missing]
+        lines = [f"{node.label}: no {node.data_dir}/manifest.json" for node in missing]
         raise SyncError(
             "\n".join([*lines, "Mount the folder there, or give its path there as `data_folder` of the node"])
         )
@@ -82,20 +82,20 @@ def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
     try:
         return parse_manifest(raw, node.data_dir)
     except (ValueError, KeyError, TypeError) as error:
-        raise SyncError(f"{_where(node)}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
+        raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
 
 
 def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:
     first = plan.nodes[0]
     if manifests[0].num_parts != plan.num_parts:
         raise SyncError(
-            f"{_where(first)}: {first.data_dir} holds {manifests[0].num_parts} parts, the config asks for "
+            f"{first.label}: {first.data_dir} holds {manifests[0].num_parts} parts, the config asks for "
             f"{plan.num_parts}; set data.num_parts, or make the partition anew"
         )
     for node in plan.nodes[1:]:
         if manifests[node.node_rank].files[-1].sha256 != manifests[0].files[-1].sha256:
             raise SyncError(
-                f"{_where(node)}: {node.data_dir}/manifest.json is another than {_where(first)} has "
+                f"{node.label}: {node.data_dir}/manifest.json is another than {first.label} has "
                 f"({first.data_dir}/manifest.json); the nodes must hold parts of one and the same partition"
             )
 
@@ -107,9 +107,9 @@ def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ..
     request = {"op": "inventory", "files": entries, "folders": []}
     found = ask_files(transport, node, request, hash_time(files))["files"]
     gone = _missing_folders(found, node.data_dir)
-    lines = [f"{_where(node)}: {folder} is missing, with all its {count} files" for folder, count in gone.items()]
+    lines = [f"{node.label}: {folder} is missing, with all its {count} files" for folder, count in gone.items()]
     wrong = [state for state in found if state["state"] != "present" and _top(state, node.data_dir) not in gone]
-    return lines + [f"{_where(node)}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+    return lines + [f"{node.label}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
 
 
 def _top(state: Mapping[str, Any], data_dir: str) -> str:
@@ -123,7 +123,3 @@ def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[
     for state in found:
         states.setdefault(_top(state, data_dir), []).append(state["state"])
     return {top: len(all_of) for top, all_of in states.items() if len(all_of) > 1 and set(all_of) == {"missing"}}
-
-
-def _where(node: NodePlan) -> str:
-    return f"node{node.node_rank} ({node.target})"

@@ -17,6 +17,7 @@ from launcher.errors import CommandTimeout, RemoteFileError
 from launcher.script import Command, shell_line
 from launcher.transport.base import Completed, OnBytes, OnLine, Transport
 from launcher.transport.lines import LineSplitter
+from launcher.wholefile import appearing
 
 _CHUNK = 1 << 20
 _KILL_AFTER = 1.0  # seconds a stopped command gets between SIGTERM and SIGKILL
@@ -99,19 +100,6 @@ class LocalTransport(Transport):
                 host=self.target,
                 node_rank=self.node_rank,
             ) from error
-
-
-@contextmanager
-def appearing(dest: Path) -> Iterator[BinaryIO]:
-    """A file written beside ``dest`` that takes its place only when the block ends well."""
-    dest.parent.mkdir(parents=True, exist_ok=True)
-    beside = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with beside.open("wb") as out:
-            yield out
-        beside.replace(dest)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _start(command: Command, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:

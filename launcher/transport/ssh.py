@@ -20,9 +20,9 @@ from launcher.script import Command, Secret
 from launcher.transport.base import Completed, OnBytes, OnLine, Transport
 from launcher.transport.channel import RemoteCommand, ignore
 from launcher.transport.lines import LineSplitter
-from launcher.transport.local import appearing
 from launcher.transport.sshconfig import connection_target, hops, make_connection
 from launcher.transport.ssherrors import LINE_ERRORS, connect_error, line_error, was_dropped
+from launcher.wholefile import appearing
 
 # sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
 _COMMAND_SLOTS = 6

@@ -1,0 +1,28 @@
+"""Files of this machine that appear whole or not at all."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def appearing(dest: Path) -> Iterator[BinaryIO]:
+    """A file written beside ``dest`` that takes its place only when the block ends well; parents are made."""
+    dest.parent.mkdir(parents=True, exist_ok=True)
+    beside = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with beside.open("wb") as out:
+            yield out
+        beside.replace(dest)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_whole(dest: Path, text: str) -> None:
+    """``dest`` with ``text`` in UTF-8."""
+    with appearing(dest) as out:
+        out.write(text.encode())

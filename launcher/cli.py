@@ -30,6 +30,10 @@ Examples:
 Exit status: 0 done, 1 the run failed, 2 bad usage or config, 3 preflight refused, 130 interrupted."""
 
 
+def _example(*lines: str) -> str:
+    return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
+
+
 class OwnCommandGroup(click.Group):
     """Keeps everything after ``--`` away from click: it is the user's own command."""
 
@@ -104,7 +108,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     (show_plan if dry_run else run_launch)(_options(ctx, values))
 
 
-@gnnfleet.command()
+@gnnfleet.command(epilog=_example("launch --config cluster.yml --epochs 3"))
 @config_options
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @click.pass_context
@@ -113,7 +117,7 @@ def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     (show_plan if dry_run else run_launch)(_options(ctx, values))
 
 
-@gnnfleet.command()
+@gnnfleet.command(epilog=_example("plan --config cluster.yml --set train.lr=0.01"))
 @config_options
 @click.pass_context
 def plan(ctx: click.Context, **values: Any) -> None:
@@ -121,7 +125,7 @@ def plan(ctx: click.Context, **values: Any) -> None:
     show_plan(_options(ctx, values))
 
 
-@gnnfleet.command()
+@gnnfleet.command(epilog=_example("check --config cluster.yml"))
 @config_options
 @click.pass_context
 def check(ctx: click.Context, **values: Any) -> None:
@@ -135,18 +139,23 @@ def check(ctx: click.Context, **values: Any) -> None:
 @gnnfleet.command(
     cls=PartitionCommand,
     context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
+    epilog=_example(
+        "partition make --config cluster.yml",
+        "partition inspect --config cluster.yml",
+        "partition verify parts/",
+    ),
     short_help="Divide a graph (make), check a partition folder (verify), describe it (inspect).",
 )
 @click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-@click.option("--config", "-c", type=click.Path(path_type=Path))
-@click.option("--set", "sets", multiple=True)
+@click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
 @click.pass_context
 def partition(ctx: click.Context, what: str, words: Sequence[str], config: Path | None, sets: Sequence[str]) -> None:
     """Divide a graph, check a partition folder, or describe it.
 
-    With --config the graph and folder come from the file; other options go to
-    `python -m trainer partition`.
+    With --config the graph and folder come from the file; other words go to
+    `python -m trainer partition`, whose own help is `partition make --help`.
     """
     from launcher.partitioning import partition_words, run_trainer
 

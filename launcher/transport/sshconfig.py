@@ -121,10 +121,15 @@ def _gateway(host: str, config: Config, seen: tuple[str, ...]) -> Connection | s
 
 
 def _explicit_auth(node: NodeConfig, password: Secret | None) -> dict[str, Any]:
-    """With a password and no key, only the password is tried: servers count wrong keys as failures."""
-    auth: dict[str, Any] = {"key_filename": [str(Path(node.key).expanduser())] if node.key else []}
+    """With a password and no key, only the password is tried: servers count wrong keys as failures.
+
+    What unlocks a key is a passphrase, which must not be shown to the server as a password.
+    """
+    key = Path(node.key).expanduser() if node.key else None
+    auth: dict[str, Any] = {"key_filename": [str(key)] if key else []}
     if password is not None:
-        auth |= {"password": password.reveal(), "allow_agent": False, "look_for_keys": False}
+        name = "passphrase" if key and key.is_file() and _encrypted(key) else "password"
+        auth |= {name: password.reveal(), "allow_agent": False, "look_for_keys": False}
     elif node.key:
         auth["look_for_keys"] = False
     return auth

@@ -88,6 +88,13 @@ def test_a_wrong_key_names_what_was_tried(sshd: Sshd, tmp_path: Path) -> None:
     assert sshd.connections == 1
 
 
+def test_a_passphrase_is_never_tried_as_a_password(sshd: Sshd, tmp_path: Path) -> None:
+    other = save_key(new_key(), tmp_path / "other", passphrase="right")  # which happens to be ann's password, too
+    with pytest.raises(AuthError, match="no key was accepted for ann"):
+        ssh_to(sshd, key=other, password="right").connect(10)
+    assert not any("password" in login for login in sshd.logins)
+
+
 def test_no_key_at_all(sshd: Sshd, home: Path) -> None:
     with pytest.raises(AuthError, match=f"no ssh-agent, no key in {home}/.ssh"):
         ssh_to(sshd).connect(10)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from launcher.config import login_text
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret, quote
@@ -29,12 +30,12 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
     """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
     lines = [("node", "target", "ranks", "devices", "parts", "address", "files")]
     for node in plan.nodes:
-        address = f"{node.address}:{node.service_port}" if node.server else node.address
+        address = login_text(None, node.address, node.service_port if node.server else None)
         size = decimal(sum(file.bytes for file in node.files))
         share = (_span(node.ranks), _devices(node), _span(node.parts))
         lines.append((f"node{node.node_rank}", node.target, *share, address, size))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  " + "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)) for line in lines]
+    rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     shown = [_heading(_summary(plan)), Text(rows[0], "dim"), *map(Text, rows[1:])]
     console.print(Text("\n").join(shown), soft_wrap=True)
 

@@ -172,12 +172,11 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
 
 
 def disk(path: str) -> Entry:
-    """Free and total bytes of the file system ``path`` is, or will be, on."""
+    """Free bytes of the file system ``path`` is, or will be, on."""
     folder = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    usage = shutil.disk_usage(folder)
-    return {"path": folder, "free": usage.free, "total": usage.total}
+    return {"path": folder, "free": shutil.disk_usage(folder).free}
 
 
 def list_tree(path: str) -> list[Entry]:

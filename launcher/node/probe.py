@@ -25,7 +25,6 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     facts = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
-        "user": os.environ.get("USER", ""),
         "address": address,
         "interface": interface_of(address),
         "python": sys.executable,

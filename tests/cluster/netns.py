@@ -33,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 
 from netns_tools import (
+    SEARCH_PATH,
     NetnsError,
     Process,
     free_prefix,
@@ -44,37 +45,18 @@ from netns_tools import (
     start_ticks,
     state,
     tool,
+    unavailable,
 )
+
+__all__ = ["Host", "NetCluster", "NetnsError", "Process", "remove_leftovers", "unavailable"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STATE = Path("/var/tmp/gnnfleet-netns")  # neither /tmp nor /run, which every host has its own of
-TOOLS = {
-    "ip": "iproute2",
-    "bridge": "iproute2",
-    "tc": "iproute2",
-    "ssh": "openssh-client",
-    "sshd": "openssh-server",
-    "ssh-keygen": "openssh-client",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-}
 OWN = ("/tmp", "/run", "/dev/shm")
-SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PASSWORD = "gnnfleet-netns"  # of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$P1s222gr1yoQ8ubuPOv62jq7YdT39s8j0yxulK05rQkM1KOPAUi765/7qR6tR17Au4w6M2CETeDoMuxdLhORz."
 PASSWORD_USER = "worker"
 _serial = itertools.count()
-
-
-def unavailable() -> str:
-    """Why no cluster can be made here, or ''."""
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        return "needs Linux and root"
-    missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=SEARCH_PATH)}
-    if missing:
-        return f"apt install {' '.join(sorted(missing))}"
-    probe = subprocess.run(["unshare", "-m", "-n", "-p", "-u", "-f", "true"], capture_output=True, text=True)
-    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class Host:

@@ -5,11 +5,36 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+TOOLS = {
+    "ip": "iproute2",
+    "bridge": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def unavailable() -> str:
+    """Why no cluster can be made here, or ''."""
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        return "needs Linux and root"
+    missing = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=SEARCH_PATH)}
+    if missing:
+        return f"apt install {' '.join(sorted(missing))}"
+    probe = subprocess.run(["unshare", "-m", "-n", "-p", "-u", "-f", "true"], capture_output=True, text=True)
+    return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class NetnsError(RuntimeError):

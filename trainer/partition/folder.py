@@ -39,7 +39,9 @@ def reusable(folder: Path, fingerprint: str) -> Manifest | None:
 def replaced(folder: Path) -> str | None:
     """The partition in ``folder`` in words, ``4 parts of cora (metis)``; None when there is none."""
     found = _raw_manifest(folder)
-    return found and f"{found.get('num_parts')} parts of {found.get('dataset')} ({found.get('algorithm')})"
+    if found is None:
+        return None
+    return f"{found.get('num_parts')} parts of {found.get('dataset')} ({found.get('algorithm')})"
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -67,7 +67,7 @@ def two_nodes(folder: Path) -> Iterator[list[Node]]:
 
 def start(nodes: list[Node], *settings: tuple[Path, dict[str, Any]]) -> list[subprocess.Popen[str]]:
     """One rank on each node; each does all runs, one after the other."""
-    port = free_port()
+    port = free_port(len(settings))
     return [
         start_rank([node.job(run_dir, **more) for run_dir, more in settings], node.rank, 2, port,
                    NODE_RANK=str(node.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")

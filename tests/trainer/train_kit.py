@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,11 @@ def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
 def start_rank(
     jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str
 ) -> subprocess.Popen[str]:
-    """A process that is one rank of each job in turn; each job is a command line, the last one ends the process."""
+    """A process that is one rank of each job in turn; each job is a command line, the last one ends the process.
+
+    The jobs meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
+    rank 0 is just taking down.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
@@ -101,14 +107,20 @@ def finish(process: subprocess.Popen[str], timeout: float = 120) -> Ended:
 
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     """Whole runs, one after the other, all ranks on this machine."""
-    port = free_port()
+    port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` neighbouring ports that are free; below those that the kernel hands out."""
+    while True:
+        first = random.randrange(20_000, 30_000)
+        with ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            with suppress(OSError):
+                for offset, probe in enumerate(probes):
+                    probe.bind(("127.0.0.1", first + offset))
+                return first
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -146,7 +158,9 @@ class FewBatches:
 
 
 if __name__ == "__main__":
-    for words in json.loads(sys.argv[1]):
+    first_port = int(os.environ["MASTER_PORT"])
+    for number, words in enumerate(json.loads(sys.argv[1])):
+        os.environ["MASTER_PORT"] = str(first_port + number)
         try:
             main(words)
         except SystemExit as ending:

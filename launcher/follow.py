@@ -305,9 +305,9 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits) -> str:
 
 def how_to_stop(node: NodePlan) -> str:
     """What a person types to stop this node by hand."""
-    line = f"tmux kill-session -t {node.session}"
+    line = f"tmux kill-session -t '={node.session}'"  # without =, tmux takes a name that merely begins so
     if node.target == "local":
         return f"To stop them: {line}"
     with_port = re.fullmatch(r"(.*@)?\[?([^:]+|.+(?=\]))\]?:(\d+)", node.target)  # ssh takes no brackets
     words = f"-p {with_port[3]} {with_port[1] or ''}{with_port[2]}" if with_port else node.target
-    return f"To stop them: ssh {words} {line}"
+    return f'To stop them: ssh {words} "{line}"'

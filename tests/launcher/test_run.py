@@ -133,7 +133,7 @@ def test_a_node_out_of_contact_for_too_long_is_lost_and_the_others_are_stopped(t
     followed = Scene(tmp_path, away, other, lost_after=0.3).follow()
     assert followed.lost[0].reason.startswith("no contact for") and followed.lost[0].host == "local"
     assert followed.results[1]["state"] == "stopped"
-    assert "may still run" in followed.notes[0] and "tmux kill-session -t gnnfleet-r1-node0" in followed.notes[0]
+    assert "may still run" in followed.notes[0] and "tmux kill-session -t '=gnnfleet-r1-node0'" in followed.notes[0]
 
 
 def test_the_first_process_that_fails_stops_every_other_node_at_once(tmp_path: Path) -> None:

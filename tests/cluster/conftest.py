@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from failure_kit import cluster, parts, scene  # noqa: F401  fixtures
 from netns import NetCluster, unavailable
 
 HERE = Path(__file__).parent
@@ -25,8 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module")
 def cluster3() -> Iterator[NetCluster]:
     """Three hosts that share no folder; one set for all tests of a module."""
-    with NetCluster(3) as cluster:
-        yield cluster
+    with NetCluster(3) as made:
+        yield made
 
 
 @pytest.fixture

@@ -2,274 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from launching import REPOSITORY, Launched, Running, launch, write_config
-from netns import NetCluster
-from netns_tools import Process
-
-#: Trains nothing, but all ranks meet in every step, as in data-parallel training.
-STEPS = """
-import os, sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for step in range(10000):
-    dist.all_reduce(torch.ones(1000))
-    print("step", step, flush=True)
-    if step == 20 and sys.argv[1:] == ["raise", str(dist.get_rank())]:
-        raise ValueError("no such column: age")
-    time.sleep(0.05)
-"""
-WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
-#: What a run may leave on a node: whole files, and `.part` files that the next sync goes on with.
-STATE_OF = "find ~ /tmp /dev/shm -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NetCluster]:
-    """Three hosts that share nothing and also take a password."""
-    with NetCluster(3, password=True) as made:
-        yield made
-
-
-@dataclass
-class Scene:
-    """A cluster.yml over three nodes (one, two and one process) in a folder of the test's own."""
-
-    cluster: NetCluster
-    folder: Path
-    parts: Path
-    nodes: list[dict] = field(default_factory=list)
-    run: dict = field(default_factory=dict)
-    data: dict = field(default_factory=dict)
-    train: dict = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.nodes = [
-            {"host": host.address, "user": "root", "procs": procs, "python": sys.executable}
-            for host, procs in zip(self.cluster.hosts, (1, 2, 1), strict=True)
-        ]
-        for name, text in (("steps.py", STEPS), ("waits.py", WAITS)):
-            (self.folder / name).write_text(text)
-
-    @property
-    def config(self) -> Path:
-        data = {"folder": str(self.parts)} | self.data
-        return write_config(self.folder, self.nodes, data=data, train=self.train, run=self.run)
-
-    def host(self, k: int) -> str:
-        return self.cluster.hosts[k].address
-
-    def launch(self, *words: str) -> Launched:
-        return launch(self.config, *words, env=self.cluster.environment(**self.env))
-
-    def running(self, *words: str) -> Running:
-        return Running(self.config, *words, env=self.cluster.environment(**self.env))
-
-    def own_home(self, *, hosts_known: bool = True) -> Path:
-        """A home without the cluster's key, for the operator."""
-        home = self.folder / "home"
-        (home / ".ssh").mkdir(parents=True)
-        if hosts_known:
-            shutil.copy(self.cluster.operator_ssh_config.with_name("known_hosts"), home / ".ssh/known_hosts")
-        self.env["HOME"] = str(home)
-        return home
-
-    def give_keys(self, *ranks: int) -> None:
-        for k in ranks:
-            self.nodes[k]["key"] = str(self.cluster.identity)
-
-    def files(self, k: int) -> str:
-        """All files on host k."""
-        return self.cluster.hosts[k].run(["bash", "-c", STATE_OF], check=False).stdout
-
-    def processes(self, k: int, words: str) -> list[Process]:
-        """Processes of host k whose command begins with a Python and these words."""
-        return [each for each in self.cluster.hosts[k].processes() if each.cmdline.partition(" ")[2].startswith(words)]
-
-    def left_behind(self) -> list[str]:
-        """Processes of any kind, tmux sessions included, and locks."""
-        hosts = [host for host in self.cluster.hosts if host.init_pid]
-        found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
-        return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
-
-
-@pytest.fixture
-def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Iterator[Scene]:
-    yield (made := Scene(cluster, tmp_path, parts))
-    for host in cluster.hosts:
-        for process in host.processes():  # a test that failed must not fail the next one too
-            host.run(["kill", "-9", str(process.pid)], check=False)
-    del made
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the parts are made by the first launch that gets that far."""
-    return tmp_path_factory.mktemp("parts") / "synthetic"
-
-
-def said_once(done: Launched, status: int, *words: str) -> None:
-    """Ended with ``status``, and one message that holds ``words``."""
-    assert done.status == status, done.output
-    assert done.output.count("error:") == 1, done.output
-    assert "Traceback" not in done.output
-    for word in words:
-        assert word in done.output, f"{word!r} is not in:\n{done.output}"
-
-
-# --- before anything runs: preflight refuses, and has changed nothing -----------------------------
-
-
-def unreachable(scene: Scene) -> None:
-    scene.nodes[1]["host"] = f"{scene.cluster.prefix}.77"
-    scene.run["connect_timeout"] = 2
-
-
-def wrong_key(scene: Scene) -> None:
-    scene.own_home()
-    scene.give_keys(0, 2)
-    scene.nodes[1]["key"] = make_key(scene.folder / "other", "")
-
-
-def encrypted_key(scene: Scene) -> None:
-    scene.own_home()
-    scene.give_keys(0, 2)
-    scene.nodes[1]["key"] = make_key(scene.folder / "encrypted", "hush")
-
-
-def make_key(path: Path, passphrase: str) -> str:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path)], check=True)
-    return str(path)
-
-
-def no_tmux(scene: Scene) -> None:
-    scene.cluster.hosts[1].hide("/usr/bin/tmux")
-
-
-def other_torch(scene: Scene) -> None:
-    host = scene.cluster.hosts[1]
-    host.write("/tmp/odd/torch-2.4.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1\n")
-    host.write("/tmp/odd/python", f'#!/bin/sh\nPYTHONPATH=/tmp/odd exec {sys.executable} "$@"\n', mode=0o755)
-    scene.nodes[1]["python"] = "/tmp/odd/python"
-
-
-def wrong_python(scene: Scene) -> None:
-    scene.nodes[1]["python"] = "/opt/none/bin/python"
-
-
-def no_cuda(scene: Scene) -> None:
-    del scene.nodes[1]["procs"]
-    scene.nodes[1]["devices"] = [0, 99]
-
-
-def small_disk(scene: Scene) -> None:
-    mount(scene, "200k")
-    scene.nodes[1]["workdir"] = "/mnt/small/work"
-
-
-def mount(scene: Scene, size: str) -> None:
-    script = f"mkdir -p /mnt/small && mount -t tmpfs -o size={size} tmpfs /mnt/small"
-    scene.cluster.hosts[1].run(["bash", "-c", script])
-
-
-def unmount(scene: Scene) -> None:
-    scene.cluster.hosts[1].run(["bash", "-c", "umount /mnt/small 2>/dev/null; rm -rf /mnt/small"])
-
-
-REFUSED: dict[str, tuple[Callable[[Scene], None], list[str]]] = {
-    "unreachable host": (unreachable, ["no answer on port 22 within 2 s", "is the machine up"]),
-    "wrong key": (wrong_key, ["no key was accepted for root", "other", "ssh-copy-id root@"]),
-    "encrypted key without agent": (encrypted_key, ["is encrypted and no ssh-agent is running", "ssh-add"]),
-    "no tmux": (no_tmux, ["tmux is not installed", "apt-get install -y tmux"]),
-    "other torch": (other_torch, ["torch 2.4.1, but", "on node0", "-m pip install torch=="]),
-    "wrong python": (wrong_python, ["cannot run /opt/none/bin/python", "set `python`, `venv` or `conda`"]),
-    "no CUDA device": (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi shows none"]),
-    "small disk": (small_disk, ["needed at /mnt/small, 205 kB free", "set `workdir` to another disk"]),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_preflight_names_the_node_and_what_to_do(name: str, scene: Scene) -> None:
-    trouble, words = REFUSED[name]
-    trouble(scene)
-    before = [scene.files(k) for k in range(3)]
-    try:
-        done = scene.launch()
-        after = [scene.files(k) for k in range(3)]
-    finally:
-        scene.cluster.hosts[1].unhide()
-        unmount(scene)
-    said_once(done, 3, *words, "nothing was changed there", f"node1 ({scene.nodes[1]['host']})")
-    assert "node0 (" not in done.output.split("What to do:")[1], "the other nodes are well"
-    assert after == before and scene.left_behind() == []
-    assert not (scene.folder / "runs").exists()
-
-
-def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
-    """Also on a narrow terminal: the fingerprint is there to be compared."""
-    home = scene.own_home(hosts_known=False)
-    scene.give_keys(0, 1, 2)
-    scene.env["COLUMNS"] = "80"
-    done = scene.launch()
-    said_once(done, 3, f"ssh-keyscan {scene.host(1)} >> {home}/.ssh/known_hosts", "accept-new")
-    cells = "".join(line.split("│")[-2].strip() for line in done.output.splitlines() if line.startswith("│"))
-    for host in scene.cluster.hosts:
-        shown = subprocess.run(["ssh-keygen", "-lf", host.folder / "etc/host_key.pub"], capture_output=True, text=True)
-        assert shown.stdout.split()[1] in cells
-    assert not (home / ".ssh/known_hosts").exists() and scene.left_behind() == []
-
-
-def test_a_wrong_password_is_refused_and_not_shown(scene: Scene) -> None:
-    scene.own_home()
-    scene.give_keys(0, 2)
-    scene.nodes[1] |= {"user": "worker", "password": True}
-    status, output = answer_prompts(scene.config, "not-this-one", scene.cluster.environment(**scene.env, COLUMNS="200"))
-    said_once(Launched(status, output, scene.folder), 3, "password of worker was not accepted", "check user and")
-    assert "not-this-one" not in output and output.count("Password for worker@") == 1
-    assert scene.left_behind() == [] and not (scene.folder / "runs").exists()
-
-
-def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int, str]:
-    """launch.py on a terminal of its own, ``answer`` typed whenever it asks; exit status and what it showed."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(config.parent)
-        os.execve(sys.executable, [sys.executable, str(REPOSITORY / "launch.py"), "--config", config.name], env)
-    shown = b""
-    with contextlib.suppress(OSError):  # EIO: the other end has closed
-        while data := os.read(terminal, 4096):
-            shown += data
-            if b"Password for" in data:
-                os.write(terminal, answer.encode() + b"\n")
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
-
-
-def test_a_busy_master_port_is_named_with_who_holds_it(scene: Scene) -> None:
-    host = scene.cluster.hosts[0]
-    listens = "import os, socket, time; s = socket.create_server(('', 29555)); os.fork() or time.sleep(60)"
-    host.run(["bash", "-c", f'{sys.executable} -c "{listens}" >/dev/null 2>&1'])
-    (holder,) = host.processes()
-    done = scene.launch("--master_port", "29555")
-    assert host.processes() == [holder]
-    host.kill(holder.pid)
-    said_once(done, 3, f"port 29555 in use (pid {holder.pid}: ", f"node0 ({host.address})", "`run.master_port`")
-
+from failure_kit import Scene, mount, said_once, unmount
+from launching import REPOSITORY, Launched, Running
 
 # --- while files are brought ----------------------------------------------------------------------
 
@@ -307,18 +52,18 @@ def made_parts(scene: Scene) -> None:
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene) -> None:
     scene.parts = scene.folder / "parts"  # not made yet, so that preflight cannot know their size
     mount(scene, "700k")
-    scene.nodes[1]["workdir"] = "/mnt/small/work"
+    scene.nodes[1]["workdir"] = "/mnt/small/home"
     try:
         done = scene.launch("--", "python", "waits.py")
     finally:
         unmount(scene)
-    said_once(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/work/data/", "Make room")
+    said_once(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/data/", "Make room")
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 
 def test_a_disk_that_fills_up_while_running_is_named(scene: Scene) -> None:
     mount(scene, "3m")
-    scene.nodes[1]["workdir"] = "/mnt/small/work"
+    scene.nodes[1]["workdir"] = "/mnt/small/home"
     try:
         running = scene.running("--", "python", "steps.py").await_line("step 3")
         scene.cluster.hosts[1].run(["bash", "-c", "cat /dev/zero > /mnt/small/filler"], check=False)

@@ -131,7 +131,7 @@ def test_power_cut_kills_and_tells_no_one(make_cluster: Callable[..., NetCluster
     assert not answers(host) and host.processes() == []
     host.power_on()
     host.wait_until_up()
-    assert ssh(host, "cat kept; ls /tmp; command -v find").stdout == "1"
+    assert ssh(host, "cat kept; ls /tmp/lost; command -v find").stdout == "1"
     assert host.processes() == []
 
 

@@ -1,0 +1,133 @@
+"""The scene of failures on real hosts: three nodes, a run folder, and what may be left behind."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from launching import Launched, Running, launch, write_config
+from netns import NetCluster
+from netns_tools import Process
+
+#: Trains nothing, but all ranks meet in every step, as in data-parallel training.
+STEPS = """
+import os, sys, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(10000):
+    dist.all_reduce(torch.ones(1000))
+    print("step", step, flush=True)
+    if step == 20 and sys.argv[1:] == ["raise", str(dist.get_rank())]:
+        raise ValueError("no such column: age")
+    time.sleep(0.05)
+"""
+WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
+#: What is on a node, for comparing before and after; -xdev: the repository itself may lie, bound, under /tmp.
+STATE_OF = "find ~ /tmp /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NetCluster]:
+    """Three hosts that share nothing and also take a password."""
+    with NetCluster(3, password=True) as made:
+        yield made
+
+
+@dataclass
+class Scene:
+    """A cluster.yml over three nodes (one, two and one process) in a folder of the test's own."""
+
+    cluster: NetCluster
+    folder: Path
+    parts: Path
+    nodes: list[dict] = field(default_factory=list)
+    run: dict = field(default_factory=dict)
+    data: dict = field(default_factory=dict)
+    train: dict = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = [
+            {"host": host.address, "user": "root", "procs": procs, "python": sys.executable}
+            for host, procs in zip(self.cluster.hosts, (1, 2, 1), strict=True)
+        ]
+        for name, text in (("steps.py", STEPS), ("waits.py", WAITS)):
+            (self.folder / name).write_text(text)
+
+    @property
+    def config(self) -> Path:
+        data = {"folder": str(self.parts)} | self.data
+        return write_config(self.folder, self.nodes, data=data, train=self.train, run=self.run)
+
+    def host(self, k: int) -> str:
+        return self.cluster.hosts[k].address
+
+    def launch(self, *words: str) -> Launched:
+        return launch(self.config, *words, env=self.cluster.environment(**self.env))
+
+    def running(self, *words: str) -> Running:
+        return Running(self.config, *words, env=self.cluster.environment(**self.env))
+
+    def own_home(self, *, hosts_known: bool = True) -> Path:
+        """A home without the cluster's key, for the operator."""
+        home = self.folder / "home"
+        (home / ".ssh").mkdir(parents=True)
+        if hosts_known:
+            shutil.copy(self.cluster.operator_ssh_config.with_name("known_hosts"), home / ".ssh/known_hosts")
+        self.env["HOME"] = str(home)
+        return home
+
+    def give_keys(self, *ranks: int) -> None:
+        for k in ranks:
+            self.nodes[k]["key"] = str(self.cluster.identity)
+
+    def files(self, k: int) -> str:
+        """All files on host k."""
+        return self.cluster.hosts[k].run(["bash", "-c", STATE_OF], check=False).stdout
+
+    def processes(self, k: int, words: str) -> list[Process]:
+        """Processes of host k whose command begins with a Python and these words."""
+        return [each for each in self.cluster.hosts[k].processes() if each.cmdline.partition(" ")[2].startswith(words)]
+
+    def left_behind(self) -> list[str]:
+        """Processes of any kind, tmux sessions included, and locks."""
+        hosts = [host for host in self.cluster.hosts if host.init_pid]
+        found = [f"{host.name}: {process}" for host in hosts for process in host.processes()]
+        return found + [line for k in range(len(hosts)) for line in self.files(k).splitlines() if line.endswith("lock")]
+
+
+@pytest.fixture
+def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Iterator[Scene]:
+    yield (made := Scene(cluster, tmp_path, parts))
+    for host in cluster.hosts:
+        for process in host.processes():  # a test that failed must not fail the next one too
+            host.run(["kill", "-9", str(process.pid)], check=False)
+    del made
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the parts are made by the first launch that gets that far."""
+    return tmp_path_factory.mktemp("parts") / "synthetic"
+
+
+def said_once(done: Launched, status: int, *words: str) -> None:
+    """Ended with ``status``, and one message that holds ``words``."""
+    assert done.status == status, done.output
+    assert done.output.count("error:") == 1, done.output
+    assert "Traceback" not in done.output
+    for word in words:
+        assert word in done.output, f"{word!r} is not in:\n{done.output}"
+
+
+def mount(scene: Scene, size: str) -> None:
+    script = f"mkdir -p /mnt/small && mount -t tmpfs -o size={size} tmpfs /mnt/small"
+    scene.cluster.hosts[1].run(["bash", "-c", script])
+
+
+def unmount(scene: Scene) -> None:
+    scene.cluster.hosts[1].run(["bash", "-c", "umount /mnt/small 2>/dev/null; rm -rf /mnt/small"])

@@ -99,6 +99,8 @@ def passed_preflight(
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         print_findings(replace(report, findings=tuple(noteworthy)), job.console)
+    if job.options.as_json:
+        report.refuse_if_blocked()  # with what stands in the way, as the table is not part of the JSON
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
         raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")

@@ -257,6 +257,15 @@ def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
     assert told["exit_status"] == 2 and "gone.yml" in told["error"]
 
 
+def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None:
+    config = local_config(tmp_path, [1, 1], data={"mode": "verify", "folder": "/nowhere/parts"})
+    command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    error = json.loads(done.stdout)["error"]
+    assert "node1 (local): no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
+
+
 def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:
     done = launch(made, "--", "no-such-program", "--lr", "1")
     assert done.status == 1 and "Traceback" not in done.output, done.output

@@ -263,7 +263,7 @@ def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
     error = json.loads(done.stdout)["error"]
-    assert "node1 (local): no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
+    assert "node1 (localhost): no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
 
 
 def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:

@@ -254,10 +254,10 @@ def test_home_in_env_is_the_nodes_own() -> None:
 @pytest.mark.parametrize(
     ("node", "target", "ssh"),
     [
-        (NodeConfig("gnn1", user="ann", port=2222), "ann@gnn1:2222", "ssh -p 2222 ann@gnn1 tmux"),
-        (NodeConfig("2001:db8::5", user="ann"), "ann@2001:db8::5", "ssh ann@2001:db8::5 tmux"),
-        (NodeConfig("2001:db8::5", user="ann", port=22), "ann@[2001:db8::5]:22", "ssh -p 22 ann@2001:db8::5 tmux"),
-        (NodeConfig("::1", port=7), "[::1]:7", "ssh -p 7 ::1 tmux"),
+        (NodeConfig("gnn1", user="ann", port=2222), "ann@gnn1:2222", 'ssh -p 2222 ann@gnn1 "tmux'),
+        (NodeConfig("2001:db8::5", user="ann"), "ann@2001:db8::5", 'ssh ann@2001:db8::5 "tmux'),
+        (NodeConfig("2001:db8::5", user="ann", port=22), "ann@[2001:db8::5]:22", 'ssh -p 22 ann@2001:db8::5 "tmux'),
+        (NodeConfig("::1", port=7), "[::1]:7", 'ssh -p 7 ::1 "tmux'),
     ],
 )
 def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:

@@ -205,9 +205,11 @@ def test_a_missing_source_is_an_error_on_this_side(node: Transport, home: Path, 
     assert not (home / "dest").exists()
 
 
-def test_close_twice(node: Transport) -> None:
+def test_close_twice_and_open_again(node: Transport) -> None:
     node.close()
     node.close()
+    node.connect(10)
+    assert node.run(Command(("true",)), timeout=10).returncode == 0
 
 
 def assert_gone(pid_file: Path) -> None:

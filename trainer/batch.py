@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from trainer.schema import EdgeType, NodeType
 
 
 @dataclass(frozen=True)
@@ -59,4 +62,40 @@ class Batch:
             input_id=self.input_id.to(device),
             blocks=tuple(block.to(device) for block in self.blocks),
             degree=None if self.degree is None else self.degree.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class HeteroBatch:
+    """The same for a heterogeneous graph; seeds are of one type, ``target``.
+
+    ``blocks[0]`` feeds the first layer. In a layer, type t has the rows known before the layer's hop
+    as targets and those known after it as sources, whatever the edge type; an edge type without edges
+    has a block with none. ``num_nodes[t][h]`` are the rows of type t known after hop h.
+    """
+
+    step: int
+    key: int  #: uint64 of (seed, epoch, step): samples and dropout are drawn from it
+    num_seeds: int
+    global_seeds: int  #: seeds of this step over all ranks
+    target: NodeType
+    n_id: Mapping[NodeType, Tensor]  #: int64 [n_t] original ids, every type
+    x: Mapping[NodeType, Tensor]  #: float32 [n_t, f_t] of the types that have features
+    y: Tensor | None  #: [num_seeds, …]
+    input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
+    blocks: tuple[Mapping[EdgeType, Block], ...]  #: every edge type with a fanout
+    num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] each, cumulative
+    remote_bytes: int = 0  #: received from other hosts for this batch
+
+    def to(self, device: torch.device) -> HeteroBatch:
+        """The batch with its tensors on ``device``."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            n_id={of: ids.to(device) for of, ids in self.n_id.items()},
+            x={of: rows.to(device) for of, rows in self.x.items()},
+            y=None if self.y is None else self.y.to(device),
+            input_id=self.input_id.to(device),
+            blocks=tuple({of: block.to(device) for of, block in layer.items()} for layer in self.blocks),
         )

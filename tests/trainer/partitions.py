@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.partition.book import PartitionBook
-from trainer.partition.format import AttrSpec, Manifest
-from trainer.store.part import Part, PartStore
+from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec, write_manifest
+from trainer.schema import HOMO_EDGE, HOMO_NODE, type_name
+from trainer.store.part import EdgePart, NodePart, Part, PartStore
 
 
 def random_graph(seed, num_nodes, num_edges):
@@ -17,39 +17,122 @@ def random_graph(seed, num_nodes, num_edges):
     return rng.integers(0, num_nodes, (2, num_edges)), num_nodes
 
 
-def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, only=None, assignment=None):
-    """``PartStore`` of a graph; node v goes to part ``assignment[v]``, by default v % num_parts."""
-    attrs = attrs or {}
-    owner = np.arange(num_nodes) % num_parts if assignment is None else np.asarray(assignment)
-    order = np.argsort(owner, kind="stable")
-    gid = np.empty(num_nodes, np.int64)
-    gid[order] = np.arange(num_nodes)
-    offsets = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_parts))])
+def store_of(edge_index, num_nodes, num_parts=1, *, attrs=None, edge_attrs=None, assignment=None, **options):
+    """``PartStore`` of a homogeneous graph; node v goes to part ``assignment[v]``, by default v % num_parts."""
+    return typed_store(
+        {HOMO_NODE: num_nodes}, {HOMO_EDGE: edge_index}, num_parts,
+        node_attrs={HOMO_NODE: attrs or {}}, edge_attrs={HOMO_EDGE: edge_attrs or {}},
+        assignment=None if assignment is None else {HOMO_NODE: assignment}, hetero=False, **options,
+    )  # fmt: skip
+
+
+def typed_store(
+    num_nodes, edges, num_parts=1, *, node_attrs=None, edge_attrs=None, splits=None, assignment=None,
+    time_attrs=("time",), only=None, hetero=True,
+):  # fmt: skip
+    """``PartStore`` of a graph of several types.
+
+    num_nodes: type -> count; edges: edge type -> [2, E]; attrs: type -> name -> rows; splits:
+    (type, split) -> original ids; assignment: type -> part of each node, by default id % num_parts;
+    only: parts to open.
+    """
+    node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
+    owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
+    owner |= {of: np.asarray(parts) for of, parts in (assignment or {}).items()}
+    gid, offsets, owned = {}, {}, {}
+    for of, n in num_nodes.items():
+        order = np.argsort(owner[of], kind="stable")
+        gid[of] = np.empty(n, np.int64)
+        gid[of][order] = np.arange(n)
+        offsets[of] = np.concatenate([[0], np.cumsum(np.bincount(owner[of], minlength=num_parts))])
+        owned[of] = [order[a:b] for a, b in zip(offsets[of], offsets[of][1:])]
+    times = {e: [a for a in time_attrs if a in node_attrs.get(e[0], {})] for e in edges}
+    rows = {e: [_rows_of(index, owned[e[2]][p]) for p in range(num_parts)] for e, index in edges.items()}
+    edge_offsets = {e: np.concatenate([[0], np.cumsum([sum(map(len, r)) for r in rows[e]])]) for e in edges}
+
+    def build_nodes(of, p):
+        mine = owned[of][p]
+        attrs = {name: values[mine] for name, values in node_attrs.get(of, {}).items()}
+        return NodePart(int(offsets[of][p]), mine.astype(np.int64), attrs)
+
+    def build_edges(e, p):
+        index = edges[e]
+        ids = np.concatenate([np.empty(0, np.int64), *rows[e][p]]).astype(np.int64)
+        src = index[0][ids]
+        return EdgePart(
+            start=int(edge_offsets[e][p]),
+            indptr=np.concatenate([[0], np.cumsum([len(row) for row in rows[e][p]])]).astype(np.int64),
+            indices=gid[e[0]][src].astype(np.int32),
+            orig_id=ids,
+            attrs={name: values[ids] for name, values in edge_attrs.get(e, {}).items()},
+            src_times={name: node_attrs[e[0]][name][src].astype(np.int64) for name in times[e]},
+        )
+
+    manifest = Manifest(
+        dataset="test", fingerprint="", num_parts=num_parts, algorithm="given", seed=0, hetero=hetero,
+        nodes={
+            of: NodeSpec(
+                n, _ints(offsets[of]), _specs(node_attrs.get(of, {})),
+                {split: len(ids) for (t, split), ids in splits.items() if t == of}, _classes(node_attrs.get(of, {})),
+            )
+            for of, n in num_nodes.items()
+        },
+        edges={
+            e: EdgeSpec(index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0)
+            for e, index in edges.items()
+        },
+        edge_cut=0.0, balance=1.0, graph_attrs={}, files=(),
+    )  # fmt: skip
     parts = {
-        p: build_part(p, order[offsets[p] : offsets[p + 1]], offsets[p], gid, edge_index, attrs)
+        p: Part(p, {of: build_nodes(of, p) for of in num_nodes}, {e: build_edges(e, p) for e in edges})
         for p in (range(num_parts) if only is None else only)
     }
-    specs = {name: AttrSpec(values.dtype.name, values.shape) for name, values in attrs.items()}
-    manifest = Manifest(
-        dataset="test", fingerprint="", num_parts=num_parts, algorithm="given", seed=0, num_nodes=num_nodes,
-        num_edges=edge_index.shape[1], num_classes=0, offsets=tuple(offsets.tolist()), edge_cut=0.0, balance=1.0,
-        attrs=specs, splits={}, files=(),
-    )  # fmt: skip
-    return PartStore(Path("in memory"), manifest, PartitionBook.from_offsets(offsets), parts)
+    seeds = {key: gid[key[0]][np.asarray(ids, np.int64)] for key, ids in splits.items()}
+    return PartStore(Path("in memory"), manifest, parts, gid if num_parts > 1 else {}, seeds)
 
 
-def build_part(part_id, owned, start, gid, edge_index, attrs):
-    """One part: the in-edges of ``owned`` (original ids), each row in original edge order."""
+def _rows_of(edge_index, owned):
+    """Edge ids of each owned target, in original edge order."""
     by_target = np.argsort(edge_index[1], kind="stable")
     bounds = np.searchsorted(edge_index[1][by_target], [owned, owned + 1])
-    rows = [by_target[begin:end] for begin, end in bounds.T]
-    edges = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
-    return Part(
-        part_id=part_id,
-        start=int(start),
-        orig_id=owned.astype(np.int64),
-        indptr=np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64),
-        indices=gid[edge_index[0][edges]].astype(np.int32),
-        edge_id=edges,
-        attrs={name: values[owned] for name, values in attrs.items()},
-    )
+    return [by_target[begin:end] for begin, end in bounds.T]
+
+
+def _ints(values):
+    return tuple(int(value) for value in values)
+
+
+def _specs(attrs):
+    return {name: AttrSpec(values.dtype.name, values.shape) for name, values in attrs.items()}
+
+
+def _classes(attrs):
+    y = attrs.get("y")
+    return int(y.max()) + 1 if y is not None and y.dtype.kind in "iu" and y.ndim == 1 and len(y) else 0
+
+
+def write_store(folder, store):
+    """A ``PartStore`` of this module as a partition folder (its manifest lists no files)."""
+    for of, table in store.global_ids.items():
+        _save(folder / "shared" / "nodes" / of / "global_id.npy", table)
+    for (of, split), ids in store.splits.items():
+        _save(folder / "shared" / "nodes" / of / "seeds" / f"{split}.npy", ids)
+    for part in store.parts.values():
+        own = folder / f"part{part.part_id}"
+        for of, nodes in part.nodes.items():
+            _save(own / "nodes" / of / "orig_id.npy", nodes.orig_id)
+            for name, values in nodes.attrs.items():
+                _save(own / "nodes" / of / "attrs" / f"{name}.npy", values)
+        for of, edges in part.edges.items():
+            top = own / "edges" / type_name(of)
+            for name in ("indptr", "indices", "orig_id"):
+                _save(top / f"{name}.npy", getattr(edges, name))
+            for group in ("attrs", "src_times"):
+                for name, values in getattr(edges, group).items():
+                    _save(top / group / f"{name}.npy", values)
+    write_manifest(folder, store.manifest)
+
+
+def _save(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array)

@@ -3,35 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
+from trainer.arrays import Array, Ids
 from trainer.data.edges import first_outside
 from trainer.errors import DataError
 from trainer.partition.format import NAME_PATTERN, RESERVED_ATTRS
+from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
 _ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """One homogeneous graph. Arrays may be memory-mapped and are never written to."""
+class NodeData:
+    """The nodes of one type."""
 
-    name: str
     num_nodes: int
+    attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …]; `x` and `y` are usual
+    splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order they were given
+    num_classes: int = 0  #: of `y`, integer [num_nodes] with -1 = no label; 0 without class labels
+    bfloat16: frozenset[str] = frozenset()  #: attributes whose uint16 values are bit patterns of bfloat16
+
+
+@dataclass(frozen=True)
+class EdgeData:
+    """The edges of one type."""
+
     edge_index: Array  #: int32|int64 [2, E]; row 0 sources, row 1 targets: messages flow source -> target
-    attrs: Mapping[str, Array]  #: name -> [num_nodes, …]; `x` [N, F] numeric, `y` integer [N], -1 = no label
-    splits: Mapping[str, npt.NDArray[np.int64]]  #: name -> node ids, in the order they were given
-    num_classes: int  #: 0 without `y`
-    fingerprint: str  #: digest of name, options and source files' sizes and mtimes
-    notes: tuple[str, ...] = ()  #: what a user should know about how the source was read
+    attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [E, …]: features, weights, times
+    bfloat16: frozenset[str] = frozenset()
 
     @property
     def num_edges(self) -> int:
         return int(self.edge_index.shape[1])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One graph. Arrays may be memory-mapped and are never written to."""
+
+    name: str
+    nodes: Mapping[NodeType, NodeData]
+    edges: Mapping[EdgeType, EdgeData]
+    fingerprint: str  #: digest of name, options and source files' sizes and mtimes
+    hetero: bool = False  #: else the only types are HOMO_NODE and HOMO_EDGE
+    graph_attrs: Mapping[str, Array] = field(default_factory=dict)  #: arrays of the graph as a whole
+    time_attrs: tuple[str, ...] = ("time",)  #: integer node attributes by which neighbours may be sampled
+    notes: tuple[str, ...] = ()  #: what a user should know about how the source was read
+
+    @classmethod
+    def homogeneous(cls, name: str, nodes: NodeData, edges: EdgeData, fingerprint: str, **more: Any) -> Dataset:
+        """A graph of one node type and one edge type."""
+        return cls(name, {HOMO_NODE: nodes}, {HOMO_EDGE: edges}, fingerprint, **more)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all types."""
+        return sum(data.num_nodes for data in self.nodes.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of all types."""
+        return sum(data.num_edges for data in self.edges.values())
 
 
 def check_edge_index(edge_index: Array, num_nodes: int, where: str) -> None:

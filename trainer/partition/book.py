@@ -1,4 +1,4 @@
-"""The partition book: which part owns a node, as an offsets array."""
+"""The partition book: which part owns a node or an edge, as an offsets array."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class PartitionBook:
         return len(self.offsets) - 1
 
     @property
-    def num_nodes(self) -> int:
+    def size(self) -> int:
+        """Number of ids over all parts."""
         return int(self.offsets[-1])
 
     def part_of(self, gids: Ids) -> Ids:

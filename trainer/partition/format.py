@@ -7,17 +7,20 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.errors import PartitionError
+import numpy as np
+
+from trainer.errors import DataError, PartitionError
+from trainer.schema import EdgeType, NodeType, type_name, type_of
 
 FORMAT = "gnnfleet-partition"
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names: they become file names
-RESERVED_ATTRS = frozenset({"orig_id"})  #: names under ``part<p>/nodes/`` that are not attributes
+RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: what can be gathered besides attributes
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,37 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class AttrSpec:
-    """One node attribute over all parts."""
+    """One attribute over all parts."""
 
-    dtype: str  #: numpy name, e.g. ``float32``
-    shape: tuple[int, ...]  #: of the whole array, [num_nodes, …]
+    dtype: str  #: torch's name: ``float32``, ``bfloat16`` (kept as the uint16 with the same bits)
+    shape: tuple[int, ...]  #: of the whole array, [num_nodes, …] or [num_edges, …]
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """dtype of the arrays in files and on the wire."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """The nodes of one type."""
+
+    num_nodes: int
+    offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
+    attrs: Mapping[str, AttrSpec]
+    splits: Mapping[str, int]  #: name -> number of seeds
+    num_classes: int  #: of ``y``; 0 without class labels
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """The edges of one type; an edge belongs to the part of its target."""
+
+    num_edges: int
+    offsets: tuple[int, ...]  #: [num_parts + 1] global edge ids of each part
+    attrs: Mapping[str, AttrSpec]
+    src_times: tuple[str, ...]  #: time attributes of the source type that are kept per edge too
+    edge_cut: float  #: fraction of these edges whose ends lie in different parts
 
 
 @dataclass(frozen=True)
@@ -50,19 +80,27 @@ class Manifest:
     """What one partition folder holds; see docs/ARCHITECTURE.md."""
 
     dataset: str
-    fingerprint: str  #: of dataset, options, source files, num_parts, method and seed
+    fingerprint: str  #: of dataset, options, source files, num_parts, method, its options and seed
     num_parts: int
     algorithm: str
     seed: int
-    num_nodes: int
-    num_edges: int
-    num_classes: int
-    offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
-    edge_cut: float  #: fraction of edges whose ends lie in different parts
-    balance: float  #: most nodes of a part / mean nodes of a part
-    attrs: Mapping[str, AttrSpec]
-    splits: Mapping[str, int]  #: name -> number of seeds
+    hetero: bool
+    nodes: Mapping[NodeType, NodeSpec]
+    edges: Mapping[EdgeType, EdgeSpec]
+    edge_cut: float  #: fraction of all edges whose ends lie in different parts
+    balance: float  #: most nodes of a part / mean nodes of a part, over all types
+    graph_attrs: Mapping[str, AttrSpec]  #: arrays of the graph as a whole; shape is the array's
     files: tuple[FileEntry, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all types."""
+        return sum(spec.num_nodes for spec in self.nodes.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of all types."""
+        return sum(spec.num_edges for spec in self.edges.values())
 
     def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:
         """Files of one part; of ``shared/`` when None."""
@@ -85,7 +123,7 @@ def read_manifest(folder: str | Path) -> Manifest:
         )
     try:
         manifest = _from_json(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         raise PartitionError(f"{path} is invalid: {_reason(error)}; make the partition again") from error
     return manifest
 
@@ -94,7 +132,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
     path = Path(folder) / MANIFEST
     temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
-    text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+    text = json.dumps({"format": FORMAT, "version": VERSION, **_to_json(manifest)}, indent=1) + "\n"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -128,32 +166,88 @@ def _read_json(path: Path) -> Any:
         raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
 
 
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    named = replace(manifest, nodes={}, edges={})  # asdict cannot key by tuples
+    return {
+        **asdict(named),
+        "nodes": {type_name(of): asdict(spec) for of, spec in manifest.nodes.items()},
+        "edges": {type_name(of): asdict(spec) for of, spec in manifest.edges.items()},
+    }
+
+
 def _from_json(raw: dict[str, Any]) -> Manifest:
-    values = {field.name: raw[field.name] for field in fields(Manifest)}
-    values["offsets"] = tuple(_integer(value) for value in values["offsets"])
-    values["attrs"] = {_name(name): AttrSpec(str(a["dtype"]), _shape(a["shape"])) for name, a in raw["attrs"].items()}
-    values["splits"] = {_name(name): _integer(count) for name, count in raw["splits"].items()}
-    values["files"] = tuple(_file_entry(entry) for entry in raw["files"])
-    for name in ("num_parts", "seed", "num_nodes", "num_edges", "num_classes"):
-        values[name] = _integer(values[name])
-    manifest = Manifest(**values)
-    _check_offsets(manifest)
-    return manifest
+    num_parts = _integer(raw["num_parts"])
+    return Manifest(
+        dataset=str(raw["dataset"]),
+        fingerprint=str(raw["fingerprint"]),
+        num_parts=num_parts,
+        algorithm=str(raw["algorithm"]),
+        seed=_integer(raw["seed"]),
+        hetero=bool(raw["hetero"]),
+        nodes={_node_type(name): _node_spec(spec, num_parts) for name, spec in raw["nodes"].items()},
+        edges={_edge_type(name, raw["nodes"]): _edge_spec(spec, num_parts) for name, spec in raw["edges"].items()},
+        edge_cut=float(raw["edge_cut"]),
+        balance=float(raw["balance"]),
+        graph_attrs=_attr_specs(raw["graph_attrs"]),
+        files=tuple(_file_entry(entry) for entry in raw["files"]),
+    )
+
+
+def _node_type(name: str) -> NodeType:
+    of = type_of(name)
+    if not isinstance(of, str):
+        raise ValueError(f"{name!r} is no node type")
+    return of
+
+
+def _edge_type(name: str, node_types: Mapping[str, Any]) -> EdgeType:
+    of = type_of(name)
+    if isinstance(of, str) or not {of[0], of[2]} <= set(node_types):
+        raise ValueError(f"{name!r} is no edge type between the node types")
+    return of
+
+
+def _node_spec(raw: dict[str, Any], num_parts: int) -> NodeSpec:
+    return NodeSpec(
+        num_nodes=_integer(raw["num_nodes"]),
+        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_nodes"])),
+        attrs=_attr_specs(raw["attrs"]),
+        splits={_name(name): _integer(count) for name, count in raw["splits"].items()},
+        num_classes=_integer(raw["num_classes"]),
+    )
+
+
+def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
+    return EdgeSpec(
+        num_edges=_integer(raw["num_edges"]),
+        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_edges"])),
+        attrs=_attr_specs(raw["attrs"]),
+        src_times=tuple(_name(name) for name in raw["src_times"]),
+        edge_cut=float(raw["edge_cut"]),
+    )
+
+
+def _attr_specs(raw: dict[str, Any]) -> dict[str, AttrSpec]:
+    specs = {_name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"])) for name, spec in raw.items()}
+    for spec in specs.values():
+        _ = spec.stored  # raises TypeError for a dtype numpy does not know
+    return specs
 
 
 def _file_entry(raw: dict[str, Any]) -> FileEntry:
     path = str(raw["path"])
-    if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+", path):
+    if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", path):
         raise ValueError(f"path {path!r} does not begin with shared/ or part<p>/")
     return FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
 
 
-def _check_offsets(manifest: Manifest) -> None:
-    offsets = manifest.offsets
-    if len(offsets) != manifest.num_parts + 1 or offsets[0] != 0 or offsets[-1] != manifest.num_nodes:
-        raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {manifest.num_nodes}")
+def _offsets(raw: list[Any], num_parts: int, count: int) -> tuple[int, ...]:
+    offsets = tuple(_integer(value) for value in raw)
+    if len(offsets) != num_parts + 1 or offsets[0] != 0 or offsets[-1] != count:
+        raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
     if any(low > high for low, high in zip(offsets, offsets[1:], strict=False)):
         raise ValueError("offsets must not decrease")
+    return offsets
 
 
 def _integer(value: Any) -> int:

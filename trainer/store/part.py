@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.arrays import Array
+from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
 from trainer.partition.format import Manifest, read_manifest
+from trainer.schema import AnyType, EdgeType, NodeType, type_name
 
 
 @dataclass(frozen=True)
-class Part:
-    """The nodes one part owns, with their in-edges (CSC: row = target node)."""
+class NodePart:
+    """The nodes of one type that one part owns."""
 
-    part_id: int
     start: int  #: first owned global id
     orig_id: Array  #: [n] original ids, ascending
-    indptr: Array  #: int64 [n + 1]
-    indices: Array  #: int32|int64 [e] global ids of sources
-    edge_id: Array  #: int32|int64 [e] original edge ids
-    attrs: Mapping[str, Array]  #: name -> [n, …]; includes what the dataset gave (x, y, …)
+    attrs: Mapping[str, Array]  #: name -> [n, …]
 
     @property
     def num_nodes(self) -> int:
@@ -33,19 +30,61 @@ class Part:
 
 
 @dataclass(frozen=True)
+class EdgePart:
+    """The in-edges by one edge type of the nodes one part owns (CSC: row = target node).
+
+    Row order is original edge order, whatever the partition.
+    """
+
+    start: int  #: global id of the first edge here; slot s has start + s
+    indptr: Array  #: int64 [n + 1], n = owned nodes of the target type
+    indices: Array  #: int32|int64 [e] global ids of sources
+    orig_id: Array  #: int32|int64 [e] original edge ids
+    attrs: Mapping[str, Array]  #: name -> [e, …]
+    src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e]: the source node's
+
+    @property
+    def num_edges(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one part owns."""
+
+    part_id: int
+    nodes: Mapping[NodeType, NodePart]
+    edges: Mapping[EdgeType, EdgePart]
+
+
+@dataclass(frozen=True)
 class PartStore:
-    """Some parts of one partition folder, opened read-only."""
+    """Some parts of one partition, opened read-only."""
 
-    folder: Path
+    folder: Path  #: for messages only, when the parts are in memory
     manifest: Manifest
-    book: PartitionBook
     parts: Mapping[int, Part]
+    global_ids: Mapping[NodeType, Array]  #: [num_nodes] global id of each original id; absent where they are equal
+    splits: Mapping[tuple[NodeType, str], Ids]  #: (type, split) -> global ids, int64 [n], in the dataset's order
+    graph_attrs: Mapping[str, Array] = field(default_factory=dict)
 
-    def seeds(self, split: str) -> npt.NDArray[np.int64]:
-        """Global ids of a split's nodes, int64 [n], in the dataset's order."""
-        if split not in self.manifest.splits:
-            raise PartitionError(f"{self.folder}: no split {split!r}; there are {sorted(self.manifest.splits)}")
-        return _map(self.folder / "shared" / "seeds" / f"{split}.npy")
+    @cached_property
+    def books(self) -> Mapping[AnyType, PartitionBook]:
+        """Who owns which nodes and edges."""
+        specs = {**self.manifest.nodes, **self.manifest.edges}
+        return {of: PartitionBook.from_offsets(spec.offsets) for of, spec in specs.items()}
+
+    def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
+        """Global ids of original ids, int64, same shape; the ids must lie in range."""
+        table = self.global_ids.get(node_type)
+        return orig_ids if table is None else table[orig_ids].astype(np.int64)
+
+    def seeds(self, node_type: NodeType, split: str) -> Ids:
+        """Global ids of a split's nodes, int64 [n]. Raises ``PartitionError`` for a split that is not there."""
+        if (node_type, split) not in self.splits:
+            known = sorted(name for of, name in self.splits if of == node_type)
+            raise PartitionError(f"{self.folder}: no split {split!r} of {node_type!r}; there are {known}")
+        return self.splits[node_type, split]
 
 
 def open_parts(folder: str | Path, part_ids: Sequence[int] | None = None) -> PartStore:
@@ -56,22 +95,47 @@ def open_parts(folder: str | Path, part_ids: Sequence[int] | None = None) -> Par
     root = Path(folder)
     manifest = read_manifest(root)
     wanted = range(manifest.num_parts) if part_ids is None else part_ids
-    parts = {part_id: _open_part(root, manifest, part_id) for part_id in wanted}
-    return PartStore(root, manifest, PartitionBook.from_offsets(manifest.offsets), parts)
+    shared = root / "shared"
+    return PartStore(
+        folder=root,
+        manifest=manifest,
+        parts={part_id: _open_part(root, manifest, part_id) for part_id in wanted},
+        global_ids={
+            of: _map(shared / "nodes" / of / "global_id.npy") for of in manifest.nodes if manifest.num_parts > 1
+        },
+        splits={
+            (of, split): _map(shared / "nodes" / of / "seeds" / f"{split}.npy")
+            for of, spec in manifest.nodes.items()
+            for split in spec.splits
+        },
+        graph_attrs={name: _map(shared / "graph" / f"{name}.npy") for name in manifest.graph_attrs},
+    )
 
 
 def _open_part(root: Path, manifest: Manifest, part_id: int) -> Part:
     if not 0 <= part_id < manifest.num_parts:
         raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
-    nodes, edges = root / f"part{part_id}" / "nodes", root / f"part{part_id}" / "edges"
-    return Part(
-        part_id=part_id,
-        start=manifest.offsets[part_id],
-        orig_id=_map(nodes / "orig_id.npy"),
-        indptr=_map(edges / "indptr.npy"),
-        indices=_map(edges / "indices.npy"),
-        edge_id=_map(edges / "edge_id.npy"),
-        attrs={name: _map(nodes / f"{name}.npy") for name in manifest.attrs},
+    own = root / f"part{part_id}"
+    nodes = {of: _open_nodes(own / "nodes" / of, manifest, of, part_id) for of in manifest.nodes}
+    edges = {of: _open_edges(own / "edges" / type_name(of), manifest, of, part_id) for of in manifest.edges}
+    return Part(part_id, nodes, edges)
+
+
+def _open_nodes(folder: Path, manifest: Manifest, node_type: NodeType, part_id: int) -> NodePart:
+    spec = manifest.nodes[node_type]
+    attrs = {name: _map(folder / "attrs" / f"{name}.npy") for name in spec.attrs}
+    return NodePart(spec.offsets[part_id], _map(folder / "orig_id.npy"), attrs)
+
+
+def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: int) -> EdgePart:
+    spec = manifest.edges[edge_type]
+    return EdgePart(
+        start=spec.offsets[part_id],
+        indptr=_map(folder / "indptr.npy"),
+        indices=_map(folder / "indices.npy"),
+        orig_id=_map(folder / "orig_id.npy"),
+        attrs={name: _map(folder / "attrs" / f"{name}.npy") for name in spec.attrs},
+        src_times={name: _map(folder / "src_times" / f"{name}.npy") for name in spec.src_times},
     )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data import Dataset
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType
 
 DEBIAN = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "debian"
 NO_DEBIAN = f"real data is not there: {DEBIAN}"
@@ -20,6 +21,7 @@ def graph(
     attrs: Mapping[str, np.ndarray] | None = None,
     splits: Mapping[str, Sequence[int]] | None = None,
     name: str = "small",
+    edge_attrs: Mapping[str, np.ndarray] | None = None,
 ) -> Dataset:
     """A dataset of (source, target) pairs. Default x: row v is (v, v/2, -v); default y: v mod 3."""
     edge_index = np.asarray(edges, dtype=np.int64).reshape(-1, 2).T
@@ -27,15 +29,14 @@ def graph(
     x = np.stack((ids, ids / 2, -ids), axis=1).astype(np.float32)
     chosen: dict[str, Any] = {"x": x, "y": ids % 3} if attrs is None else dict(attrs)
     seeds = {"train": ids[::-2], "val": ids[:1]} if splits is None else splits
-    return Dataset(
-        name=name,
+    nodes = NodeData(
         num_nodes=num_nodes,
-        edge_index=np.ascontiguousarray(edge_index),
         attrs=chosen,
         splits={split: np.asarray(values, dtype=np.int64) for split, values in seeds.items()},
         num_classes=3,
-        fingerprint=f"{name}-{num_nodes}-{edge_index.shape[1]}",
     )
+    edge_data = EdgeData(np.ascontiguousarray(edge_index), dict(edge_attrs or {}))
+    return Dataset.homogeneous(name, nodes, edge_data, f"{name}-{num_nodes}-{edge_index.shape[1]}")
 
 
 def ring(num_nodes: int) -> Dataset:
@@ -74,3 +75,29 @@ def blocks(num_blocks: int, size: int, seed: int = 0) -> Dataset:
         edges += [(b * size + u, b * size + v) for u in range(size) for v in range(size) if u < v]
     order = rng.permutation(num_blocks * size)
     return graph(order[np.array(edges)], num_blocks * size, name="blocks")
+
+
+def hetero(
+    num_nodes: Mapping[str, int],
+    edges: Mapping[EdgeType, Sequence[tuple[int, int]] | np.ndarray],
+    edge_attrs: Mapping[EdgeType, Mapping[str, np.ndarray]] | None = None,
+    name: str = "typed",
+) -> Dataset:
+    """A dataset of several types; nodes have x, y and splits as in ``graph``, of their own type."""
+    nodes = {of: graph([], count).nodes[HOMO_NODE] for of, count in num_nodes.items()}
+    typed = {
+        of: graph(pairs, 0, {}, {}, edge_attrs=(edge_attrs or {}).get(of)).edges[HOMO_EDGE]
+        for of, pairs in edges.items()
+    }
+    return Dataset(name, nodes, typed, f"{name}-{len(nodes)}-{len(typed)}", hetero=True)
+
+
+def bipartite() -> Dataset:
+    """Authors write papers, papers cite papers; node type ``venue`` and relation ``written_by`` have no edges."""
+    edges = {
+        ("author", "writes", "paper"): [(0, 0), (0, 1), (1, 1), (2, 3), (3, 3), (3, 5), (3, 5)],
+        ("paper", "cites", "paper"): [(1, 0), (2, 0), (2, 2), (5, 4), (4, 5)],
+        ("paper", "written_by", "author"): [],
+    }
+    cites = {"edge_attr": np.arange(10, dtype=np.float32).reshape(5, 2)}
+    return hetero({"author": 4, "paper": 6, "venue": 2}, edges, {("paper", "cites", "paper"): cites}, name="bipartite")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,7 @@ from trainer.data.edges import symmetric_adjacency
 from trainer.errors import PartitionError
 from trainer.partition.metis import metis_parts
 from trainer.rng import GOLDEN, hashed
+from trainer.schema import EdgeType, NodeType
 
 METHODS = ("metis", "random")
 
@@ -25,9 +28,11 @@ class PartitionAssignment:
     algorithm: str
     seed: int
     num_parts: int
-    part: npt.NDArray[np.int32]  #: [num_nodes]
-    edge_cut: float  #: fraction of edges whose ends lie in different parts
-    balance: float  #: most nodes of a part / mean nodes of a part
+    parts: Mapping[NodeType, npt.NDArray[np.int32]]  #: type -> [num_nodes] part of each node
+    edge_cuts: Mapping[EdgeType, float]  #: fraction of these edges whose ends lie in different parts
+    edge_cut: float  #: the same over all edges
+    balance: float  #: most nodes of a part / mean nodes of a part, over all types
+    options: Mapping[str, Any] = field(default_factory=dict)  #: what the method was told beyond the above
 
 
 def assign_parts(dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0) -> PartitionAssignment:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -91,6 +91,7 @@ class Manifest:
     balance: float  #: most nodes of a part / mean nodes of a part, over all types
     graph_attrs: Mapping[str, AttrSpec]  #: arrays of the graph as a whole; shape is the array's
     files: tuple[FileEntry, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)  #: what the algorithm was told beyond parts and seed
 
     @property
     def num_nodes(self) -> int:
@@ -183,6 +184,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         num_parts=num_parts,
         algorithm=str(raw["algorithm"]),
         seed=_integer(raw["seed"]),
+        options=dict(raw["options"]),
         hetero=bool(raw["hetero"]),
         nodes={_node_type(name): _node_spec(spec, num_parts) for name, spec in raw["nodes"].items()},
         edges={_edge_type(name, raw["nodes"]): _edge_spec(spec, num_parts) for name, spec in raw["edges"].items()},

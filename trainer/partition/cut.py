@@ -1,0 +1,108 @@
+"""Cutting the edges of one type by part: sorted into the rows of their targets, some parts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from trainer.arrays import Array, Ids
+from trainer.partition.relabel import Relabelling, id_dtype
+
+EDGE_BYTES_AT_ONCE = 256 << 20  #: cut edges of as many parts together as fit; each group reads the edge list once
+
+
+@dataclass(frozen=True)
+class EdgeRows:
+    """In-edges of the nodes of one part, in original edge order inside a row."""
+
+    part_id: int
+    indptr: Ids  #: [n + 1]
+    indices: Array  #: int32|int64 [e] global ids of sources
+    orig_id: Array  #: int32|int64 [e] original edge ids
+
+
+@dataclass(frozen=True)
+class EdgeCut:
+    """Where the edges of one type go."""
+
+    edge_index: Array  #: [2, E] original ids
+    source: Relabelling
+    target: Relabelling
+    indptr: Ids  #: [N of the target type + 1], rows of all parts one after the other
+
+    @classmethod
+    def of(cls, edge_index: Array, source: Relabelling, target: Relabelling) -> EdgeCut:
+        return cls(edge_index, source, target, _row_limits(edge_index[1], target.global_id))
+
+    @property
+    def offsets(self) -> Ids:
+        """Edges of part p are ``offsets[p]`` to ``offsets[p + 1]``, int64 [num_parts + 1]."""
+        return self.indptr[self.target.offsets]
+
+    def groups(self) -> Iterator[list[EdgeRows]]:
+        """All parts in order, as many together as their ids fit ``EDGE_BYTES_AT_ONCE``."""
+        edge_bytes = np.dtype(id_dtype(len(self.source.orig_id))).itemsize
+        edge_bytes += np.dtype(id_dtype(self.edge_index.shape[1])).itemsize
+        for parts in edge_groups(self.offsets, edge_bytes, EDGE_BYTES_AT_ONCE):
+            yield self._rows(parts)
+
+    def _rows(self, parts: range) -> list[EdgeRows]:
+        low, high = (int(self.target.offsets[part_id]) for part_id in (parts.start, parts.stop))
+        limits = self.indptr[low : high + 1] - self.indptr[low]
+        indices = np.empty(int(limits[-1]), id_dtype(len(self.source.orig_id)))
+        orig_id = np.empty(int(limits[-1]), id_dtype(self.edge_index.shape[1]))
+        sources, targets = self.edge_index
+        source_gid, target_gid = self.source.global_id, self.target.global_id
+        _cut_rows(sources, targets, source_gid, target_gid, low, high, limits[:-1].copy(), indices, orig_id)
+        rows = []
+        for part_id in parts:
+            own = limits[self.target.offsets[part_id] - low : self.target.offsets[part_id + 1] - low + 1]
+            rows.append(EdgeRows(part_id, own - own[0], indices[own[0] : own[-1]], orig_id[own[0] : own[-1]]))
+        return rows
+
+
+def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[range]:
+    """Consecutive parts whose edges together stay under ``limit`` bytes; always at least one part."""
+    start, num_parts = 0, len(edge_offsets) - 1
+    while start < num_parts:
+        end = start + 1
+        while end < num_parts and (edge_offsets[end + 1] - edge_offsets[start]) * edge_bytes <= limit:
+            end += 1
+        yield range(start, end)
+        start = end
+
+
+@njit(nogil=True, cache=True)
+def _row_limits(targets: Array, global_id: Array) -> Array:
+    """Row limits of all parts one after the other, int64 [N + 1]; ``global_id`` [N] is the targets'."""
+    indptr = np.zeros(len(global_id) + 1, np.int64)
+    for target in targets:
+        indptr[global_id[target] + 1] += 1
+    for row in range(len(global_id)):
+        indptr[row + 1] += indptr[row]
+    return indptr
+
+
+@njit(nogil=True, cache=True)
+def _cut_rows(
+    sources: Array,
+    targets: Array,
+    source_gid: Array,
+    target_gid: Array,
+    low: int,
+    high: int,
+    cursor: Array,
+    indices: Array,
+    orig_id: Array,
+) -> None:
+    """Fill the rows ``low <= gid < high`` in original edge order; ``cursor`` holds the rows' next free slots."""
+    for edge in range(len(sources)):
+        row = target_gid[targets[edge]]
+        if low <= row < high:
+            slot = cursor[row - low]
+            cursor[row - low] += 1
+            indices[slot] = source_gid[sources[edge]]
+            orig_id[slot] = edge

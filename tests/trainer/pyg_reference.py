@@ -132,8 +132,6 @@ class _Found:
         before = len(self.edges[e])
         for col in frontier:
             tree, target = self.node[e[2]][col]
-            if self.place[e[2]][self._key(tree, target)] != col:
-                continue  # a repeated seed is expanded once
             bound = self.bounds[tree] if self.bounds else None
             for edge in self.sampler.take(e, target, self.sampler.num_neighbors[e][hop], bound):
                 source = self.sampler.sources[e][edge]

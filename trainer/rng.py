@@ -35,6 +35,12 @@ def node_key(batch: Any, orig_id: Any) -> Any:
 
 
 @numba.njit(inline="always")
+def tree_key(node: Any, tree: Any) -> Any:
+    """Key of a node's draws within one tree of a disjoint batch; ``node`` is its ``node_key``."""
+    return mix(node ^ mix(np.uint64(tree) + GOLDEN))
+
+
+@numba.njit(inline="always")
 def draw(key: Any, i: Any, bound: Any) -> Any:
     """The i-th draw under ``key``, uniform in [0, bound) for bound < 2**31 (bias below 2**-32 * bound)."""
     high = mix(key + np.uint64(i) * GOLDEN) >> _S32

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from trainer.arrays import Array, Ids
 from trainer.sample import kernels
-from trainer.sample.types import HopSample
+from trainer.sample.types import HopRequest, HopSample
 
 
 def group_by(owners: Ids) -> dict[int, Ids]:
@@ -23,29 +24,49 @@ def group_by(owners: Ids) -> dict[int, Ids]:
     return {int(owners[run[0]]): run for run in np.split(order, cuts)}
 
 
-def merge_samples(
-    num_nodes: int, answers: Sequence[tuple[Ids, HopSample]], with_edge_id: bool, id_dtype: np.dtype[Any]
-) -> HopSample:
+def cut_request(request: HopRequest, at: Ids) -> HopRequest:
+    """The same request for the rows ``at`` (int64 positions) only, with the exclusions that concern them."""
+    nodes = request.nodes[at]
+    return replace(
+        request,
+        nodes=nodes,
+        trees=None if request.trees is None else request.trees[at],
+        bound=None if request.bound is None else replace(request.bound, times=request.bound.times[at]),
+        exclude=None if request.exclude is None else _exclusions_of(nodes, *request.exclude),
+    )
+
+
+def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | None:
+    concerned = np.isin(targets, nodes)
+    return (targets[concerned], sources[concerned]) if concerned.any() else None
+
+
+def merge_samples(num_rows: int, answers: Sequence[tuple[Ids, HopSample]], with_edge: bool) -> HopSample:
     """One sample in request order from (positions, sample of those positions) pairs."""
-    counts = np.zeros(num_nodes, np.int32)
+    counts = np.zeros(num_rows, np.int32)
     for positions, sample in answers:
         counts[positions] = sample.counts
-    begins = np.zeros(num_nodes + 1, np.int64)
+    begins = np.zeros(num_rows + 1, np.int64)
     np.cumsum(counts, out=begins[1:])
-    src = np.empty(int(begins[-1]), id_dtype)
-    edge_id = np.empty(len(src), np.int64) if with_edge_id else None
-    for positions, sample in answers:
-        kernels.scatter_runs(sample.src, sample.counts, positions, begins, src)
-        if edge_id is not None:
-            kernels.scatter_runs(sample.edge_id, sample.counts, positions, begins, edge_id)
-    return HopSample(counts, src, edge_id)
+    src = _merge_runs([(at, sample.counts, sample.src) for at, sample in answers], begins)
+    if not with_edge:
+        return HopSample(counts, src, None)
+    return HopSample(counts, src, _merge_runs([(at, sample.counts, sample.edge) for at, sample in answers], begins))
+
+
+def _merge_runs(runs: Sequence[tuple[Ids, Array, Array | None]], begins: Ids) -> Array:
+    dtypes = [values.dtype for _, _, values in runs if values is not None]
+    out: Array = np.empty(int(begins[-1]), np.result_type(np.int32, *dtypes))
+    for positions, counts, values in runs:
+        kernels.scatter_runs(values, counts, positions, begins, out)
+    return out
 
 
 def merge_rows(
-    num_nodes: int, answers: Sequence[tuple[Ids, Array, Ids]], dtype: np.dtype[Any], shape: tuple[int, ...]
+    num_rows: int, answers: Sequence[tuple[Ids, Array, Ids]], dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Array:
-    """[num_nodes, *shape] with ``out[positions] = source[rows]`` for each (positions, source, rows)."""
-    out = np.empty((num_nodes, *shape), dtype)
+    """[num_rows, *shape] with ``out[positions] = source[rows]`` for each (positions, source, rows)."""
+    out = np.empty((num_rows, *shape), dtype)
     for positions, source, rows in answers:
         kernels.take_rows(_as_words(source, dtype), rows, positions, _as_words(out, dtype))
     return out

@@ -10,7 +10,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from trainer.rng import draw, node_key
+from trainer.rng import draw, node_key, tree_key
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
@@ -34,14 +34,14 @@ def count_picks(indptr: Any, rows: Any, fanout: int, replace: bool, counts: Any)
 
 @_jit
 def pick_positions(
-    indptr: Any, rows: Any, orig_id: Any, counts: Any, replace: bool, fanout: int, shuffle: int,
+    indptr: Any, rows: Any, orig_id: Any, trees: Any, counts: Any, replace: bool, fanout: int, shuffle: int,
     key: Any, longest: int, out: Any,
 ) -> None:  # fmt: skip
     """Fill ``out`` int64 [counts.sum()] with positions into the part's edge arrays.
 
     Without replacement the picks of a row are the first ``counts[i]`` steps of one
     Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
-    is shuffled in its first ``shuffle`` places only.
+    is shuffled in its first ``shuffle`` places only. ``trees`` int64 [n] is empty unless disjoint.
     """
     scratch = np.empty(longest, np.int64)
     where = np.empty(_LIST_PICKS, np.int64)
@@ -54,6 +54,8 @@ def pick_positions(
         picks = out[cursor : cursor + count]
         cursor += count
         drawn = node_key(key, orig_id[rows[i]])
+        if len(trees):
+            drawn = tree_key(drawn, trees[i])
         if replace and fanout >= 0:
             for j in range(count):
                 picks[j] = begin + draw(drawn, j, degree)
@@ -101,14 +103,14 @@ def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any,
 def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
     """Map global ids to batch positions, giving unseen ones the next; return how many were new.
 
-    ``table`` int32 [num_nodes] holds -1 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
+    ``table`` int32 [num_nodes] holds position + 1, 0 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
     """
     found = 0
     for i in range(len(src)):
-        position = table[src[i]]
+        position = table[src[i]] - 1
         if position < 0:
             position = first_new + found
-            table[src[i]] = position
+            table[src[i]] = position + 1
             new[found] = src[i]
             found += 1
         local[i] = position
@@ -119,15 +121,46 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
 def enter_seeds(seeds: Any, table: Any) -> None:
     """Give each seed its position; a repeated seed keeps its first."""
     for i in range(len(seeds)):
-        if table[seeds[i]] < 0:
-            table[seeds[i]] = i
+        if table[seeds[i]] == 0:
+            table[seeds[i]] = i + 1
 
 
 @_jit
 def forget(nodes: Any, table: Any) -> None:
     """Mark ``nodes`` unseen again."""
     for i in range(len(nodes)):
-        table[nodes[i]] = -1
+        table[nodes[i]] = 0
+
+
+@_jit
+def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
+    """Set ``found[order[i]]`` where the row ``rows[i]`` holds ``sources[i]``; pairs sorted by (row, source).
+
+    Every row asked for is read once, however many pairs ask for it.
+    """
+    begin = 0
+    while begin < len(rows):
+        end = begin + 1
+        while end < len(rows) and rows[end] == rows[begin]:
+            end += 1
+        for slot in range(indptr[rows[begin]], indptr[rows[begin] + 1]):
+            at = first_at_least(sources, begin, end, indices[slot])
+            while at < end and sources[at] == indices[slot] and not found[order[at]]:
+                found[order[at]] = True
+                at += 1
+        begin = end
+
+
+@_jit
+def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
+    """First place in ``values[low:high]``, ascending, that holds ``wanted`` or more; ``high`` if none."""
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @_jit

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
-from trainer.partition.book import PartitionBook
 from trainer.sample import kernels
-from trainer.sample.grouping import group_by, merge_rows, merge_samples
-from trainer.sample.types import HopRequest, HopSample
-from trainer.store.part import Part, PartStore
+from trainer.sample.draw import sample_rows
+from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
+from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.schema import AnyType, EdgeType
+from trainer.store.part import EdgePart, NodePart, Part, PartStore
 
 
 class LocalGraph:
@@ -23,80 +23,120 @@ class LocalGraph:
 
     def __init__(self, store: PartStore):
         self.store = store
-        self.book: PartitionBook = store.book
+        self.books = store.books
 
-    def sample_hop(self, request: HopRequest) -> HopSample:
-        """Neighbours of owned nodes. Raises ``PartitionError`` for a node of another part."""
-        if len(self.store.parts) == 1:
-            (part,) = self.store.parts.values()
-            self._check_owned(request.nodes)
-            return _sample_part(part, request)
-        samples = [
-            (at, _sample_part(self.store.parts[p], replace(request, nodes=request.nodes[at])))
-            for p, at in self._by_part(request.nodes).items()
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        """Neighbours of owned nodes.
+
+        Raises ``PartitionError`` for a node of another part and for an unknown type or attribute,
+        ``DataError`` for a weight that is negative or not a number.
+        """
+        return [self._sample(request) for request in requests]
+
+    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        """Rows of owned nodes or edges; attribute name -> [n, …]. Raises ``PartitionError``."""
+        return [self._gather(request) for request in requests]
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        """Whether there is an edge ``src[i]`` -> ``dst[i]`` (owned): bool [n]. Raises ``PartitionError``."""
+        self._known(edge_type)
+        found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
+        for part_id, at in self._by_part(edge_type[2], dst).items():
+            nodes, edges = _ends(self.store.parts[part_id], edge_type)
+            order = at[np.lexsort((src[at], dst[at]))]
+            kernels.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
+        return found
+
+    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+        """All edges of a type that end in the opened parts. Raises ``PartitionError``."""
+        self._known(edge_type)
+        ends = [_ends(part, edge_type) for part in self.store.parts.values()]
+        nothing = [np.empty(0, np.int64)]
+        return EdgeList(
+            src=np.concatenate(nothing + [edges.indices for _, edges in ends], dtype=np.int64),
+            dst=np.concatenate(nothing + [_targets(*pair) for pair in ends], dtype=np.int64),
+            orig_id=np.concatenate(nothing + [edges.orig_id for _, edges in ends], dtype=np.int64),
+        )
+
+    def _sample(self, request: HopRequest) -> HopSample:
+        self._known(request.edge_type)
+        num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
+        groups = self._by_part(request.edge_type[2], request.nodes)
+        answers = [
+            (at, sample_rows(*_ends(self.store.parts[p], request.edge_type), cut, num_sources))
+            for p, at in groups.items()
+            for cut in [request if len(groups) == 1 else cut_request(request, at)]
         ]
-        return merge_samples(len(request.nodes), samples, request.with_edge_id, self.id_dtype)
+        return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
-    def gather(self, nodes: Ids, attrs: Sequence[str]) -> Mapping[str, Array]:
-        """Rows of owned nodes; name -> [n, …]. Raises ``PartitionError``."""
-        groups = self._by_part(nodes)
-        return {name: self._rows(name, nodes, groups, *self._spec(name)) for name in attrs}
+    def _gather(self, request: RowRequest) -> Mapping[str, Array]:
+        self._known(request.of)
+        groups = self._by_part(request.of, request.ids)
+        return {name: self._rows(request, name, groups) for name in request.attrs}
 
-    @property
-    def id_dtype(self) -> np.dtype[Any]:
-        """dtype of stored global ids."""
-        return next(iter(self.store.parts.values())).indices.dtype if self.store.parts else np.dtype(np.int64)
+    def _rows(self, request: RowRequest, name: str, groups: Mapping[int, Ids]) -> Array:
+        dtype, shape = self._spec(request.of, name)
+        answers = [(at, *_column(self.store.parts[p], request.of, name, request.ids[at])) for p, at in groups.items()]
+        return merge_rows(len(request.ids), answers, dtype, shape)
 
-    def _rows(
-        self, name: str, nodes: Ids, groups: Mapping[int, Ids], dtype: np.dtype[Any], shape: tuple[int, ...]
-    ) -> Array:
-        answers = [(at, *_column(self.store.parts[p], name, nodes[at])) for p, at in groups.items()]
-        return merge_rows(len(nodes), answers, dtype, shape)
-
-    def _by_part(self, nodes: Ids) -> dict[int, Ids]:
+    def _by_part(self, of: AnyType, ids: Ids) -> dict[int, Ids]:
         if len(self.store.parts) == 1:
-            self._check_owned(nodes)
-            return {part_id: np.arange(len(nodes)) for part_id in self.store.parts}
-        groups = group_by(self.book.part_of(nodes))
+            ((part_id, _),) = self.store.parts.items()
+            start, end = self.books[of].range_of(part_id)
+            if len(ids) == 0 or (ids.min() >= start and ids.max() < end):
+                return {part_id: np.arange(len(ids))}
+        groups = group_by(self.books[of].part_of(ids))
         if foreign := set(groups) - set(self.store.parts):
-            raise self._foreign(foreign)
+            raise self._foreign(of, foreign)
         return groups
 
-    def _check_owned(self, nodes: Ids) -> None:
-        ((part_id, _),) = self.store.parts.items()
-        start, end = self.book.range_of(part_id)
-        if len(nodes) and (nodes.min() < start or nodes.max() >= end):
-            raise self._foreign(set(self.book.part_of(nodes).tolist()) - {part_id})
+    def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
+        book = self.books[of]
+        unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
+        what = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
+        return PartitionError(f"asked for {what} of {of!r}; this process holds parts {sorted(self.store.parts)}")
 
-    def _foreign(self, part_ids: set[int]) -> PartitionError:
-        unknown = {p for p in part_ids if not 0 <= p < self.book.num_parts}
-        what = f"ids outside 0..{self.book.num_nodes - 1}" if unknown else f"nodes of parts {sorted(part_ids)}"
-        return PartitionError(f"asked for {what}; this process holds parts {sorted(self.store.parts)}")
+    def _known(self, of: AnyType) -> None:
+        manifest = self.store.manifest
+        known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
+        if of not in known:
+            kind = "node" if isinstance(of, str) else "edge"
+            raise PartitionError(f"no {kind} type {of!r} in {self.store.folder}; there are {list(known)}")
 
-    def _spec(self, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        if name in ("orig_id", "in_degree"):
+    def _spec(self, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
             return np.dtype(np.int64), ()
-        spec = self.store.manifest.attrs.get(name)
-        if spec is None:
-            raise PartitionError(f"no node attribute {name!r}; there are {sorted(self.store.manifest.attrs)}")
-        return np.dtype(spec.dtype), tuple(spec.shape[1:])
+        manifest = self.store.manifest
+        attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs
+        if name not in attrs:
+            raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
+        return attrs[name].stored, tuple(attrs[name].shape[1:])
 
 
-def _sample_part(part: Part, request: HopRequest) -> HopSample:
-    rows = request.nodes - part.start
-    counts = np.empty(len(rows), np.int32)
-    longest = kernels.count_picks(part.indptr, rows, request.fanout, request.replace, counts)
-    picks = np.empty(int(counts.sum(dtype=np.int64)), np.int64)
-    kernels.pick_positions(
-        part.indptr, rows, part.orig_id, counts, request.replace, request.fanout, request.shuffle,
-        np.uint64(request.key), longest, picks,
-    )  # fmt: skip
-    return HopSample(counts, part.indices[picks], part.edge_id[picks] if request.with_edge_id else None)
+def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
+    """The targets and the edges of one edge type."""
+    return part.nodes[edge_type[2]], part.edges[edge_type]
 
 
-def _column(part: Part, name: str, nodes: Ids) -> tuple[Array, npt.NDArray[np.int64]]:
+def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
+    return np.repeat(nodes.start + np.arange(nodes.num_nodes), np.diff(edges.indptr))
+
+
+def _column(part: Part, of: AnyType, name: str, ids: Ids) -> tuple[Array, Ids]:
     """The array to take from and the rows to take."""
-    rows = nodes - part.start
+    table = part.nodes[of] if isinstance(of, str) else part.edges[of]
+    rows = ids - table.start
+    if name == "orig_id":
+        return table.orig_id[rows].astype(np.int64, copy=False), np.arange(len(rows))
     if name == "in_degree":
-        return part.indptr[rows + 1] - part.indptr[rows], np.arange(len(rows))
-    return (part.orig_id if name == "orig_id" else part.attrs[name]), rows
+        return _in_degree(part, of, rows), np.arange(len(rows))
+    return table.attrs[name], rows
+
+
+def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:
+    """In-edges of every type, int64 [n]."""
+    degree = np.zeros(len(rows), np.int64)
+    for edge_type, edges in part.edges.items():
+        if edge_type[2] == of:
+            degree += edges.indptr[rows + 1] - edges.indptr[rows]
+    return degree

@@ -1,4 +1,4 @@
-"""Which part owns each node: METIS, or balanced random."""
+"""Which part owns each node, by one of several methods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from numba import njit
 
 from trainer.arrays import Array
 from trainer.data.dataset import Dataset
-from trainer.data.edges import symmetric_adjacency
 from trainer.errors import PartitionError
-from trainer.partition.metis import metis_parts
-from trainer.rng import GOLDEN, hashed
+from trainer.partition.hashing import hash_part, random_parts
+from trainer.partition.joined import JoinedNodes, Part
+from trainer.partition.methods import METHODS, method_options
+from trainer.partition.metis import metis_assignment
 from trainer.schema import EdgeType, NodeType
 
-METHODS = ("metis", "random")
+__all__ = ["METHODS", "PartitionAssignment", "assign_parts"]
 
 
 @dataclass(frozen=True)
@@ -35,87 +36,62 @@ class PartitionAssignment:
     options: Mapping[str, Any] = field(default_factory=dict)  #: what the method was told beyond the above
 
 
-def assign_parts(dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0) -> PartitionAssignment:
-    """Divide the nodes into ``num_parts`` non-empty parts of about equal size, the same for equal arguments.
+def assign_parts(
+    dataset: Dataset, num_parts: int, method: str = "metis", seed: int = 0, **options: Any
+) -> PartitionAssignment:
+    """Divide the nodes into ``num_parts`` parts of about equal size, the same for equal arguments.
 
-    `metis` cuts few edges (directed input is symmetrised for it); `random` balances exactly and depends
-    on node ids and seed alone. Raises ``PartitionError`` for arguments that cannot be met.
+    `metis` cuts few edges; `random` balances exactly; `hash` depends on type, id and seed alone, so its
+    parts may be empty, others' never. ``options`` are those of ``methods.method_options``. Raises
+    ``PartitionError`` for arguments that cannot be met.
     """
-    if method not in METHODS:
-        raise PartitionError(f"unknown partition method {method!r}; there are {', '.join(METHODS)}")
+    told = method_options(method, **options)
     if not 1 <= num_parts <= dataset.num_nodes:
         raise PartitionError(
             f"dataset {dataset.name}: {dataset.num_nodes} nodes cannot be divided into {num_parts} non-empty parts; "
             f"num_parts must be from 1 to the number of nodes"
         )
-    if num_parts == 1:
-        part = np.zeros(dataset.num_nodes, np.int32)
-    elif method == "metis":
-        part = _metis(dataset, num_parts, seed)
-    else:
-        part = _random(dataset.num_nodes, num_parts, seed)
-    return PartitionAssignment(method, seed, num_parts, part, _edge_cut(dataset, part), _balance(part, num_parts))
+    joined = JoinedNodes.of(dataset)
+    part = np.zeros(joined.total, np.int32)
+    if num_parts > 1:
+        part = _assign(dataset, joined, num_parts, method, seed, told)
+    return _assignment(dataset, joined, part, num_parts, method, seed, told)
 
 
-def _metis(dataset: Dataset, num_parts: int, seed: int) -> Array:
-    """METIS on the nodes that have edges; the others fill up the smaller parts."""
-    indptr, neighbours = symmetric_adjacency(dataset.edge_index, dataset.num_nodes)
-    connected = np.flatnonzero(np.diff(indptr))
-    part = np.full(dataset.num_nodes, -1, np.int32)
-    if len(connected) == dataset.num_nodes:
-        part[:] = metis_parts(indptr, neighbours, num_parts, seed)
-    elif len(connected):
-        compact = np.cumsum(np.diff(indptr) > 0, dtype=np.int32) - np.int32(1)
-        indptr = np.concatenate((indptr[connected], indptr[-1:]))
-        part[connected] = metis_parts(indptr, compact[neighbours], num_parts, seed)
-    isolated = np.flatnonzero(part < 0)
-    sizes = np.bincount(part[connected], minlength=num_parts)
-    part[isolated] = np.repeat(np.arange(num_parts, dtype=np.int32), _fill_up(sizes, len(isolated)))
-    return _without_empty_parts(part, num_parts)
+def _assign(
+    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, told: Mapping[str, Any]
+) -> Part:
+    if method == "metis":
+        return metis_assignment(dataset, joined, num_parts, seed, told["balance"])
+    if method == "random":
+        return random_parts(joined, num_parts, seed)
+    by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
+    return np.concatenate(by_type)
 
 
-def _fill_up(sizes: Array, extra: int) -> Array:
-    """How many of ``extra`` nodes each part gets so that the smallest parts grow to one level first."""
-    low, high = 0, int(sizes.max()) + extra
-    while low < high:
-        level = (low + high + 1) // 2
-        low, high = (level, high) if np.maximum(level - sizes, 0).sum() <= extra else (low, level - 1)
-    shares: Array = np.maximum(low - sizes, 0)
-    shares[np.flatnonzero(sizes + shares == low)[: extra - int(shares.sum())]] += 1
-    return shares
-
-
-def _without_empty_parts(part: Array, num_parts: int) -> Array:
-    """METIS may leave parts empty on tiny or odd graphs: halve the largest part for each."""
-    sizes = np.bincount(part, minlength=num_parts)
-    for empty in np.flatnonzero(sizes == 0):
-        largest = int(sizes.argmax())
-        moved = np.flatnonzero(part == largest)[: sizes[largest] // 2]
-        part[moved] = empty
-        sizes[largest] -= len(moved)
-        sizes[empty] += len(moved)
-    return part
-
-
-def _random(num_nodes: int, num_parts: int, seed: int) -> Array:
-    key = np.uint64((seed + 1) * int(GOLDEN) % 2**64)
-    order = np.argsort(hashed(np.arange(num_nodes, dtype=np.uint64) + key), kind="stable")
-    part = np.empty(num_nodes, np.int32)
-    part[order] = np.arange(num_nodes, dtype=np.int64) * num_parts // num_nodes
-    return part
-
-
-def _edge_cut(dataset: Dataset, part: Array) -> float:
-    return _count_cut(dataset.edge_index[0], dataset.edge_index[1], part) / max(dataset.num_edges, 1)
+def _assignment(
+    dataset: Dataset, joined: JoinedNodes, part: Part, num_parts: int, method: str, seed: int, told: Mapping[str, Any]
+) -> PartitionAssignment:
+    parts = joined.split(part)
+    cut = {
+        of: _count_cut(edges.edge_index[0], edges.edge_index[1], parts[of[0]], parts[of[2]])
+        for of, edges in dataset.edges.items()
+    }
+    return PartitionAssignment(
+        algorithm=method,
+        seed=seed,
+        num_parts=num_parts,
+        parts=parts,
+        edge_cuts={of: count / max(dataset.edges[of].num_edges, 1) for of, count in cut.items()},
+        edge_cut=sum(cut.values()) / max(dataset.num_edges, 1),
+        balance=float(np.bincount(part, minlength=num_parts).max()) * num_parts / len(part),
+        options=told,
+    )
 
 
 @njit(nogil=True, cache=True)
-def _count_cut(sources: Array, targets: Array, part: Array) -> int:
+def _count_cut(sources: Array, targets: Array, source_part: Array, target_part: Array) -> int:
     cut = 0
     for edge in range(len(sources)):
-        cut += part[sources[edge]] != part[targets[edge]]
+        cut += source_part[sources[edge]] != target_part[targets[edge]]
     return cut
-
-
-def _balance(part: Array, num_parts: int) -> float:
-    return float(np.bincount(part, minlength=num_parts).max()) * num_parts / len(part)

@@ -1,4 +1,4 @@
-"""METIS, on a thinned graph where the graph is dense, with a refinement on the whole graph."""
+"""METIS, on a thinned graph where the graph is dense, with balance and refinement on the whole graph."""
 
 from __future__ import annotations
 
@@ -14,28 +14,55 @@ import pymetis
 from numba import njit
 
 from trainer.arrays import Array
+from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
+from trainer.partition.balance import balance_parts, fill_up, node_classes
+from trainer.partition.joined import JoinedNodes, Part, joined_adjacency
 from trainer.rng import GOLDEN, fraction, mix
 
 #: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
 #: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.
 _MEAN_DEGREE = 28
-_REFINE_PASSES = 3
-_SLACK = 1.01  #: refinement lets no part grow beyond this share of the mean, or beyond METIS's largest
 
 
-def metis_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> npt.NDArray[np.int32]:
-    """Part of each node, int32 [N], for a symmetric graph without self loops and duplicates (CSR).
+def metis_assignment(dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str) -> Part:
+    """Part of each node, int32 [total]: METIS on all types as one graph, then moved into balance.
 
-    Raises ``PartitionError`` when METIS fails or leaves nodes without a part.
+    Any graph will do: METIS sees only nodes with edges, no self loops and every edge once in both
+    directions. Raises ``PartitionError`` when METIS fails or leaves nodes without a part.
     """
-    num_nodes = len(indptr) - 1
-    thinned, kept = _thin(indptr, neighbours) if len(neighbours) > _MEAN_DEGREE * num_nodes else (indptr, neighbours)
-    part = _call_metis(thinned, kept, num_parts, seed)
-    del thinned, kept
+    indptr, neighbours = joined_adjacency(dataset, joined)
+    part = _connected_parts(indptr, neighbours, num_parts, seed)
+    classes = node_classes(dataset, joined, num_parts, balance)
+    fill_up(part, classes, num_parts)
+    balance_parts(indptr, neighbours, part, classes, num_parts)
+    return without_empty_parts(part, num_parts)
+
+
+def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
+    """METIS on the nodes that have edges; -1 for the others."""
+    if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
+        indptr, neighbours = _thin(indptr, neighbours)
+    connected = np.flatnonzero(np.diff(indptr))
+    part = np.full(len(indptr) - 1, -1, np.int32)
+    if len(connected) <= num_parts:  # METIS wants more nodes than parts; balancing spreads these
+        return part
+    if len(connected) < len(part):
+        compact = np.cumsum(np.diff(indptr) > 0, dtype=_metis_dtype()) - 1
+        indptr, neighbours = np.concatenate((indptr[connected], indptr[-1:])), compact[neighbours]
+    part[connected] = _call_metis(indptr, neighbours, num_parts, seed)
+    return part
+
+
+def without_empty_parts(part: Part, num_parts: int) -> Part:
+    """Halve the largest part for each empty one: on tiny or odd graphs bounds alone leave some."""
     sizes = np.bincount(part, minlength=num_parts)
-    limit = max(int(_SLACK * num_nodes / num_parts), int(sizes.max()))
-    _refine(indptr, neighbours, part, sizes, limit)
+    for empty in np.flatnonzero(sizes == 0):
+        largest = int(sizes.argmax())
+        moved = np.flatnonzero(part == largest)[: sizes[largest] // 2]
+        part[moved] = empty
+        sizes[largest] -= len(moved)
+        sizes[empty] += len(moved)
     return part
 
 
@@ -115,25 +142,3 @@ def _thin_fill(indptr: Array, neighbours: Array, keep: float, kept: Array) -> Ar
                 kept[end] = other
                 end += 1
     return kept
-
-
-@njit(nogil=True, cache=True)
-def _refine(indptr: Array, neighbours: Array, part: Array, sizes: Array, limit: int) -> None:
-    """Move single nodes to the part most of their neighbours are in, where the part has room; in place."""
-    links = np.zeros(len(sizes), np.int64)
-    for _ in range(_REFINE_PASSES):
-        for node in range(len(part)):
-            row = neighbours[indptr[node] : indptr[node + 1]]
-            for other in row:
-                links[part[other]] += 1
-            own = part[node]
-            best = own
-            for other in row:
-                candidate = part[other]
-                if links[candidate] > links[best] and sizes[candidate] < limit and sizes[own] > 1:
-                    best = candidate
-            for other in row:
-                links[part[other]] = 0
-            part[node] = best
-            sizes[own] -= 1
-            sizes[best] += 1

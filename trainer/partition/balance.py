@@ -1,0 +1,179 @@
+"""Bounds on how many nodes of each class a part has, and moves that keep to them at the least cut.
+
+METIS as packaged takes one weight per node, so it cannot balance several things at once. Here every
+node is in exactly one class (its type, and whether it is a train seed, as far as asked for), and each
+class is bounded by itself: then a move changes one count, and the bounds can always be met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from trainer.arrays import Array
+from trainer.data.dataset import Dataset
+from trainer.partition.joined import JoinedNodes, Part
+
+_SLACK = 0.03  #: METIS's own for many parts
+_ROUNDS = 4  #: overfull parts are emptied in so many steps, the cheapest moves first in each
+_REFINE_PASSES = 3
+TRAIN = "train"  #: the split whose nodes are seeds
+
+
+@dataclass(frozen=True)
+class NodeClasses:
+    """The class of every node, and the least and most nodes of each class a part may have."""
+
+    of: Array  #: int32 [total]
+    count: Array  #: int64 [classes]
+    least: Array  #: int64 [classes]
+    most: Array  #: int64 [classes]
+
+    def sizes(self, part: Part, num_parts: int) -> Array:
+        """Nodes of each class in each part, int64 [classes, num_parts]; nodes at part -1 do not count."""
+        placed = part >= 0
+        cells = self.of[placed].astype(np.int64) * num_parts + part[placed]
+        return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)
+
+
+def node_classes(dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str) -> NodeClasses:
+    """Classes for one of ``methods.BALANCES``: parts get within 3 % of the mean of each, or of one node."""
+    of = np.zeros(joined.total, np.int32)
+    own = joined.split(of)
+    for number, (node_type, nodes) in enumerate(dataset.nodes.items()):
+        base = 2 * number if "types" in balance else 0
+        own[node_type] += np.int32(base)
+        if "seeds" in balance and TRAIN in nodes.splits:
+            own[node_type][nodes.splits[TRAIN]] = 2 * number + 1
+    _, classes, count = np.unique(of, return_inverse=True, return_counts=True)
+    return _bounded(classes.astype(np.int32), count, num_parts)
+
+
+def _bounded(of: Array, count: Array, num_parts: int) -> NodeClasses:
+    mean = count / num_parts
+    least = np.minimum(np.floor(mean), np.ceil(mean * (1 - _SLACK))).astype(np.int64)
+    most = np.maximum(np.ceil(mean), np.floor(mean * (1 + _SLACK))).astype(np.int64)
+    return NodeClasses(of, count, least, most)
+
+
+def fill_up(part: Part, classes: NodeClasses, num_parts: int) -> None:
+    """Place the nodes without a part (-1) so that the smallest parts of each class grow to one level first."""
+    sizes = classes.sizes(part, num_parts)
+    unplaced = np.flatnonzero(part < 0)
+    for number in range(len(classes.count)):
+        nodes = unplaced[classes.of[unplaced] == number]
+        if len(nodes):
+            part[nodes] = np.repeat(np.arange(num_parts, dtype=np.int32), _levelled(sizes[number], len(nodes)))
+
+
+def _levelled(sizes: Array, extra: int) -> Array:
+    low, high = 0, int(sizes.max()) + extra
+    while low < high:
+        level = (low + high + 1) // 2
+        low, high = (level, high) if np.maximum(level - sizes, 0).sum() <= extra else (low, level - 1)
+    shares: Array = np.maximum(low - sizes, 0)
+    shares[np.flatnonzero(sizes + shares == low)[: extra - int(shares.sum())]] += 1
+    return shares
+
+
+def balance_parts(indptr: Array, neighbours: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
+    """Move nodes until every class is within its bounds, then wherever that cuts fewer edges; in place.
+
+    The graph is symmetric (CSR). The time goes with the edges, about ten passes over them at most.
+    """
+    sizes = classes.sizes(part, num_parts)
+    for step in range(_ROUNDS, 0, -1):
+        keep = classes.most[:, None] + np.maximum(sizes - classes.most[:, None], 0) * (step - 1) // step
+        _move(indptr, neighbours, part, classes.of, sizes, keep, classes.most)
+    least, most = classes.least, classes.most
+    _move(indptr, neighbours, part, classes.of, sizes, np.broadcast_to(least[:, None], sizes.shape), least)
+    _refine(indptr, neighbours, part, classes.of, sizes, least, most, _REFINE_PASSES)
+
+
+def _move(
+    indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
+) -> None:  # fmt: skip
+    """Move nodes out of cells above ``keep`` into parts below ``room``, cheapest first, while there are both."""
+    takers: Array = sizes < room[:, None]
+    donors: Array = (sizes > keep) & takers.any(axis=1)[:, None]
+    if not donors.any():
+        return
+    nodes = np.flatnonzero(donors[of, part])
+    gains = _gains(indptr, neighbours, part, of, takers, nodes)
+    _move_in_order(indptr, neighbours, part, of, sizes, keep, room, nodes[np.argsort(-gains, kind="stable")])
+
+
+@njit(nogil=True, cache=True)
+def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, takers: Array, nodes: Array) -> Array:
+    """For each node, edges mended less edges cut when it goes to the best part that may take it, int64 [n]."""
+    gains = np.zeros(len(nodes), np.int64)
+    links = np.zeros(takers.shape[1], np.int64)
+    for position in range(len(nodes)):
+        node = nodes[position]
+        begin, end = indptr[node], indptr[node + 1]
+        for slot in range(begin, end):
+            links[part[neighbours[slot]]] += 1
+        best = 0
+        for slot in range(begin, end):
+            other = part[neighbours[slot]]
+            if takers[of[node], other]:
+                best = max(best, links[other])
+        gains[position] = best - links[part[node]]
+        for slot in range(begin, end):
+            links[part[neighbours[slot]]] = 0
+    return gains
+
+
+@njit(nogil=True, cache=True)
+def _move_in_order(
+    indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, keep: Array, room: Array, nodes: Array
+) -> None:
+    num_parts = sizes.shape[1]
+    links = np.zeros(num_parts, np.int64)
+    for node in nodes:
+        kind, own = of[node], part[node]
+        if sizes[kind, own] <= keep[kind, own]:
+            continue
+        begin, end = indptr[node], indptr[node + 1]
+        for slot in range(begin, end):
+            links[part[neighbours[slot]]] += 1
+        best = -1
+        for other in range(num_parts):
+            if other != own and sizes[kind, other] < room[kind]:
+                better = best < 0 or links[other] > links[best]
+                if better or (links[other] == links[best] and sizes[kind, other] < sizes[kind, best]):
+                    best = other
+        for slot in range(begin, end):
+            links[part[neighbours[slot]]] = 0
+        if best >= 0:
+            part[node] = best
+            sizes[kind, own] -= 1
+            sizes[kind, best] += 1
+
+
+@njit(nogil=True, cache=True)
+def _refine(
+    indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
+) -> None:
+    """Move single nodes to the part most of their neighbours are in, where the bounds allow it."""
+    links = np.zeros(sizes.shape[1], np.int64)
+    for _ in range(passes):
+        for node in range(len(part)):
+            kind, own = of[node], part[node]
+            if sizes[kind, own] <= least[kind]:
+                continue
+            begin, end = indptr[node], indptr[node + 1]
+            for slot in range(begin, end):
+                links[part[neighbours[slot]]] += 1
+            best = own
+            for slot in range(begin, end):
+                other = part[neighbours[slot]]
+                if links[other] > links[best] and sizes[kind, other] < most[kind]:
+                    best = other
+            for slot in range(begin, end):
+                links[part[neighbours[slot]]] = 0
+            part[node] = best
+            sizes[kind, own] -= 1
+            sizes[kind, best] += 1

@@ -1,0 +1,124 @@
+"""A toy model over a sharded table, trained by one or several processes; and the same over one dense table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train_kit import REPOSITORY, finish, free_port
+from trainer.nn.sharded import ShardedEmbedding, initial_rows
+from trainer.nn.sharded_state import embedding_state, load_embedding_state
+
+NODES = {"author": 23, "field.of-study": 4, "venue": 1}
+DIM, STEPS, GLOBAL_BATCH = 5, 6, 12
+OPTIMIZERS = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.5),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.3),
+    "sparse_adam": lambda weights: torch.optim.SparseAdam(weights, lr=0.1),
+}
+
+
+def global_batch(step: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Ids of each type, repeats included, 12 in all, and a number to predict from each; venue is rarely asked."""
+    generator = torch.Generator().manual_seed(step)
+    counts = {"author": 8, "field.of-study": 4 - step % 2, "venue": step % 2}
+    ids = {of: torch.randint(0, NODES[of], (count,), generator=generator) for of, count in counts.items()}
+    return ids, torch.randn(GLOBAL_BATCH, generator=generator)
+
+
+def own_share(ids: dict[str, torch.Tensor], rank: int, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A rank's ids and their places in the global batch: the last of three ranks has none."""
+    places = dict(zip(ids, torch.arange(GLOBAL_BATCH).split([len(of) for of in ids.values()]), strict=True))
+    sharing = min(size, 2)
+    mine = {of: torch.arange(len(place)) % sharing == rank for of, place in places.items()}
+    return {of: ids[of][mine[of]] for of in ids}, torch.cat([places[of][mine[of]] for of in ids])
+
+
+def toy_head() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(DIM, 1)
+
+
+def train_dense(optimizer: str, steps: range = range(STEPS)) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """One process, one ``nn.Embedding(sparse=True)`` over all types."""
+    whole = torch.cat([initial_rows(torch.arange(n).numpy(), DIM, 7, of) for of, n in NODES.items()])
+    table, head = nn.Embedding.from_pretrained(whole, freeze=False, sparse=True), toy_head()
+    sparse, dense = OPTIMIZERS[optimizer](table.parameters()), torch.optim.SGD(head.parameters(), lr=0.1)
+    first = dict(zip(NODES, (0, 23, 27), strict=True))
+    losses = []
+    for step in steps:
+        ids, wanted = global_batch(step)
+        out = head(table(torch.cat([of_type + first[of] for of, of_type in ids.items()]))).flatten()
+        loss = (out - wanted).square().sum() / GLOBAL_BATCH
+        for one in (sparse, dense):
+            one.zero_grad()
+        loss.backward()
+        for one in (sparse, dense):
+            one.step()
+        losses.append(loss.item())
+    return dict(zip(NODES, table.weight.detach().split(list(NODES.values())), strict=True)), losses
+
+
+def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str, object] | None:
+    """One rank of a run; rank 0 returns what a checkpoint holds."""
+    embedding = ShardedEmbedding(NODES, DIM, seed=7)
+    size, head = embedding.size, toy_head()
+    model = DistributedDataParallel(head) if size > 1 else head
+    sparse, dense = OPTIMIZERS[optimizer]([embedding.weight]), torch.optim.SGD(head.parameters(), lr=0.1)
+    if saved:
+        state = torch.load(saved, weights_only=True)
+        load_embedding_state(embedding, state["embedding"] if embedding.rank == 0 else None, sparse)
+        head.load_state_dict(state["head"])
+    losses = []
+    for step in steps:
+        ids, wanted = global_batch(step)
+        mine, places = own_share(ids, embedding.rank, size)
+        rows = embedding.lookup(mine)
+        out = model(torch.cat([rows[of] for of in mine])).flatten()
+        loss = (out - wanted[places]).square().sum() / GLOBAL_BATCH
+        for one in (sparse, dense):
+            one.zero_grad()
+        (loss * size).backward()
+        embedding.sync_gradients()
+        for one in (sparse, dense):
+            one.step()
+        total = loss.detach()
+        if size > 1:
+            dist.all_reduce(total)
+        losses.append(total.item())
+    state = embedding_state(embedding, sparse)
+    return state and {"embedding": state, "head": head.state_dict(), "losses": losses}
+
+
+def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
+    """What rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to go on from)."""
+    port = free_port()
+    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "WORLD_SIZE": str(size)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    words = [[name, steps.start, steps.stop, saved and str(saved)] for name, steps, saved in runs]
+    argv = [sys.executable, __file__, str(folder), json.dumps(words)]
+    ends: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [subprocess.Popen(argv, env={**env, "RANK": str(rank)}, **ends) for rank in range(size)]
+    for ended in [finish(rank, 60) for rank in ranks]:
+        assert ended.returncode == 0, ended.output
+    return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    for number, (name, start, stop, saved) in enumerate(json.loads(sys.argv[2])):
+        result = train_sharded(name, range(start, stop), saved and Path(saved))
+        if result is not None:
+            torch.save(result, Path(sys.argv[1]) / f"run{number}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -66,15 +66,28 @@ class NodeSet:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Where the edges of each target lie."""
+
+    begin: npt.NDArray[np.int64]  #: int64 [targets]
+    count: Positions  #: int32 [targets]
+
+
+@dataclass(frozen=True)
 class EdgeSet:
-    """Sampled edges of one type, grouped by target; ids are batch positions."""
+    """Sampled edges of one type, grouped by target; ids are batch positions.
+
+    Targets are the nodes known before the last hop (all nodes, when induced); one that was not asked has no edges.
+    """
 
     fanouts: tuple[int, ...]
-    row_begin: npt.NDArray[np.int64]  #: int64 [targets asked] where each target's edges begin
-    row_count: Positions  #: int32 [targets asked]
+    row_begin: npt.NDArray[np.int64]  #: int64 [targets] where each target's edges begin
+    row_count: Positions  #: int32 [targets]
     src: Positions  #: int32 [e]
     edge: Ids | None  #: int64 [e] global edge ids, if asked for
     per_hop: tuple[int, ...]  #: [hops] how many came with each hop; () when nodes were asked again, or induced
+    #: Rows of hops that take all neighbours, kept apart when the others draw with replacement: those are no prefix.
+    whole: Rows | None = None
 
     def dst(self) -> Positions:
         """Target of each edge, int32 [e]; only where every node was asked once."""
@@ -88,3 +101,4 @@ class SampledSubgraph:
     num_hops: int
     nodes: Mapping[NodeType, NodeSet]
     edges: Mapping[EdgeType, EdgeSet]
+    induced: bool = False  #: the edges are all those between the nodes

@@ -14,7 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
-from trainer.schema import AnyType, EdgeType
+from trainer.partition.format import EdgeSpec, NodeSpec
+from trainer.schema import AnyType, EdgeType, NodeType
+
+
+class GraphSchema(Protocol):
+    """The types of a graph; a ``Manifest`` is one."""
+
+    @property
+    def nodes(self) -> Mapping[NodeType, NodeSpec]: ...
+
+    @property
+    def edges(self) -> Mapping[EdgeType, EdgeSpec]: ...
 
 
 @dataclass(frozen=True)

@@ -1,128 +1,203 @@
-"""From named arrays, wherever they came from, to a checked ``Dataset``."""
+"""From arrays as they were found to a checked ``Dataset``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.arrays import Array
+from trainer.arrays import Array, Ids
 from trainer.data import dataset as checks
-from trainer.data.dataset import Dataset
-from trainer.data.edges import undirected
+from trainer.data.both_ways import both_ways
+from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.options import SourceOptions
+from trainer.data.raw import RawArray, RawArrays, RawGraph, split_prefix
+from trainer.data.sort import EDGE_NAMES, sort_arrays
 from trainer.errors import DataError
+from trainer.partition.format import NAME_PATTERN
+from trainer.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
 
-_SPLIT_SUFFIXES = ("_idx", "_mask")
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
 _MOST_CLASSES = 1 << 20
-
-
-@dataclass(frozen=True)
-class RawGraph:
-    """Arrays as they were found; ``places`` says where each came from, for messages."""
-
-    name: str
-    arrays: Mapping[str, Array]
-    places: Mapping[str, str]
-    num_nodes: int | None = None
+_MOST_GRAPH_BYTES = 16 << 20  #: every host gets a copy of the graph's own arrays
 
 
 def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Dataset:
-    """Check the arrays and sort them into edges, attributes and splits.
+    """Check the arrays and sort them into types, attributes and splits.
 
-    ``edge_index`` [2, E] is needed; ``<split>_idx`` and ``<split>_mask`` become splits; every other
-    array with one row per node becomes an attribute; what is left over is named in ``notes``.
+    Every edge type needs ``edge_index`` [2, E]; ``<split>_idx`` and ``<split>_mask`` become splits; an array with one
+    row per node or edge becomes an attribute, what is left over an array of the graph as a whole.
     Raises ``DataError`` for arrays that contradict each other.
     """
-    arrays, places = {name: _native(values) for name, values in raw.arrays.items()}, raw.places
-    if "edge_index" not in arrays:
-        raise DataError(f"{raw.name}: no edge_index; expected integers [2, number of edges], found {_found(arrays)}")
-    num_nodes = _num_nodes(raw, options)
-    edge_index = arrays.pop("edge_index")
-    checks.check_edge_index(edge_index, num_nodes, places["edge_index"])
-    splits = _splits(arrays, places, num_nodes, options)
-    attrs, notes = _attrs(arrays, places, num_nodes)
-    num_classes = _num_classes_asked(raw, options) or 0
-    if "y" in attrs:
-        attrs["y"], found = checks.class_labels(attrs["y"], places["y"])
-        num_classes = checks.check_num_classes(options.num_classes, attrs["y"], found, places["y"])
-        checks.check_labelled(attrs["y"], splits, places["y"])
+    _check_options(raw, options)
+    for of in (*raw.node_types, *raw.edges):
+        for word in [of] if isinstance(of, str) else of:
+            check_word(word, raw.name)
+    graph = sort_arrays(_native(raw), options)
+    notes = [*graph.notes]
+    nodes = {of: _node_data(of, graph, options, notes) for of in graph.node_types}
+    _check_time_attrs(nodes, options, raw.name)
+    edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
     if options.undirected:
-        edge_index = undirected(edge_index, num_nodes)
-    return Dataset(raw.name, num_nodes, edge_index, attrs, splits, num_classes, fingerprint, tuple(notes))
+        counts = {of: data.num_nodes for of, data in nodes.items()}
+        edges = both_ways(edges, counts, options.reverse_types, raw.name)
+    graph_attrs = _graph_attrs(graph.plain, notes)
+    return Dataset(
+        raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.time_attrs, tuple(notes)
+    )  # fmt: skip
 
 
-def _native(values: Array) -> Array:
-    """The array in this machine's byte order; kernels would misread another."""
-    return values if values.dtype.isnative else values.astype(values.dtype.newbyteorder("="))
-
-
-def _found(arrays: Mapping[str, Array]) -> str:
-    return ", ".join(sorted(arrays)) or "nothing"
-
-
-def _num_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Never guessed from the edges: that would drop isolated nodes at the end."""
-    if options.num_nodes is not None or raw.num_nodes is not None:
-        return options.num_nodes if options.num_nodes is not None else int(raw.num_nodes or 0)
-    for name in ("x", "y"):
-        if name in raw.arrays and raw.arrays[name].ndim:
-            return len(raw.arrays[name])
-    raise DataError(f"{raw.name}: neither x nor y tells the number of nodes; give option num_nodes")
-
-
-def _num_classes_asked(raw: RawGraph, options: SourceOptions) -> int | None:
-    if options.num_classes is not None and not 1 <= options.num_classes <= _MOST_CLASSES:
+def _check_options(raw: RawGraph, options: SourceOptions) -> None:
+    if options.num_classes is not None and not 0 <= options.num_classes <= _MOST_CLASSES:
         raise DataError(
-            f"{raw.name}: option num_classes must be from 1 to {_MOST_CLASSES}, not {options.num_classes}; "
+            f"{raw.name}: option num_classes must be from 0 to {_MOST_CLASSES}, not {options.num_classes}; "
             "the model's last layer is as wide"
         )
-    return options.num_classes
+    if options.hetero is not None and options.hetero != raw.hetero:
+        found = "heterogeneous" if raw.hetero else "homogeneous: no array is named source__relation__target"
+        raise DataError(f"{raw.name}: option hetero={str(options.hetero).lower()}, but the graph is {found}")
+    if options.target is not None and options.target not in (raw.node_types if raw.hetero else ()):
+        there = ", ".join(raw.node_types) if raw.hetero else "none, the graph is homogeneous"
+        raise DataError(f"{raw.name}: option target={options.target}, but the node types are: {there}")
+    if raw.hetero and options.num_nodes is not None:
+        raise DataError(
+            f"{raw.name}: option num_nodes is for homogeneous graphs; write num_nodes.json {{type: number}}"
+        )
+    if options.reverse_types and not (raw.hetero and options.undirected):
+        raise DataError(f"{raw.name}: option reverse_types is for heterogeneous graphs, together with undirected")
 
 
-def _splits(
-    arrays: dict[str, Array], places: Mapping[str, str], num_nodes: int, options: SourceOptions
-) -> dict[str, npt.NDArray[np.int64]]:
-    splits: dict[str, npt.NDArray[np.int64]] = {}
-    for key in sorted(arrays):
-        suffix = next((suffix for suffix in _SPLIT_SUFFIXES if key.endswith(suffix)), None)
-        if suffix is None:
-            continue
-        prefix = key.removesuffix(suffix)
+def _native(raw: RawGraph) -> RawGraph:
+    """All arrays in this machine's byte order; kernels would misread another."""
+
+    def turned(arrays: RawArrays) -> RawArrays:
+        return {
+            name: array
+            if array.values.dtype.isnative
+            else replace(array, values=array.values.astype(array.values.dtype.newbyteorder("=")))
+            for name, array in arrays.items()
+        }
+
+    nodes = {of: turned(arrays) for of, arrays in raw.nodes.items()}
+    edges = {of: turned(arrays) for of, arrays in raw.edges.items()}
+    return replace(raw, plain=turned(raw.plain), nodes=nodes, edges=edges)
+
+
+def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str]) -> NodeData:
+    num_nodes, arrays = graph.num_nodes[of], dict(graph.nodes.get(of, {}))
+    splits = _splits(arrays, num_nodes, options)
+    kept = _attrs(arrays, ("x", "y", *options.time_attrs), num_nodes, "nodes" + _of(of), notes)
+    if "x" in kept:
+        x = kept["x"]
+        checks.check_features(x.values, x.bfloat16, x.place)
+        if x.values.ndim > 2:
+            notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
+    for name in {*options.time_attrs} & {*kept}:
+        kept[name] = replace(kept[name], values=checks.check_time(kept[name].values, kept[name].place))
+    num_classes = _classes(kept, splits, options, notes)
+    attrs = {name: array.values for name, array in kept.items()}
+    return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
+
+
+def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], options: SourceOptions, notes: list[str]) -> int:
+    """Number of classes; ``y`` in ``kept`` becomes class labels, or stays a plain target with a note."""
+    if "y" not in kept:
+        return options.num_classes or 0
+    y = kept["y"]
+    reason = "it is bfloat16" if y.bfloat16 else checks.no_class_labels(y.values)
+    if options.num_classes == 0:
+        return 0
+    if reason:
+        if options.num_classes is not None:
+            raise DataError(f"{y.place}: no class labels: {reason}; leave out option num_classes to keep y as it is")
+        notes.append(f"{y.place}: kept as a plain target, not as classes: {reason}")
+        return 0
+    labels, found = checks.class_labels(y.values, y.place)
+    num_classes = checks.check_num_classes(options.num_classes, labels, found, y.place)
+    checks.check_labelled(labels, splits, y.place)
+    kept["y"] = replace(y, values=labels)
+    return num_classes
+
+
+def _edge_data(of: EdgeType, graph: RawGraph, notes: list[str]) -> EdgeData:
+    arrays = dict(graph.edges[of])
+    if "edge_index" not in arrays:
+        found = ", ".join(sorted(arrays)) or "nothing"
+        raise DataError(f"{graph.name}: no edge_index{_of(of)}; expected integers [2, number of edges], found {found}")
+    found_index = arrays.pop("edge_index")
+    edge_index = found_index.values
+    checks.check_edge_index(edge_index, (graph.num_nodes[of[0]], graph.num_nodes[of[2]]), found_index.place)
+    if edge_index.dtype not in (np.int32, np.int64):
+        edge_index = edge_index.astype(np.int64)
+    kept = _attrs(arrays, EDGE_NAMES, edge_index.shape[1], "edges" + _of(of), notes)
+    return EdgeData(edge_index, {name: array.values for name, array in kept.items()}, _bfloat16(kept))
+
+
+def _of(of: NodeType | EdgeType) -> str:
+    return "" if HOMO_NODE in (of, of[0]) else f" of type {type_name(of)}"
+
+
+def _bfloat16(kept: RawArrays) -> frozenset[str]:
+    return frozenset(name for name, array in kept.items() if array.bfloat16)
+
+
+def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
+    """Arrays with one row of numbers per node or edge; others are noted, or refused where ``needed``."""
+    kept = {}
+    for name, array in arrays.items():
+        fits = array.values.ndim > 0 and len(array.values) == rows and checks.is_number(array.values)
+        if fits or name in needed:
+            checks.check_attr(name, array.values, rows, of, array.place)
+            kept[name] = array
+        else:
+            notes.append(f"{array.place}: left out, {array.what} is not one row of numbers for each of {rows} {of}")
+    return kept
+
+
+def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
+    kept = {}
+    for name, array in arrays.items():
+        if array.bfloat16 or not checks.is_number(array.values) or not NAME_PATTERN.fullmatch(name):
+            notes.append(f"{array.place}: left out, {array.what} is neither of nodes nor of edges")
+        elif array.values.nbytes > _MOST_GRAPH_BYTES:
+            size = f"{array.values.nbytes / 1e6:.0f} MB"
+            notes.append(
+                f"{array.place}: left out, {array.what} has no row per node or edge, and {size} is much to copy"
+            )
+        else:
+            kept[name] = array.values
+    return kept
+
+
+def _check_time_attrs(nodes: Mapping[NodeType, NodeData], options: SourceOptions, where: str) -> None:
+    for name in options.time_attrs:
+        if name != "time" and not any(name in data.attrs for data in nodes.values()):
+            raise DataError(f"{where}: option time_attrs names {name!r}, but no node type has this attribute")
+
+
+def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:
+    """Takes the splits out of ``arrays``."""
+    splits: dict[str, Ids] = {}
+    for key in sorted(key for key in arrays if split_prefix(key) is not None):
+        prefix, array = str(split_prefix(key)), arrays.pop(key)
         name = _SPLIT_NAMES.get(prefix, prefix)
         if name in splits:
-            raise DataError(f"{places[key]}: split {name!r} is given twice, as ids and as a mask; remove one")
-        values = arrays.pop(key)
-        if suffix == "_mask" and values.dtype.kind != "b":
+            raise DataError(f"{array.place}: split {name!r} is given twice, as ids and as a mask; remove one")
+        if key.endswith("_mask") and array.values.dtype.kind != "b":
             raise DataError(
-                f"{places[key]}: a mask of {values.dtype}, expected booleans; name it {prefix}_idx if it holds ids"
+                f"{array.place}: a mask of {array.values.dtype}, expected booleans; "
+                f"name it {prefix}_idx if it holds ids"
             )
-        splits[name] = checks.split_ids(_column(values, places[key], options), num_nodes, places[key])
+        splits[name] = checks.split_ids(_column(array, options), num_nodes, array.place)
     usual = [name for name in ("train", "val", "test") if name in splits]
     return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
 
 
-def _column(values: Array, where: str, options: SourceOptions) -> Array:
+def _column(array: RawArray, options: SourceOptions) -> Array:
+    values = array.values
     if values.ndim != 2 or values.dtype.kind != "b":
         return values
     if options.split is None or not 0 <= options.split < values.shape[1]:
-        raise DataError(f"{where}: the mask has {values.shape[1]} columns; choose one with option split (from 0)")
+        raise DataError(f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)")
     return values[:, options.split]
-
-
-def _attrs(
-    arrays: Mapping[str, Array], places: Mapping[str, str], num_nodes: int
-) -> tuple[dict[str, Array], list[str]]:
-    attrs, notes = {}, []
-    for name, values in arrays.items():
-        by_node = values.ndim > 0 and len(values) == num_nodes and values.dtype.kind in "biuf"
-        if name in ("x", "y") or by_node:
-            checks.check_attr(name, values, num_nodes, places[name])
-            attrs[name] = values
-        else:
-            what = f"{values.dtype} {list(values.shape)}"
-            notes.append(f"{places[name]}: left out, {what} is not one row of numbers per node")
-    return attrs, notes

@@ -15,6 +15,7 @@ from trainer.errors import DataError
 from trainer.partition.format import NAME_PATTERN, RESERVED_ATTRS
 from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
+PLAIN_TARGET = "option num_classes=0 keeps y as a plain target"
 _ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
 
 
@@ -71,78 +72,102 @@ class Dataset:
         return sum(data.num_edges for data in self.edges.values())
 
 
-def check_edge_index(edge_index: Array, num_nodes: int, where: str) -> None:
-    """Raise ``DataError`` unless ``edge_index`` is an integer [2, E] array of node ids."""
+def check_edge_index(edge_index: Array, num_nodes: tuple[int, int], where: str) -> None:
+    """Raise ``DataError`` unless ``edge_index`` is integer [2, E] of node ids; ``num_nodes`` of sources, of targets."""
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
         hint = "; transpose it" if edge_index.ndim == 2 and edge_index.shape[1] == 2 else ""
         raise DataError(f"{where}: shape is {list(edge_index.shape)}, expected [2, number of edges]{hint}")
     if edge_index.dtype.kind not in "iu":
         raise DataError(f"{where}: dtype is {edge_index.dtype}, expected integers (int32 or int64)")
     for row, role in ((0, "source"), (1, "target")):
-        position = int(first_outside(edge_index[row], num_nodes))
+        position = int(first_outside(edge_index[row], num_nodes[row]))
         if position >= 0:
             raise DataError(
                 f"{where}: {role} [{row}, {position}] is {edge_index[row, position]}, "
-                f"but node ids go from 0 to {num_nodes - 1}"
+                f"but node ids go from 0 to {num_nodes[row] - 1}"
             )
 
 
-def check_attr(name: str, values: Array, num_nodes: int, where: str) -> None:
-    """Raise ``DataError`` unless ``values`` has one row per node and can be kept."""
+def check_attr(name: str, values: Array, rows: int, of: str, where: str) -> None:
+    """Raise ``DataError`` unless ``values`` has one row per node or edge (``of`` says which) and can be kept."""
     if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS:
         raise DataError(f"{where}: an attribute cannot be called {name!r}; rename it")
-    if values.ndim == 0 or len(values) != num_nodes:
-        rows = len(values) if values.ndim else 0
-        raise DataError(f"{where}: {rows} rows, but the graph has {num_nodes} nodes; shapes must agree")
-    if values.dtype.kind not in "biuf" or values.dtype.itemsize > 8:
+    if values.ndim == 0 or len(values) != rows:
+        found = len(values) if values.ndim else 0
+        raise DataError(f"{where}: {found} rows, but the graph has {rows} {of}; shapes must agree")
+    if not is_number(values):
         raise DataError(f"{where}: dtype is {values.dtype}, expected numbers or booleans of at most 64 bits")
-    if name == "x":
-        _check_features(values, where)
 
 
-def _check_features(x: Array, where: str) -> None:
-    if x.ndim != 2:
-        raise DataError(f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]")
-    for start in range(0, len(x) if x.dtype.kind == "f" else 0, _ROWS_AT_ONCE):
-        finite = np.isfinite(x[start : start + _ROWS_AT_ONCE])
+def is_number(values: Array) -> bool:
+    """Whether torch has the dtype too."""
+    return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
+
+
+def check_features(x: Array, bfloat16: bool, where: str) -> None:
+    """Raise ``DataError`` unless ``x`` [N, F, …] is finite."""
+    if x.ndim < 2:
+        raise DataError(
+            f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]; "
+            "reshape it, or give it another name"
+        )
+    for start in range(0, len(x) if bfloat16 or x.dtype.kind in "fc" else 0, _ROWS_AT_ONCE):
+        rows = x[start : start + _ROWS_AT_ONCE]
+        finite = rows & 0x7F80 != 0x7F80 if bfloat16 else np.isfinite(rows)
         if not finite.all():
-            row, column = np.argwhere(~finite)[0]
+            at = np.argwhere(~finite)[0]
+            value = "NaN or infinity" if bfloat16 else rows[tuple(at)]
             raise DataError(
-                f"{where}: {x[start + row, column]} at [{start + row}, {column}]; "
+                f"{where}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}; "
                 "features must be finite, replace NaN and infinity first"
             )
+
+
+def check_time(values: Array, where: str) -> Array:
+    """Times as an integer [N] array; [N, 1] is flattened. Raises ``DataError`` for others."""
+    if values.ndim == 2 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim != 1 or values.dtype.kind not in "iu" or (len(values) and int(values.max()) >= 2**63):
+        raise DataError(
+            f"{where}: {values.dtype} {list(values.shape)}, but times must be one integer (of 63 bits) per node; "
+            "convert them (seconds, say), or give it another name, or leave it out of option time_attrs"
+        )
+    return values
+
+
+def no_class_labels(y: Array) -> str:
+    """Why ``y`` cannot be one class per node; empty when it can."""
+    if y.ndim != 1 and y.shape[1:] != (1,):
+        return f"its shape is {list(y.shape)}"
+    if y.dtype.kind == "c":
+        return f"its dtype is {y.dtype}"
+    if y.dtype.kind == "f":
+        flat = y.reshape(-1)
+        whole = np.isnan(flat) | (np.isfinite(flat) & (flat == np.rint(flat)))
+        if not whole.all():
+            position = int(np.argmin(whole))
+            return f"{flat[position]} at position {position} is not a whole number"
+    return ""
 
 
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
     """Labels as an integer [N] array (-1 = no label) and the number of classes.
 
-    Whole-numbered floats become int64, NaN becomes -1; [N, 1] is flattened.
-    Raises ``DataError`` for anything that is not one class per node.
+    Whole-numbered floats become int64, NaN becomes -1; [N, 1] is flattened. Raises ``DataError`` for
+    classes below -1.
     """
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.ndim != 1:
-        raise DataError(f"{where}: shape is {list(y.shape)}, expected one class per node, [number of nodes]")
+    y = y.reshape(-1)
     if y.dtype.kind == "f":
-        y = _whole_numbers(y, where)
+        y = np.where(np.isnan(y), -1.0, y).astype(np.int64)
     if y.dtype.kind == "b":
         y = y.astype(np.int8)
     if len(y) and int(y.min()) < -1:
         position = int(np.argmax(y < -1))
-        raise DataError(f"{where}: label {y[position]} at position {position}; classes count from 0, -1 is no label")
-    return y, int(y.max()) + 1 if len(y) else 0
-
-
-def _whole_numbers(y: Array, where: str) -> Array:
-    filled = np.where(np.isnan(y), -1.0, y)
-    whole = np.isfinite(filled) & (filled == np.rint(filled))
-    if not whole.all():
-        position = int(np.argmin(whole))
         raise DataError(
-            f"{where}: {y[position]} at position {position} is not a class number; node classification "
-            "needs whole numbers (to keep the array as a plain attribute, give it another name)"
+            f"{where}: label {y[position]} at position {position}; classes count from 0, -1 is no label "
+            f"({PLAIN_TARGET})"
         )
-    return filled.astype(np.int64)
+    return y, int(y.max()) + 1 if len(y) else 0
 
 
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
@@ -154,7 +179,7 @@ def check_num_classes(num_classes: int | None, y: Array, found: int, where: str)
     if num_classes is None and found > len(y):
         raise DataError(
             f"{where}: label {found - 1} at position {position}, but there are only {len(y)} nodes; classes count "
-            "from 0: number them anew, or give option num_classes if there really are so many"
+            f"from 0: number them anew, or give option num_classes if there really are so many ({PLAIN_TARGET})"
         )
     if num_classes is not None and num_classes < found:
         raise DataError(

@@ -1,33 +1,36 @@
-"""Graphs in files: a folder of .npy/.npz, one .npz, or a PyG ``Data`` saved as .pt.
+"""Graphs in files: a folder of .npy/.npz, one .npz, or a PyG ``Data`` or ``HeteroData`` saved as .pt.
 
 Names: ``edge_index`` [2, E]; ``x`` [N, F]; ``y`` [N]; ``train_idx``/``val_idx``/``test_idx`` (ids) or
-``train_mask``/… (booleans); any other array of N rows is kept as a node attribute of its name.
-Number of nodes: option ``num_nodes``, else rows of ``x``, else rows of ``y``.
+``train_mask``/… (booleans); any other array of N or E rows is kept as an attribute of its name. Typed names are
+``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<type>__<name>``.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from trainer.arrays import Array
-from trainer.data.build import RawGraph
+from trainer.data.options import SourceOptions
+from trainer.data.raw import RawArray, RawArrays, RawGraph, named
 from trainer.errors import DataError
+from trainer.schema import EdgeType, NodeType, check_word
 
+SUBFOLDER = "hetero"  #: where option hetero finds the typed arrays of a graph that is there homogeneous as well
+COUNTS = "num_nodes.json"
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 
 
-def source_files(source: str | None) -> list[Path]:
+def source_files(source: str | None, options: SourceOptions) -> list[Path]:
     """Files that dataset `file` reads, sorted. Raises ``DataError`` when there are none."""
     if not source:
         raise DataError("dataset file: no source; give the folder of .npy/.npz files, or the .pt file")
     path = Path(source).expanduser()
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix in (".npy", ".npz") and p.is_file())
-        if not files:
-            raise DataError(f"{path}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy")
-        return files
+        return _folder_files(path, options)
     if not path.exists():
         raise DataError(f"{path} does not exist; expected {_EXPECTED}")
     if path.suffix not in (".npz", ".pt"):
@@ -35,22 +38,73 @@ def source_files(source: str | None) -> list[Path]:
     return [path]
 
 
-def read_files(source: str | None) -> RawGraph:
+def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
+    typed = folder / SUBFOLDER
+    folders = [folder, typed] if options.hetero and typed.is_dir() else [folder]
+    found = [path for place in folders for path in sorted(place.iterdir()) if path.is_file()]
+    files = [path for path in found if path.suffix in (".npy", ".npz")]
+    if not files:
+        hint = f"; option hetero: true reads those in {typed}" if typed.is_dir() and not options.hetero else ""
+        raise DataError(f"{folder}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy{hint}")
+    counts = [path for path in found if path.name == COUNTS]
+    return files if options.hetero is False else files + counts
+
+
+def read_files(source: str | None, options: SourceOptions) -> RawGraph:
     """Arrays of a folder, .npz or .pt; .npy files are memory-mapped, not read."""
-    files = source_files(source)
+    files = source_files(source, options)
     if files[0].suffix == ".pt":
         from trainer.data.pyg import read_pt  # torch is heavy, and only .pt files need it
 
         return read_pt(files[0])
-    arrays: dict[str, Array] = {}
-    places: dict[str, str] = {}
+    arrays = named(_arrays([path for path in files if path.suffix != ".json"]))
+    name = Path(str(source)).expanduser().resolve().stem
+    typed = any(name.count("__") == 2 for name in arrays) and "edge_index" not in arrays
+    if options.hetero or (options.hetero is None and typed):
+        return _typed(name, arrays, _counts([path for path in files if path.suffix == ".json"]))
+    return RawGraph(name, arrays)
+
+
+def _arrays(files: list[Path]) -> Iterator[tuple[str, RawArray]]:
     for path in files:
         for name, values in _read(path).items():
-            place = str(path) if path.suffix == ".npy" else f"{path} [{name}]"
-            if name in arrays:
-                raise DataError(f"{place}: {name} is also in {places[name]}; remove one")
-            arrays[name], places[name] = values, place
-    return RawGraph(Path(str(source)).expanduser().resolve().stem, arrays, places)
+            yield name, RawArray(values, str(path) if path.suffix == ".npy" else f"{path} [{name}]")
+
+
+def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawGraph:
+    plain: dict[str, RawArray] = {}
+    nodes: dict[NodeType, dict[str, RawArray]] = {}
+    edges: dict[EdgeType, dict[str, RawArray]] = {}
+    for key, array in arrays.items():
+        words = key.split("__")
+        for word in words[:3] if len(words) > 2 else words[:-1]:
+            check_word(word, array.place)
+        if len(words) == 1:
+            plain[key] = array
+        elif len(words) == 2:
+            nodes.setdefault(words[0], {})[words[1]] = array
+        elif len(words) <= 4:
+            of = (words[0], words[1], words[2])
+            edges.setdefault(of, {})["edge_index" if len(words) == 3 else words[3]] = array
+        else:
+            raise DataError(f"{array.place}: {key} has too many '__'; expected source__relation__target__attribute")
+    if not edges:
+        raise DataError(f"{name}: no edges; a heterogeneous graph has arrays named source__relation__target")
+    return RawGraph(name, plain, nodes, edges, counts, hetero=True)
+
+
+def _counts(files: list[Path]) -> dict[NodeType, int]:
+    counts: dict[NodeType, int] = {}
+    for path in files:
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as JSON: {error}") from error
+        wanted = isinstance(found, dict) and all(type(n) is int and n >= 0 for n in found.values())
+        if not wanted:
+            raise DataError(f"{path}: expected {{node type: number of nodes, …}}, with whole numbers")
+        counts |= found
+    return counts
 
 
 def _read(path: Path) -> dict[str, Array]:

@@ -1,4 +1,4 @@
-"""Datasets by name: `synthetic`, `file`, `ogbn-*`, and names of ``torch_geometric.datasets``."""
+"""Datasets by name: `synthetic`, `synthetic-hetero`, `file`, `ogbn-*`, and names of ``torch_geometric.datasets``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from trainer.data.build import RawGraph, build_dataset
+from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
 from trainer.data.file import read_files, source_files
-from trainer.data.options import SourceOptions, SyntheticOptions, parse_options
+from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
+from trainer.data.raw import RawGraph
 from trainer.data.synthetic import make_synthetic
+from trainer.data.synthetic_hetero import make_synthetic_hetero
 
-_GENERATION = 1  #: raise when the same name and options begin to give another graph
+_GENERATION = 2  #: raise when the same name and options begin to give another graph
+_KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 
 def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> Dataset:
@@ -23,26 +27,37 @@ def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any
     ``source`` is the folder or .pt file (`file`), or the download folder (`ogbn-*`, `Planetoid:Cora`).
     """
     fingerprint = dataset_fingerprint(name, source, options)
-    if name == "synthetic":
-        return make_synthetic(parse_options(SyntheticOptions, options or {}, name), fingerprint)
-    return build_dataset(_read(name, source), parse_options(SourceOptions, options or {}, name), fingerprint)
+    parsed = _options(name, options)
+    if isinstance(parsed, SyntheticOptions):
+        return make_synthetic(parsed, fingerprint)
+    if isinstance(parsed, SyntheticHeteroOptions):
+        return make_synthetic_hetero(parsed, fingerprint)
+    return build_dataset(_read(name, source, parsed), parsed, fingerprint)
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
     """Digest of name, options (defaults filled in) and the source files' sizes and mtimes; reads no data."""
-    parsed: SyntheticOptions | SourceOptions
-    if name == "synthetic":
-        parsed = parse_options(SyntheticOptions, options or {}, name)
-    else:
-        parsed = parse_options(SourceOptions, options or {}, name)
-    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in source_files(source)] if name == "file" else []
+    parsed = _options(name, options)
+    paths = source_files(source, parsed) if name == "file" and isinstance(parsed, SourceOptions) else []
+    files = [(_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     text = json.dumps([_GENERATION, name, asdict(parsed), files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read(name: str, source: str | None) -> RawGraph:
+def _options(name: str, options: Mapping[str, Any] | None) -> SyntheticOptions | SyntheticHeteroOptions | SourceOptions:
+    kind: type[SyntheticOptions | SyntheticHeteroOptions | SourceOptions] = _KINDS.get(name, SourceOptions)
+    return parse_options(kind, options or {}, name)
+
+
+def _place(path: Path, source: str | None) -> str:
+    """The file's path inside the source folder; its name where the source is a file."""
+    folder = Path(str(source)).expanduser()
+    return path.relative_to(folder).as_posix() if folder.is_dir() else path.name
+
+
+def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:
     if name == "file":
-        return read_files(source)
+        return read_files(source, options)
     # torch is heavy, and only these need it
     if name.startswith("ogbn-"):
         from trainer.data.ogb import read_ogb

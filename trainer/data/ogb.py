@@ -1,4 +1,4 @@
-"""Homogeneous ``ogbn-*`` graphs through the package ogb."""
+"""``ogbn-*`` graphs, homogeneous ones and ogbn-mag, through the package ogb."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import functools
 import io
 import pickle
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
-from trainer.data.build import RawGraph
 from trainer.data.pyg import DOWNLOADS, raw_graph, reported
+from trainer.data.raw import RawGraph
 from trainer.errors import DataError
 
-_NAMES = {"node_feat": "x", "labels": "y", "node_year": "year"}  #: names in ogb's graphs -> ours
+_NAMES = {
+    "node_feat": "x",
+    "labels": "y",
+    "node_year": "year",
+    "edge_feat": "edge_attr",
+}  #: names in ogb's graphs -> ours
 _NUMPY_ONLY = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  #: what a pickled numpy array names
 _NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
 
 
 def read_ogb(name: str, source: str | None) -> RawGraph:
-    """A homogeneous ``ogbn-*`` graph; ``source`` is the download folder.
+    """An ``ogbn-*`` graph; ``source`` is the download folder.
 
-    Raises ``DataError`` when ogb is not installed, the download fails, or the graph is of another kind.
+    Raises ``DataError`` when ogb is not installed or the download fails.
     """
     try:
         from ogb.nodeproppred import NodePropPredDataset
@@ -33,10 +38,22 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
         dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
         graph, labels = dataset[0]
         splits = dataset.get_idx_split()
-    if graph.get("edge_index") is None:
-        raise DataError(f"dataset {name} is heterogeneous; one node type is expected")
     values = {**graph, "labels": labels, **{f"{split}_idx": ids for split, ids in splits.items()}}
-    return raw_graph(name, {_NAMES.get(key, key): value for key, value in values.items()}, f"dataset {name}")
+    typed = graph.get("edge_index") is None
+    return raw_graph(name, _by_type(values) if typed else _renamed(values), f"dataset {name}")
+
+
+def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {_NAMES.get(key, key): value for key, value in values.items()}
+
+
+def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
+    """Type -> name -> array, from ogb's name -> type -> array."""
+    turned: dict[Any, dict[str, Any]] = {}
+    for name, by_type in values.items():
+        for of, array in (by_type or {}).items():
+            turned.setdefault(of, {})[name.removesuffix("_dict")] = array
+    return {of: _renamed(arrays) for of, arrays in turned.items()}
 
 
 @contextlib.contextmanager

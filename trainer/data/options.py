@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -28,16 +28,42 @@ class SyntheticOptions:
     train: float = 0.3  #: below 1: fraction of nodes; otherwise number of nodes
     val: float = 0.1
     test: float = 0.2
+    edge_weight: bool = False  #: edge attribute `edge_weight`, larger inside a class
+    time: bool = False  #: node attribute `time`, edge attribute `edge_time`, edges mostly from earlier to later nodes
+
+
+@dataclass(frozen=True)
+class SyntheticHeteroOptions:
+    """Papers, authors and fields with planted classes."""
+
+    num_nodes: int = 10_000  #: papers; half as many authors, a twentieth as many fields
+    avg_degree: float = 6.0  #: papers that a paper cites, as many that it disputes
+    num_classes: int = 8
+    num_features: int = 32
+    homophily: float = 0.5  #: chance that a relation's end is drawn in the class the relation points to
+    noise: float = 2.0  #: standard deviation of features around their class's centre
+    all_features: bool = False  #: authors and fields have x too
+    undirected: bool = True  #: add rev_writes, rev_cites, rev_disputes, rev_about
+    seed: int = 0
+    train: float = 0.3  #: below 1: fraction of papers; otherwise number of papers
+    val: float = 0.1
+    test: float = 0.2
+    edge_weight: bool = False
+    time: bool = False
 
 
 @dataclass(frozen=True)
 class SourceOptions:
     """Options of graphs that are read rather than made."""
 
-    num_nodes: int | None = None  #: where x and y do not tell
-    num_classes: int | None = None  #: where labels do not reach the last class
+    num_nodes: int | None = None  #: of a homogeneous graph, where x and y do not tell
+    num_classes: int | None = None  #: where labels do not reach the last class; 0: y is a plain target
     undirected: bool = False  #: add the opposite of every edge, without duplicates
     split: int | None = None  #: column, where masks have several
+    time_attrs: tuple[str, ...] = ("time",)  #: integer node attributes by which neighbours may be sampled
+    hetero: bool | None = None  #: read typed names, also those in the sub-folder hetero/; None: names tell
+    target: str | None = None  #: node type that arrays without a type belong to
+    reverse_types: bool = False  #: undirected keeps relations within one node type apart too, as rev_<relation>
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
@@ -59,9 +85,9 @@ def _convert(name: str, value: Any, annotation: str, dataset: str) -> Any:
     if value is None and wanted != annotation:
         return None
     try:
-        return {"int": _integer, "float": _number, "bool": _boolean}[wanted](value)
+        return _KINDS[wanted][0](value)
     except (TypeError, ValueError, OverflowError):
-        kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}[wanted]
+        kind = _KINDS[wanted][1]
         raise DataError(f"dataset {dataset}: option {name} must be {kind}, not {value!r}") from None
 
 
@@ -89,3 +115,24 @@ def _lower(value: Any) -> str:
     if text not in ("true", "yes", "1", "false", "no", "0"):
         raise ValueError(value)
     return text
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [name.strip() for name in value.split(",")] if value.strip() else []
+    return tuple(_text(name) for name in value)
+
+
+_KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "int": (_integer, "a whole number"),
+    "float": (_number, "a number"),
+    "bool": (_boolean, "true or false"),
+    "str": (_text, "a name"),
+    "tuple[str, ...]": (_names, "names with commas, or a list of names"),
+}

@@ -1,4 +1,4 @@
-"""PyG's ``Data``: from a .pt file, and from ``torch_geometric.datasets``."""
+"""PyG's ``Data`` and ``HeteroData``: from a .pt file, from ``torch_geometric.datasets``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Array
-from trainer.data.build import RawGraph
+from trainer.data.memory import dataset_of, shared_array
+from trainer.data.raw import RawArray, RawGraph
 from trainer.errors import DataError
+from trainer.schema import HOMO_NODE, EdgeType, NodeType
+
+__all__ = ["DOWNLOADS", "dataset_of", "raw_graph", "read_pt", "read_pyg", "reported"]
 
 DOWNLOADS = "datasets"  #: default download folder
 
 
 def read_pt(path: Path) -> RawGraph:
-    """A ``Data`` object, its ``to_dict()``, or a one-graph ``InMemoryDataset`` file.
+    """A ``Data`` or ``HeteroData`` object, its ``to_dict()``, or a one-graph ``InMemoryDataset`` file.
 
     Only tensors and PyG's own classes are unpickled (``weights_only``): anything else is a ``DataError``.
     """
@@ -32,7 +35,7 @@ def read_pt(path: Path) -> RawGraph:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
             f"{path} cannot be loaded safely ({first_line(error)}); where you trust the file, load it "
-            "yourself and re-save plain tensors: torch.save({key: data[key] for key in data.keys()}, path)"
+            "yourself and re-save plain tensors: torch.save(data.to_dict(), path)"
         ) from error
     return raw_graph(path.stem, _mapping(loaded, path), str(path))
 
@@ -44,9 +47,11 @@ def first_line(error: BaseException) -> str:
 
 def _safe_globals() -> list[Any]:
     from torch_geometric.data.data import Data, DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.hetero_data import HeteroData
     from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
 
-    return [Data, DataEdgeAttr, DataTensorAttr, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
+    storages = [BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
+    return [Data, HeteroData, DataEdgeAttr, DataTensorAttr, *storages]
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
@@ -57,28 +62,60 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
         loaded = loaded[0]
     if isinstance(loaded, Mapping):
         return loaded
-    if not hasattr(loaded, "to_dict") or hasattr(loaded, "node_types"):
-        raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data with edge_index")
+    if not hasattr(loaded, "to_dict"):
+        raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data or HeteroData")
     return dict(loaded.to_dict())
 
 
-def raw_graph(name: str, values: Mapping[str, Any], place: str) -> RawGraph:
+def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
+    """From what ``Data.to_dict`` or ``HeteroData.to_dict`` gives: names, or types and names under them."""
+    if any(isinstance(key, tuple) for key in values):
+        return _typed_graph(name, values, place)
+    num_nodes = values.get("num_nodes")
+    counts = {} if num_nodes is None else {HOMO_NODE: int(num_nodes)}
+    arrays, notes = _raw_arrays(values, place)
+    return RawGraph(name, arrays, num_nodes=counts, notes=tuple(notes))
+
+
+def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
+    plain: dict[str, RawArray] = {}
+    nodes: dict[NodeType, dict[str, RawArray]] = {}
+    edges: dict[EdgeType, dict[str, RawArray]] = {}
+    counts, all_notes = {}, []
+    for key, content in values.items():
+        if not isinstance(content, Mapping):
+            continue
+        label = "__".join(key) if isinstance(key, tuple) else key
+        arrays, notes = _raw_arrays(content, place if key == "_global_store" else f"{place} [{label}]")
+        all_notes += notes
+        if key == "_global_store":
+            plain = arrays
+        elif isinstance(key, tuple):
+            edges[key] = arrays
+        else:
+            nodes[key] = arrays
+            if content.get("num_nodes") is not None:
+                counts[key] = int(content["num_nodes"])
+    return RawGraph(name, plain, nodes, edges, counts, hetero=True, notes=tuple(all_notes))
+
+
+def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
+    """Tensors and arrays by name; notes of those numpy has no dtype for."""
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
-    arrays = {key: array for key, value in values.items() if (array := _array(value)) is not None}
-    places = {key: f"{place} [{key}]" for key in arrays}
-    num_nodes = values.get("num_nodes")
-    return RawGraph(name, arrays, places, None if num_nodes is None else int(num_nodes))
+    import torch
 
-
-def _array(value: Any) -> Array | None:
-    """A tensor or array as numpy, sharing memory; None for anything else (num_nodes, names, …)."""
-    if isinstance(value, np.ndarray):
-        return value
-    if hasattr(value, "detach") and hasattr(value, "numpy"):
-        tensor = value.detach()
-        return np.asarray(tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor)
-    return None
+    arrays, notes = {}, []
+    for key, value in values.items():
+        where = f"{place} [{key}]"
+        if isinstance(value, np.ndarray):
+            arrays[key] = RawArray(value, where)
+        elif isinstance(value, torch.Tensor):
+            try:
+                arrays[key] = RawArray(shared_array(value), where, value.dtype == torch.bfloat16)
+            except TypeError:
+                notes.append(f"{where}: left out, numpy has no {value.dtype} tensors of layout {value.layout}")
+    return arrays, notes
 
 
 def read_pyg(name: str, source: str | None) -> RawGraph:
@@ -91,9 +128,10 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
         data, size = dataset[0], len(dataset)
     if size != 1:
         raise DataError(f"dataset {name} holds {size} graphs; one graph is expected")
-    if hasattr(data, "node_types"):
-        raise DataError(f"dataset {name} is heterogeneous; one node type is expected")
-    return raw_graph(name, data.to_dict() | {"num_nodes": data.num_nodes}, f"dataset {name}")
+    values = data.to_dict()
+    if not hasattr(data, "node_types"):
+        values["num_nodes"] = data.num_nodes
+    return raw_graph(name, values, f"dataset {name}")
 
 
 def _pyg_dataset(name: str, source: str | None) -> Any:
@@ -104,7 +142,7 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     if kind is None:
         nearest = difflib.get_close_matches(class_name, catalogue.__all__, 1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
-        raise DataError(f"unknown dataset {name!r}; {hint} (also there: synthetic, file, ogbn-…)")
+        raise DataError(f"unknown dataset {name!r}; {hint} (also there: synthetic, synthetic-hetero, file, ogbn-…)")
     takes = inspect.signature(kind.__init__).parameters
     if "name" in takes and not variant:
         raise DataError(f"dataset {name}: {class_name} has several graphs; write {class_name}:<name>")

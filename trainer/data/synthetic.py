@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import njit
 
 from trainer.arrays import Array
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticOptions
-from trainer.errors import DataError
+from trainer.data.planted import (
+    check_limits,
+    class_features,
+    edge_times,
+    edge_weights,
+    mostly_forward,
+    node_splits,
+    node_times,
+)
 from trainer.rng import GOLDEN, fraction, mix
 
 _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of the nodes
-_ROWS_AT_ONCE = 1 << 16
 
 
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
@@ -23,38 +29,55 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     Labels are the communities. An edge's source is drawn in proportion to power-law weights, its
     target likewise, inside the source's community with probability ``homophily``. Self loops and
     duplicates are dropped, after drawing a few edges more to make up for them.
+    With times most edges that lead from a later to an earlier node are left out.
     Raises ``DataError`` for options out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
     y = rng.integers(options.num_classes, size=options.num_nodes, dtype=np.int64)
     edge_index = _edges(options, y, rng)
-    return Dataset(
-        name="synthetic",
-        num_nodes=options.num_nodes,
-        edge_index=edge_index,
-        attrs={"x": _features(options, y, rng), "y": y},
-        splits=_splits(options, rng),
-        num_classes=options.num_classes,
-        fingerprint=fingerprint,
-    )
+    attrs = {"x": class_features(y, options, rng), "y": y}
+    shuffled = rng.permutation(options.num_nodes)
+    if options.time:  # drawn apart from the rest, which stays what it is without times
+        attrs["time"] = node_times(options.num_nodes, np.random.default_rng([options.seed, 1]))
+    splits = node_splits("synthetic", options, shuffled, attrs.get("time"))
+    edges = _edge_data(options, edge_index, y, attrs.get("time"))
+    return Dataset.homogeneous("synthetic", NodeData(len(y), attrs, splits, options.num_classes), edges, fingerprint)
+
+
+def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Array | None) -> EdgeData:
+    attrs = {}
+    if time is not None:
+        rng = np.random.default_rng([options.seed, 2])
+        edge_index = edge_index[:, mostly_forward(time[edge_index[0]], time[edge_index[1]], rng)]
+        attrs["edge_time"] = edge_times(time[edge_index[0]], time[edge_index[1]], rng)
+    if options.edge_weight:
+        attrs["edge_weight"] = _equal_both_ways(edge_index, y, np.random.default_rng([options.seed, 3]))
+    return EdgeData(edge_index, attrs)
+
+
+def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
+    """Weights that are the same for both directions of an edge."""
+    pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
+    pairs, place = np.unique(pairs, return_inverse=True)
+    return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
 
 
 def _check(options: SyntheticOptions) -> None:
-    limits = {
-        "num_nodes": (1, 2**31 - 1),
-        "avg_degree": (0, max(1.0, options.num_nodes / 4)),
-        "num_classes": (1, options.num_nodes),
-        "num_features": (1, 2**20),
-        "homophily": (0, 1),
-        "skew": (1.5, 1e6),
-        "noise": (0, 1e6),
-        "seed": (0, 2**63 - 1),
-    }
-    for name, (low, high) in limits.items():
-        value = getattr(options, name)
-        if not low <= value <= high:
-            raise DataError(f"dataset synthetic: option {name} must be from {low} to {high}, not {value}")
+    check_limits(
+        "synthetic",
+        options,
+        {
+            "num_nodes": (1, 2**31 - 1),
+            "avg_degree": (0, max(1.0, options.num_nodes / 4)),
+            "num_classes": (1, options.num_nodes),
+            "num_features": (1, 2**20),
+            "homophily": (0, 1),
+            "skew": (1.5, 1e6),
+            "noise": (0, 1e6),
+            "seed": (0, 2**63 - 1),
+        },
+    )
 
 
 def _edges(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Array:
@@ -97,32 +120,3 @@ def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bo
             low, high = bounds[own], bounds[own + 1]
         at = low + _uniform(seed, counter + np.uint64(2)) * (high - low)
         drawn[1, edge] = by_class[min(np.searchsorted(cumulative, at, side="right") - 1, last)]
-
-
-def _features(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Array:
-    """Centre of the class plus noise, float32 [N, F]; centres are random unit-length directions times two."""
-    centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
-    centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
-    x = np.empty((options.num_nodes, options.num_features), np.float32)
-    for start in range(0, len(x), _ROWS_AT_ONCE):
-        rows = x[start : start + _ROWS_AT_ONCE]
-        rng.standard_normal(out=rows, dtype=np.float32)
-        rows *= np.float32(options.noise)
-        rows += centres[y[start : start + _ROWS_AT_ONCE]]
-    return x
-
-
-def _splits(options: SyntheticOptions, rng: np.random.Generator) -> dict[str, npt.NDArray[np.int64]]:
-    shuffled = rng.permutation(options.num_nodes)
-    splits, start = {}, 0
-    for name in ("train", "val", "test"):
-        asked = getattr(options, name)
-        size = int(asked if asked >= 1 else asked * options.num_nodes)
-        splits[name] = np.sort(shuffled[start : start + size])
-        start += size
-    if min(options.train, options.val, options.test) < 0 or start > options.num_nodes:
-        raise DataError(
-            f"dataset synthetic: train={options.train}, val={options.val}, test={options.test} "
-            f"do not fit {options.num_nodes} nodes"
-        )
-    return splits

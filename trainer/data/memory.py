@@ -1,0 +1,126 @@
+"""PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``: nothing is copied, nothing is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.arrays import Array, Ids
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.errors import DataError
+from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+
+if TYPE_CHECKING:
+    import torch
+    from torch_geometric.data import Data, HeteroData
+
+_Arrays = tuple[dict[str, Array], frozenset[str]]  #: by name, and which of them are bits of bfloat16
+
+
+def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] = ("time",)) -> Dataset:
+    """``data`` as a ``Dataset`` that shares its tensors (those of a GPU are copied to the host).
+
+    PyG's own rules tell node from edge attributes; boolean ``<split>_mask`` [N] stay attributes and are splits too.
+    What is no dense tensor is left to ``data``. ``time_attrs`` keeps those that are one integer per node in every type
+    that has them. Types keep PyG's names, whatever they are.
+    Raises ``DataError`` for an edge type without ``edge_index``, or whose node type has no nodes.
+    """
+    nodes: dict[NodeType, NodeData] = {}
+    edges: dict[EdgeType, EdgeData] = {}
+    hetero = hasattr(data, "node_types")
+    for store in data.node_stores:
+        nodes[store._key if hetero else HOMO_NODE] = _node_data(store, name)
+    for store in data.edge_stores:
+        edges[store._key if hetero else HOMO_EDGE] = _edge_data(store, name)
+    for of in edges:
+        for end in (of[0], of[2]):
+            if end not in nodes:
+                raise DataError(
+                    f"{name}: edge type {of} ends at {end!r}, which has no nodes; set data[{end!r}].num_nodes"
+                )
+    graph_attrs = _graph_attrs(data._global_store if hetero else data._store, hetero)
+    times = tuple(attr for attr in time_attrs if _is_time(attr, nodes))
+    return Dataset(name, nodes, edges, "in memory", hetero, graph_attrs, times)
+
+
+def shared_array(tensor: torch.Tensor) -> Array:
+    """The tensor's numpy view; bfloat16 as its bits, uint16. Raises ``TypeError`` where numpy has no such array."""
+    import torch
+
+    tensor = tensor.detach().cpu()
+    array: Array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return array
+
+
+def _node_data(store: Any, name: str) -> NodeData:
+    if store.num_nodes is None:
+        raise DataError(f"{name}: nothing tells the number of nodes{_of(store)}; set num_nodes")
+    num_nodes = int(store.num_nodes)
+    attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
+    return NodeData(num_nodes, attrs, _splits(attrs, num_nodes), _num_classes(attrs, bfloat16), bfloat16)
+
+
+def _edge_data(store: Any, name: str) -> EdgeData:
+    if "edge_index" not in store:
+        hint = "; it is stored as adj_t: leave out T.ToSparseTensor" if "adj_t" in store else ""
+        raise DataError(f"{name}: no edge_index{_of(store)}{hint}")
+    attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=True)})
+    return EdgeData(shared_array(store.edge_index), attrs, bfloat16)
+
+
+def _of(store: Any) -> str:
+    return "" if store._key is None else f" of {store._key!r}"
+
+
+def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
+    """Whether PyG would take rows of this attribute for sampled nodes, or edges."""
+    if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
+        return False
+    along = store._parent().__cat_dim__(key, value, store)
+    if not isinstance(along, int) or along % value.dim() != 0:
+        return False  # such as [2, E]
+    return bool(store.is_edge_attr(key) if edges else store.is_node_attr(key))
+
+
+def _is_dense(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _arrays(tensors: Mapping[str, torch.Tensor]) -> _Arrays:
+    arrays: dict[str, Array] = {}
+    for key, tensor in tensors.items():
+        try:
+            arrays[key] = shared_array(tensor)
+        except TypeError:
+            continue  # numpy has no such dtype (float8, quantized): it stays with ``data``
+    return arrays, frozenset(key for key in arrays if str(tensors[key].dtype) == "torch.bfloat16")
+
+
+def _splits(attrs: Mapping[str, Array], num_nodes: int) -> dict[str, Ids]:
+    masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
+    return {key.removesuffix("_mask"): mask.nonzero()[0] for key, mask in masks.items() if mask.shape == (num_nodes,)}
+
+
+def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
+    y = attrs.get("y")
+    if y is None or "y" in bfloat16 or y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or int(y.min()) < -1:
+        return 0
+    return int(y.max()) + 1
+
+
+def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
+    """Tensors that are neither of nodes nor of edges; bfloat16 ones stay with ``data``."""
+    own = {
+        key: value
+        for key, value in store.items()
+        if key != "edge_index" and _is_dense(value) and str(value.dtype) != "torch.bfloat16"
+        and (hetero or not (_by_row(key, value, store, edges=False) or _by_row(key, value, store, edges=True)))
+    }  # fmt: skip
+    return _arrays(own)[0]
+
+
+def _is_time(name: str, nodes: Mapping[NodeType, NodeData]) -> bool:
+    found = [data.attrs[name] for data in nodes.values() if name in data.attrs and name not in data.bfloat16]
+    return bool(found) and all(values.ndim == 1 and values.dtype.kind in "iu" for values in found)

@@ -15,8 +15,8 @@ import numpy as np
 import zmq
 
 from trainer.errors import PartitionError
-from trainer.partition.format import write_manifest
-from trainer.sample.types import HopRequest, HopSample
+from trainer.sample.types import HopRequest, HopSample, RowRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys, read_key_file
 from trainer.service.protocol import HelloInfo
@@ -28,14 +28,26 @@ INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest=
 class ArithmeticGraph:
     """Node v's neighbours are v*10, v*10+1, …; row x[v] is (v, v+0.5). Some attributes misbehave."""
 
-    def sample_hop(self, request: HopRequest) -> HopSample:
+    def __init__(self):
+        self.hops: list[list[HopRequest]] = []  #: requests of each call
+
+    def sample_hops(self, requests):
+        self.hops.append(list(requests))
+        return [self._hop(request) for request in requests]
+
+    def gather(self, requests):
+        return [{name: self._column(name, request.ids) for name in request.attrs} for request in requests]
+
+    def has_edges(self, edge_type, src, dst):
+        return src // 10 == dst
+
+    def _hop(self, request: HopRequest) -> HopSample:
+        if request.edge_type != HOMO_EDGE:
+            raise PartitionError(f"no edge type {request.edge_type}; there are {[HOMO_EDGE]}")
         counts = (request.nodes % (request.fanout + 1)).astype(np.int32)
         start = np.repeat(np.cumsum(counts) - counts, counts)
         src = np.repeat(request.nodes * 10, counts) + np.arange(counts.sum()) - start
-        return HopSample(counts, src, src + request.key if request.with_edge_id else None)
-
-    def gather(self, nodes, attrs):
-        return {name: self._column(name, nodes) for name in attrs}
+        return HopSample(counts, src, src + request.key if request.with_edge else None)
 
     def _column(self, name, nodes):
         if name == "x":
@@ -48,6 +60,11 @@ class ArithmeticGraph:
         if name == "objects":
             return nodes.astype(object)
         raise PartitionError(f"no node attribute {name!r}; there are ['x']")
+
+
+def rows_of(graph, ids, attrs=("x",), of=HOMO_NODE):
+    """The rows of one request."""
+    return graph.gather([RowRequest(of, ids, tuple(attrs))])[0]
 
 
 @contextlib.contextmanager
@@ -96,19 +113,6 @@ def free_endpoint() -> str:
 
 def new_keys() -> CurveKeys:
     return CurveKeys(*zmq.curve_keypair())
-
-
-def write_partition(folder, store):
-    """A ``PartStore`` of ``partitions.store_of`` as files."""
-    for part in store.parts.values():
-        nodes, edges = folder / f"part{part.part_id}" / "nodes", folder / f"part{part.part_id}" / "edges"
-        nodes.mkdir(parents=True)
-        edges.mkdir()
-        for name, array in {"orig_id": part.orig_id, **part.attrs}.items():
-            np.save(nodes / f"{name}.npy", array)
-        for name in ("indptr", "indices", "edge_id"):
-            np.save(edges / f"{name}.npy", getattr(part, name))
-    write_manifest(folder, store.manifest)
 
 
 def write_cluster(path, *nodes, num_parts=None):

@@ -10,22 +10,23 @@ import time
 import numpy as np
 import pytest
 
-from partitions import random_graph, store_of
+from partitions import random_graph, store_of, write_store
 from service_kit import (
     INFO,
     free_endpoint,
     new_keys,
+    rows_of,
     serve_process,
     serving,
     wait_for,
     write_cluster,
-    write_partition,
 )
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.sample.types import HopRequest
+from trainer.schema import HOMO_EDGE
 from trainer.service.cluster import connect_cluster, read_cluster
 from trainer.service.keys import read_key_file, write_key_file
 from trainer.store.part import open_parts
@@ -36,7 +37,7 @@ def parts(tmp_path):
     """A partition of four parts on disk."""
     edge_index, num_nodes = random_graph(3, 200, 2000)
     x = np.random.default_rng(0).normal(size=(num_nodes, 4)).astype(np.float32)
-    write_partition(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))
+    write_store(tmp_path / "parts", store_of(edge_index, num_nodes, 4, attrs={"x": x}))
     return tmp_path / "parts"
 
 
@@ -51,9 +52,9 @@ def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None
         assert wait_for(ready, process) == {"endpoint": endpoint, "pid": process.pid}
         routed = DistGraph(LocalGraph(open_parts(parts, [0, 2])), clients)
         nodes = np.random.default_rng(1).integers(0, 200, 100)
-        request = HopRequest(nodes, 5, 5, key=11)
-        np.testing.assert_array_equal(routed.sample_hop(request).src, whole.sample_hop(request).src)
-        np.testing.assert_array_equal(routed.gather(nodes, ["x"])["x"], whole.gather(nodes, ["x"])["x"])
+        request = HopRequest(HOMO_EDGE, nodes, 5, 5, key=11)
+        np.testing.assert_array_equal(routed.sample_hops([request])[0].src, whole.sample_hops([request])[0].src)
+        np.testing.assert_array_equal(rows_of(routed, nodes)["x"], rows_of(whole, nodes)["x"])
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=10)

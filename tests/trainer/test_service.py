@@ -7,45 +7,49 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
-from partitions import random_graph, store_of
 from service_kit import (
     INFO,
     ArithmeticGraph,
     client_of,
     free_endpoint,
     new_keys,
+    rows_of,
     server_process,
     serving,
 )
 from trainer.errors import ServiceError
-from trainer.partition.book import PartitionBook
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopRequest
+from trainer.sample.types import HopRequest, RowRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service import protocol
 from trainer.service.client import HostClient
 from trainer.service.wire import Kind, Message, Status, decode, encode
-from trainer.store.part import Part, PartStore
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 
 
 def request_of(nodes=NODES, fanout=7, key=3, **options) -> HopRequest:
-    return HopRequest(nodes, fanout, 2, key, **options)
+    return HopRequest(HOMO_EDGE, nodes, fanout, 2, key, **options)
+
+
+def one_hop(graph, request: HopRequest):
+    return graph.sample_hops([request])[0]
+
+
+def submit_rows(client, nodes, attr="x"):
+    return client.submit_gather([RowRequest(HOMO_NODE, nodes, (attr,))])
 
 
 def assert_same_sample(there, here) -> None:
     np.testing.assert_array_equal(there.counts, here.counts)
     np.testing.assert_array_equal(there.src, here.src)
-    assert (there.edge_id is None) == (here.edge_id is None)
-    if here.edge_id is not None:
-        np.testing.assert_array_equal(there.edge_id, here.edge_id)
+    assert (there.edge is None) == (here.edge is None)
+    if here.edge is not None:
+        np.testing.assert_array_equal(there.edge, here.edge)
 
 
 @pytest.fixture
@@ -62,62 +66,24 @@ def client(server):
 
 def test_answers_equal_direct_calls(client) -> None:
     graph = ArithmeticGraph()
-    for request in (request_of(), request_of(with_edge_id=True), request_of(NODES[:0]), request_of(NODES + 2**40)):
-        assert_same_sample(client.sample_hop(request), graph.sample_hop(request))
-    rows = client.gather(NODES, ["x"])["x"]
-    np.testing.assert_array_equal(rows, graph.gather(NODES, ["x"])["x"])
+    for request in (request_of(), request_of(with_edge=True), request_of(NODES[:0]), request_of(NODES + 2**40)):
+        assert_same_sample(one_hop(client, request), one_hop(graph, request))
+    rows = rows_of(client, NODES)["x"]
+    np.testing.assert_array_equal(rows, rows_of(graph, NODES)["x"])
     assert rows.dtype == np.float32
     assert client.hello() == INFO
-
-
-def test_a_partitioned_graph_answers_the_same_over_the_wire() -> None:
-    edge_index, num_nodes = random_graph(0, 300, 4000)
-    attrs = {"x": np.random.default_rng(1).normal(size=(num_nodes, 8)).astype(np.float32)}
-    whole = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs))
-    mine = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs, only=[0, 2]))
-    theirs = LocalGraph(store_of(edge_index, num_nodes, 4, attrs=attrs, only=[1, 3]))
-    nodes = np.random.default_rng(2).integers(0, num_nodes, 500)
-    with serving(theirs) as server, client_of(server.endpoint) as client:
-        routed = DistGraph(mine, {1: client})
-        for fanout, replace in ((5, False), (-1, False), (4, True)):
-            request = request_of(nodes, fanout, 2**64 - 7, replace=replace, with_edge_id=True)
-            assert_same_sample(routed.sample_hop(request), whole.sample_hop(request))
-        names = ["x", "orig_id", "in_degree"]
-        here, there = whole.gather(nodes, names), routed.gather(nodes, names)
-        for name in names:
-            np.testing.assert_array_equal(there[name], here[name])
-        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2, .*parts 1,3\): sample_hop failed: asked for nodes"):
-            client.sample_hop(request_of(np.array([whole.book.range_of(0)[0]])))
-        with pytest.raises(ServiceError, match="no node attribute 'z'"):
-            client.gather(nodes[:0], ["z"])
-
-
-def test_ids_beyond_32_bits_here_and_over_the_wire() -> None:
-    far = 2**33
-    manifest = replace(store_of(np.empty((2, 0), np.int64), 1).manifest, num_parts=2, num_nodes=far + 3,
-                       offsets=(0, far, far + 3), attrs={})  # fmt: skip
-    sources, edge_ids = np.array([far, 5, far + 2, 2**31]), np.array([7, 2**40, 8, 9])
-    part = Part(1, far, np.array([10, 2**32, 2**34]), np.array([0, 1, 4, 4]), sources, edge_ids, {})
-    local = LocalGraph(PartStore(Path("in memory"), manifest, PartitionBook.from_offsets(manifest.offsets), {1: part}))
-    nodes = np.array([far + 1, far + 2, far])
-    with serving(local) as server, client_of(server.endpoint) as client:
-        for graph in (local, client):
-            sample = graph.sample_hop(HopRequest(nodes, -1, 0, key=1, with_edge_id=True))
-            assert sample.counts.tolist() == [3, 0, 1] and sample.src.tolist() == [5, far + 2, 2**31, far]
-            assert sample.edge_id is not None and sample.edge_id.tolist() == [2**40, 8, 9, 7]
-            assert graph.gather(nodes, ["orig_id"])["orig_id"].tolist() == [2**32, 2**34, 10]
 
 
 def test_several_threads_with_several_requests_in_flight(server, client) -> None:
     def work(seed: int) -> int:
         rng = np.random.default_rng(seed)
         for _ in range(40):
-            asked = [request_of(rng.integers(0, 10**6, rng.integers(1, 3000)), with_edge_id=True) for _ in range(4)]
-            pending = [client.submit_sample(request) for request in asked]
-            rows = client.submit_gather(asked[0].nodes, ["x"])
+            asked = [request_of(rng.integers(0, 10**6, rng.integers(1, 3000)), with_edge=True) for _ in range(4)]
+            pending = [client.submit_sample([request]) for request in asked]
+            rows = submit_rows(client, asked[0].nodes)
             for request, answer in reversed(list(zip(asked, pending, strict=True))):
-                assert_same_sample(answer.result(), ArithmeticGraph().sample_hop(request))
-            np.testing.assert_array_equal(rows.result()["x"][:, 0], asked[0].nodes)
+                assert_same_sample(answer.result()[0], one_hop(ArithmeticGraph(), request))
+            np.testing.assert_array_equal(rows.result()[0]["x"][:, 0], asked[0].nodes)
         return seed
 
     with ThreadPoolExecutor(4) as pool:
@@ -125,13 +91,13 @@ def test_several_threads_with_several_requests_in_flight(server, client) -> None
     stats = client.stats()
     assert stats.requests == 4 * 40 * 5 and stats.errors == stats.malformed == 0
     assert 0 < client.bytes_received - stats.bytes_out < 2000  # the answer to stats itself
-    assert stats.seconds["sample_hop"] > 0
+    assert stats.seconds["sample"] > 0
 
 
 def test_an_answer_may_be_awaited_by_another_thread(client) -> None:
-    pending = [client.submit_gather(np.array([k]), ["x"]) for k in range(20)]
+    pending = [submit_rows(client, np.array([k])) for k in range(20)]
     with ThreadPoolExecutor(5) as pool:
-        found = list(pool.map(lambda one: one.result()["x"][0, 0], pending))
+        found = list(pool.map(lambda one: one.result()[0]["x"][0, 0], pending))
     assert found == list(range(20))
 
 
@@ -168,22 +134,22 @@ def test_more_connections_than_the_defaults_of_libzmq_allow(server) -> None:
 def test_a_failing_handler_answers_at_once_and_the_server_lives(client, attr: str, cause: str) -> None:
     start = time.monotonic()
     with pytest.raises(ServiceError, match=rf"node1 \(10.0.0.2, tcp://.*, parts 1,3\): gather failed: .*{cause}"):
-        client.gather(NODES, [attr])
+        rows_of(client, NODES, [attr])
     assert time.monotonic() - start < 2
     assert client.hello() == INFO and client.stats().errors == 1
 
 
 def test_a_slow_request_holds_up_nobody_and_misses_its_own_deadline(client) -> None:
     client.deadline = 0.5
-    slow = client.submit_gather(NODES, ["sleep1.5"])
+    slow = submit_rows(client, NODES, "sleep1.5")
     start = time.monotonic()
-    client.gather(NODES, ["x"])
+    rows_of(client, NODES)
     assert time.monotonic() - start < 1
     start = time.monotonic()
     with pytest.raises(ServiceError, match=r"no answer within 0.5 s to gather \(connected, so it is slow"):
         slow.result()
     assert 0.45 < time.monotonic() - start < 1
-    np.testing.assert_array_equal(slow.result(timeout=5)["sleep1.5"], NODES)
+    np.testing.assert_array_equal(slow.result(timeout=5)[0]["sleep1.5"], NODES)
 
 
 def test_nobody_there_is_an_error_at_the_deadline() -> None:
@@ -208,7 +174,7 @@ def test_killed_server_is_named_by_the_deadline() -> None:
     endpoint = free_endpoint()
     with server_process(endpoint) as process, client_of(endpoint, deadline=1.5) as client:
         client.hello()
-        pending = client.submit_gather(NODES, ["sleep30"])
+        pending = submit_rows(client, NODES, "sleep30")
         process.kill()
         start = time.monotonic()
         with pytest.raises(ServiceError, match=r"graph server of node1 \(10.0.0.2.*connection lost"):
@@ -221,13 +187,13 @@ def test_restarted_server_answers_what_was_in_flight() -> None:
     with client_of(endpoint, deadline=20) as client:
         with server_process(endpoint) as process:
             client.hello()
-            pending = [client.submit_gather(NODES, ["sleep1"]), client.submit_gather(NODES, ["x"])]
+            pending = [submit_rows(client, NODES, "sleep1"), submit_rows(client, NODES, "x")]
             time.sleep(0.1)
             process.kill()
             process.wait(5)
         with server_process(endpoint):
-            np.testing.assert_array_equal(pending[0].result()["sleep1"], NODES)
-            np.testing.assert_array_equal(pending[1].result()["x"][:, 0], NODES)
+            np.testing.assert_array_equal(pending[0].result()[0]["sleep1"], NODES)
+            np.testing.assert_array_equal(pending[1].result()[0]["x"][:, 0], NODES)
             assert client.hello() == INFO
 
 
@@ -236,7 +202,7 @@ def test_close_wakes_those_who_wait(client) -> None:
 
     def wait() -> None:
         try:
-            client.gather(NODES, ["sleep1.5"])
+            rows_of(client, NODES, ["sleep1.5"])
         except ServiceError as error:
             failures.append(str(error))
 
@@ -257,8 +223,8 @@ def test_close_wakes_those_who_wait(client) -> None:
 def test_too_large_an_answer_is_refused_with_a_reason() -> None:
     with serving(max_frame=100_000) as server, client_of(server.endpoint) as client:
         with pytest.raises(ServiceError, match="200000 bytes is over 100000; ask for fewer nodes"):
-            client.gather(np.arange(25_000), ["x"])
-        assert len(client.gather(np.arange(10_000), ["x"])["x"]) == 10_000
+            rows_of(client, np.arange(25_000))
+        assert len(rows_of(client, np.arange(10_000))["x"]) == 10_000
 
 
 def raw_peer(endpoint: str) -> zmq.Socket[bytes]:
@@ -270,7 +236,8 @@ def raw_peer(endpoint: str) -> zmq.Socket[bytes]:
 
 def test_malformed_messages_are_dropped_and_counted_while_others_are_served(server, client) -> None:
     rng = random.Random(0)
-    good = [bytes(frame) for frame in encode(Message(Kind.GATHER, Status.REQUEST, 1, (np.arange(9),), "x"))]
+    request = protocol.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
+    good = [bytes(frame) for frame in encode(request)]
     peer = raw_peer(server.endpoint)
     for number in range(3000):
         frames = list(good)
@@ -279,7 +246,7 @@ def test_malformed_messages_are_dropped_and_counted_while_others_are_served(serv
         frames[victim] = frames[victim][:cut] + rng.randbytes(rng.randrange(1, 40))
         peer.send_multipart(frames[: rng.randint(1, 2)] + [b""] * rng.randint(0, 2))
         if number % 100 == 0:
-            np.testing.assert_array_equal(client.gather(NODES, ["x"])["x"][:, 0], NODES)
+            np.testing.assert_array_equal(rows_of(client, NODES)["x"][:, 0], NODES)
     peer.send_multipart(encode(Message(Kind.HELLO, Status.REQUEST, 4711)))
     while decode(peer.recv_multipart()).request_id != 4711:
         pass  # a few mutants are still requests
@@ -323,7 +290,7 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
     keys, other = new_keys(), new_keys()
     with serving(keys=keys) as server:
         with client_of(server.endpoint, keys=keys) as client:
-            np.testing.assert_array_equal(client.gather(NODES, ["x"])["x"][:, 0], NODES)
+            np.testing.assert_array_equal(rows_of(client, NODES)["x"][:, 0], NODES)
         for wrong in (other, None):
             with client_of(server.endpoint, deadline=1.2, keys=wrong) as client:
                 start = time.monotonic()

@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from trainer.arrays import Array, Ids
 from trainer.errors import ServiceError, WireError
-from trainer.sample.types import HopRequest, HopSample
-from trainer.service import protocol
+from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.schema import EdgeType
+from trainer.service import hops, protocol
 from trainer.service.channel import Call, Channel
 from trainer.service.keys import CurveKeys
 from trainer.service.limits import client_context
@@ -85,29 +88,44 @@ class HostClient:
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
-    def submit_sample(self, request: HopRequest) -> Pending[HopSample]:
-        """Ask for one hop; the answer's ``src`` is int32 where ids fit."""
-        num_nodes, with_edge_id = len(request.nodes), request.with_edge_id
-        message = protocol.sample_request(request)
-        return self._submit(message, lambda reply: protocol.read_sample(reply, num_nodes, with_edge_id))
+    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending[list[HopSample]]:
+        """Ask for several hops in one message; the answers' ids are int32 where they fit."""
+        return self._submit(lambda: hops.sample_request(requests), lambda reply: hops.read_samples(reply, requests))
 
-    def submit_gather(self, nodes: Ids, attrs: Sequence[str]) -> Pending[dict[str, Array]]:
-        """Ask for rows of attributes; the answer maps each name to [n, …] in request order."""
-        num_nodes, names = len(nodes), tuple(attrs)
-        message = protocol.gather_request(nodes, names)
-        return self._submit(message, lambda reply: protocol.read_rows(reply, num_nodes, names))
+    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
+        """Ask for rows of attributes in one message; each answer maps names to [n, …] in request order."""
+        return self._submit(
+            lambda: protocol.gather_request(requests), lambda reply: protocol.read_rows(reply, requests)
+        )
+
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending[npt.NDArray[np.bool_]]:
+        """Ask which of these edges exist: bool [n]."""
+        return self._submit(
+            lambda: protocol.has_edges_request(edge_type, src, dst), lambda reply: protocol.read_found(reply, len(dst))
+        )
+
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending[EdgeList]:
+        """Ask for ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
+        return self._submit(
+            lambda: protocol.edges_request(part_id, edge_type, first, count),
+            lambda reply: protocol.read_edges(reply, count),
+        )
 
     def submit_hello(self) -> Pending[HelloInfo]:
         """Ask who the server is."""
-        return self._submit(Message(Kind.HELLO, Status.REQUEST, 0), protocol.read_hello)
+        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), protocol.read_hello)
 
-    def sample_hop(self, request: HopRequest) -> HopSample:
-        """Neighbours of nodes the server owns. Raises ``ServiceError``."""
-        return self.submit_sample(request).result()
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        """In-edges of nodes the server owns. Raises ``ServiceError``."""
+        return self.submit_sample(requests).result()
 
-    def gather(self, nodes: Ids, attrs: Sequence[str]) -> dict[str, Array]:
-        """Rows of nodes the server owns. Raises ``ServiceError``."""
-        return self.submit_gather(nodes, attrs).result()
+    def gather(self, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
+        """Rows of nodes and edges the server owns. Raises ``ServiceError``."""
+        return self.submit_gather(requests).result()
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        """Which edges to nodes the server owns exist. Raises ``ServiceError``."""
+        return self.submit_has_edges(edge_type, src, dst).result()
 
     def hello(self) -> HelloInfo:
         """Who the server is. Raises ``ServiceError``."""
@@ -115,7 +133,7 @@ class HostClient:
 
     def stats(self) -> ServerStats:
         """The server's counters. Raises ``ServiceError``."""
-        return self._submit(Message(Kind.STATS, Status.REQUEST, 0), protocol.read_stats).result()
+        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), protocol.read_stats).result()
 
     def close(self) -> None:
         """End all connections; threads that wait for an answer raise ``ServiceError``."""
@@ -137,15 +155,15 @@ class HostClient:
             f"is its process alive? see logs/server.log of node{self.node_rank}"
         )
 
-    def _submit(self, message: Message, read: Callable[[Message], T]) -> Pending[T]:
+    def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:
         channel: Channel | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            return Pending(self, channel, channel.submit(message), read)
+            return Pending(self, channel, channel.submit(build()), read)
         except WireError as error:
-            raise ServiceError(f"{self.name}: {message.kind.name.lower()} cannot be sent: {error}") from None
+            raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
         except zmq.ZMQError:
             self.check_open()  # close() came in between
             raise

@@ -1,21 +1,29 @@
-"""Requests and replies as typed values, to and from wire messages."""
+"""Requests and replies as typed values, to and from wire messages; those of hops are in ``hops``."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
 from trainer.errors import WireError
-from trainer.sample.types import HopRequest, HopSample
-from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, check_ids, narrow_ids, widen_ids
+from trainer.sample.edge_slice import EDGES_AT_ONCE
+from trainer.sample.types import EdgeList, RowRequest
+from trainer.schema import EdgeType
+from trainer.service.tables import TableReader, TableWriter
+from trainer.service.wire import Kind, Message, check_ids, narrow_ids, widen_ids
 
-_REPLACE, _WITH_EDGE_ID = 1, 2
-_MAX_FANOUT = (1 << 31) - 1  # counts are int32
+_ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
+_PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
+_SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number of edges
+_MAX_SLOT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -41,74 +49,101 @@ class ServerStats:
     seconds: Mapping[str, float]  #: time in handlers per kind, summed over threads
 
 
-def sample_request(request: HopRequest) -> Message:
-    """The message asking for one hop; its request id is still 0."""
-    flags = _REPLACE * request.replace | _WITH_EDGE_ID * request.with_edge_id
-    return Message(
-        kind=Kind.SAMPLE_HOP,
-        status=Status.REQUEST,
-        request_id=0,
-        arrays=(narrow_ids(request.nodes),),
-        fanout=request.fanout,
-        shuffle=request.shuffle,
-        key=int(request.key),
-        flags=flags,
-    )
+def gather_request(requests: Sequence[RowRequest]) -> Message:
+    """The message asking for rows: a record of type, ids and name for each array wanted."""
+    table = TableWriter()
+    records = [
+        _ROW_RECORD.pack(table.type(request.of), table.ids(request.ids), table.name(name))
+        for request in requests
+        for name in request.attrs
+    ]
+    return table.message(Kind.GATHER, b"".join(records))
 
 
-def read_sample_request(message: Message) -> HopRequest:
-    """Raises ``WireError`` unless the message is a complete request."""
-    if len(message.arrays) != 1 or not -1 <= message.fanout <= _MAX_FANOUT:
-        raise WireError(f"sample_hop with {len(message.arrays)} arrays, fanout {message.fanout}")
-    if message.shuffle < 0 or message.flags > (_REPLACE | _WITH_EDGE_ID):
-        raise WireError(f"sample_hop with shuffle {message.shuffle}, flags {message.flags}")
-    return HopRequest(
-        nodes=widen_ids(message.arrays[0]),
-        fanout=message.fanout,
-        shuffle=message.shuffle,
-        key=message.key,
-        replace=bool(message.flags & _REPLACE),
-        with_edge_id=bool(message.flags & _WITH_EDGE_ID),
-    )
+def read_gather_request(message: Message) -> list[RowRequest]:
+    """Neighbouring records of the same rows as one request. Raises ``WireError`` for anything else than requests."""
+    table, requests = TableReader(message), []
+    for (of, ids), records in groupby(table.records(_ROW_RECORD), key=lambda record: record[:2]):
+        names = tuple(table.name(place) for _, _, place in records)
+        requests.append(RowRequest(table.type(of), table.ids(ids), names))
+    return requests
 
 
-def sample_arrays(sample: HopSample) -> list[Array]:
-    """The arrays of the reply to ``sample_hop``."""
-    edge_id = [] if sample.edge_id is None else [narrow_ids(sample.edge_id)]
-    return [sample.counts, narrow_ids(sample.src), *edge_id]
+def row_arrays(requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]]) -> list[Array]:
+    """The arrays of the answer to ``gather``."""
+    return [
+        np.asarray(columns[name]) for request, columns in zip(requests, rows, strict=True) for name in request.attrs
+    ]
 
 
-def read_sample(message: Message, num_nodes: int, with_edge_id: bool) -> HopSample:
-    """Raises ``WireError`` when the reply does not fit a request of ``num_nodes`` nodes."""
-    if len(message.arrays) != 2 + with_edge_id:
-        raise WireError(f"a sample of {len(message.arrays)} arrays")
-    counts, src, *rest = message.arrays
-    if counts.dtype != np.int32 or counts.shape != (num_nodes,) or (num_nodes and counts.min() < 0):
-        raise WireError(f"counts of dtype {counts.dtype} and shape {counts.shape} for {num_nodes} nodes")
-    sample = HopSample(counts, check_ids(src), widen_ids(rest[0]) if rest else None)
-    if any(len(ids) != counts.sum(dtype=np.int64) for ids in (src, *rest)):
-        raise WireError(f"{len(src)} neighbours, counts add up to {counts.sum(dtype=np.int64)}")
-    return sample
+def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
+    """Raises ``WireError`` unless each attribute asked for has one row per id."""
+    if len(message.arrays) != sum(len(request.attrs) for request in requests):
+        raise WireError(f"{len(message.arrays)} arrays for {[request.attrs for request in requests]}")
+    arrays = iter(message.arrays)
+    rows = [{name: next(arrays) for name in request.attrs} for request in requests]
+    for request, columns in zip(requests, rows, strict=True):
+        for name, array in columns.items():
+            if array.shape[:1] != (len(request.ids),):
+                raise WireError(f"{name} of shape {array.shape} for {len(request.ids)} ids")
+    return rows
 
 
-def gather_request(nodes: Ids, attrs: Sequence[str]) -> Message:
-    """The message asking for rows; its request id is still 0."""
-    return Message(Kind.GATHER, Status.REQUEST, 0, (narrow_ids(nodes),), "\n".join(attrs))
+def has_edges_request(edge_type: EdgeType, src: Ids, dst: Ids) -> Message:
+    """The message asking which of these edges exist."""
+    table = TableWriter()
+    return table.message(Kind.HAS_EDGES, _PAIR_RECORD.pack(table.type(edge_type), table.ids(src), table.ids(dst)))
 
 
-def read_gather_request(message: Message) -> tuple[Ids, list[str]]:
-    """Node ids and attribute names. Raises ``WireError`` unless the message is a complete request."""
-    attrs = message.text.split("\n") if message.text else []
-    if len(message.arrays) != 1 or len(attrs) > MAX_ARRAYS:
-        raise WireError(f"gather with {len(message.arrays)} arrays and {len(attrs)} names")
-    return widen_ids(message.arrays[0]), attrs
+def read_has_edges_request(message: Message) -> tuple[EdgeType, Ids, Ids]:
+    """Edge type, sources and targets. Raises ``WireError`` unless the message is a complete request."""
+    table = TableReader(message)
+    of, src, dst = _only(table.records(_PAIR_RECORD))
+    if len(table.ids(src)) != len(table.ids(dst)):
+        raise WireError(f"{len(table.ids(src))} sources, {len(table.ids(dst))} targets")
+    return table.edge_type(of), table.ids(src), table.ids(dst)
 
 
-def read_rows(message: Message, num_nodes: int, attrs: Sequence[str]) -> dict[str, Array]:
-    """Raises ``WireError`` unless there is one array of ``num_nodes`` rows per attribute."""
-    if len(message.arrays) != len(attrs) or any(array.shape[:1] != (num_nodes,) for array in message.arrays):
-        raise WireError(f"rows of shapes {[array.shape for array in message.arrays]} for {num_nodes} nodes")
-    return dict(zip(attrs, message.arrays, strict=True))
+def read_found(message: Message, count: int) -> npt.NDArray[np.bool_]:
+    """Raises ``WireError`` unless the answer is one boolean per edge."""
+    if len(message.arrays) != 1 or message.arrays[0].dtype != np.bool_ or message.arrays[0].shape != (count,):
+        raise WireError(f"arrays {[(str(array.dtype), array.shape) for array in message.arrays]} for {count} edges")
+    return message.arrays[0]
+
+
+def edges_request(part_id: int, edge_type: EdgeType, first: int, count: int) -> Message:
+    """The message asking for a slice of a part's edges."""
+    table = TableWriter()
+    return table.message(Kind.EDGES, _SLICE_RECORD.pack(table.type(edge_type), part_id, first, count))
+
+
+def read_edges_request(message: Message) -> tuple[int, EdgeType, int, int]:
+    """Part, edge type, first slot and number of edges. Raises ``WireError`` for too many at once."""
+    table = TableReader(message)
+    of, part_id, first, count = _only(table.records(_SLICE_RECORD))
+    if not 0 <= count <= EDGES_AT_ONCE or not 0 <= first <= _MAX_SLOT:
+        raise WireError(f"edges {first} to {first + count}; at most {EDGES_AT_ONCE} are sent at once")
+    return part_id, table.edge_type(of), first, count
+
+
+def edge_arrays(edges: EdgeList) -> list[Array]:
+    """The arrays of the answer to ``edges``."""
+    return [narrow_ids(edges.src), narrow_ids(edges.dst), narrow_ids(edges.orig_id)]
+
+
+def read_edges(message: Message, count: int) -> EdgeList:
+    """Raises ``WireError`` unless the answer is ``count`` edges."""
+    if len(message.arrays) != 3 or any(len(check_ids(ids)) != count for ids in message.arrays):
+        raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
+    src, dst, orig_id = map(widen_ids, message.arrays)
+    return EdgeList(src, dst, orig_id)
+
+
+def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
+    first = next(records, None)
+    if first is None or next(records, None) is not None:
+        raise WireError("expected one record")
+    return first
 
 
 def info_text(info: HelloInfo | ServerStats) -> str:

@@ -14,13 +14,13 @@ import numpy as np
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
 from trainer.sample.one_hop import LocalGraph
-from trainer.sample.types import HopRequest
+from trainer.sample.types import HopRequest, RowRequest
 from trainer.service.cluster import read_cluster
 from trainer.service.keys import read_key_file
 from trainer.service.limits import allow_many_files
 from trainer.service.protocol import HelloInfo
 from trainer.service.server import GraphServer
-from trainer.store.part import PartStore, open_parts
+from trainer.store.part import open_parts
 
 _GLANCE = 0.5  #: seconds between looks at the server's own thread
 
@@ -51,7 +51,7 @@ def serve(
     server = GraphServer(graph, bind, info, threads, keys)
     allow_many_files()
     server.start()
-    warm_up(graph, store)
+    warm_up(graph)
     _write_ready(Path(ready_file), server.endpoint)
     print(f"serving parts {','.join(map(str, info.part_ids))} at {server.endpoint} with {threads} threads", flush=True)
     while server.running and not stopping.wait(_GLANCE):
@@ -62,15 +62,24 @@ def serve(
     server.stop()
 
 
-def warm_up(graph: LocalGraph, store: PartStore) -> None:
-    """Run every kernel once, so that no request waits for the compiler."""
-    for part in store.parts.values():
-        if part.num_nodes == 0:
-            continue
-        nodes = np.array([part.start], np.int64)
-        for fanout, replace in ((-1, False), (1, False), (1, True)):
-            graph.sample_hop(HopRequest(nodes, fanout, shuffle=1, key=0, replace=replace, with_edge_id=True))
-        graph.gather(nodes, ["orig_id", "in_degree", *store.manifest.attrs])
+def warm_up(graph: LocalGraph) -> None:
+    """Run the kernels of plain sampling and gathering once, so that no request waits for the compiler."""
+    for part in graph.store.parts.values():
+        hops = [
+            HopRequest(edge_type, np.array([nodes.start]), fanout, 1, 0, replace=replace, with_edge=True)
+            for edge_type in part.edges
+            for nodes in [part.nodes[edge_type[2]]]
+            if nodes.num_nodes
+            for fanout, replace in ((-1, False), (1, False), (1, True))
+        ]
+        graph.sample_hops(hops)
+        graph.gather(
+            [
+                RowRequest(of, np.array([nodes.start]), ("orig_id", "in_degree", *nodes.attrs))
+                for of, nodes in part.nodes.items()
+                if nodes.num_nodes
+            ]
+        )
 
 
 def _catch_signals() -> threading.Event:

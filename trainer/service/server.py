@@ -9,17 +9,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import zmq
 
 from trainer.errors import ServiceError, TrainerError, WireError
+from trainer.sample.edge_slice import edge_slice
 from trainer.sample.types import GraphAccess
-from trainer.service import protocol
+from trainer.service import hops, protocol
 from trainer.service.keys import CurveKeys, start_authenticator
 from trainer.service.protocol import HelloInfo, ServerStats
 from trainer.service.wire import MAX_FRAME, MAX_HEAD, Kind, Message, Status, decode, encode
+from trainer.store.part import PartStore
 
 _BACKLOG = 32  #: requests waiting per thread; beyond that the network queues hold them
 _FULL_GLANCE_MS = 1  #: until the next look at a full queue; dropped requests leave no reply that would wake the mover
@@ -49,8 +50,15 @@ class _Counters:
             return ServerStats(**self._counts, seconds=dict(self._seconds))
 
 
+class ServedGraph(GraphAccess, Protocol):
+    """What a server answers from."""
+
+    @property
+    def store(self) -> PartStore: ...
+
+
 class GraphServer:
-    """Serves a ``GraphAccess`` on one endpoint.
+    """Serves the parts of one host on one endpoint.
 
     One thread moves messages between the network and a queue; ``threads`` threads take requests from
     the queue, so a slow one holds up nobody while another thread is free. A handler's error goes back
@@ -59,7 +67,7 @@ class GraphServer:
 
     def __init__(
         self,
-        graph: GraphAccess,
+        graph: ServedGraph,
         endpoint: str,
         info: HelloInfo,
         threads: int,
@@ -73,8 +81,10 @@ class GraphServer:
         self._handlers: dict[Kind, Callable[[Message], Message]] = {
             Kind.HELLO: lambda request: request.reply(text=protocol.info_text(self._info)),
             Kind.STATS: lambda request: request.reply(text=protocol.info_text(self.stats())),
-            Kind.SAMPLE_HOP: self._sample_hop,
+            Kind.SAMPLE: self._sample,
             Kind.GATHER: self._gather,
+            Kind.HAS_EDGES: self._has_edges,
+            Kind.EDGES: self._edges,
         }
 
     def start(self) -> None:
@@ -184,14 +194,20 @@ class GraphServer:
         self._counters.answered(request.kind, time.perf_counter() - start)
         return answer
 
-    def _sample_hop(self, request: Message) -> Message:
-        sample = self._graph.sample_hop(protocol.read_sample_request(request))
-        return request.reply(protocol.sample_arrays(sample))
+    def _sample(self, request: Message) -> Message:
+        samples = self._graph.sample_hops(hops.read_sample_request(request))
+        return request.reply(hops.sample_arrays(samples))
 
     def _gather(self, request: Message) -> Message:
-        nodes, attrs = protocol.read_gather_request(request)
-        rows = self._graph.gather(nodes, attrs)
-        return request.reply([np.asarray(rows[name]) for name in attrs])
+        asked = protocol.read_gather_request(request)
+        return request.reply(protocol.row_arrays(asked, self._graph.gather(asked)))
+
+    def _has_edges(self, request: Message) -> Message:
+        return request.reply([self._graph.has_edges(*protocol.read_has_edges_request(request))])
+
+    def _edges(self, request: Message) -> Message:
+        edges = edge_slice(self._graph.store, *protocol.read_edges_request(request))
+        return request.reply(protocol.edge_arrays(edges))
 
 
 def _size(frames: list[Any]) -> int:

@@ -1,12 +1,13 @@
 """The wire format: a fixed header and raw little-endian arrays; nothing is unpickled.
 
-A message is a list of frames. Frame 0 holds the header, one descriptor per array and a short UTF-8 text;
-each further frame is the memory of one C-contiguous array. Ids travel as int32 where they fit.
+A message is a list of frames. Frame 0, the head, holds the header, one descriptor per array, the records and the
+text of the kind (``protocol``), then the small arrays, each from a multiple of 8 bytes on. Each further frame is the
+memory of one larger C-contiguous array. Ids travel as int32 where they fit.
 
 ======  =====================================================================
-header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u16 · flags u16 ·
-        text bytes u32 · fanout i64 · shuffle i64 · key u64
-each    dtype code u8 · ndim u8 · 6 zero bytes · shape 4 × u64 (0 beyond ndim)
+header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
+        bytes of UTF-8 text u32 · 4 zero bytes
+each    dtype code u8 · ndim u8 · in the head u8 · 5 zero bytes · shape 8 × u64 (0 beyond ndim)
 ======  =====================================================================
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -25,31 +26,38 @@ import numpy.typing as npt
 from trainer.arrays import Array, Ids
 from trainer.errors import WireError
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME = 1 << 30  #: bytes; no array on the wire is larger
-MAX_ARRAYS = 64
+MAX_ARRAYS = 4096
+MAX_RECORDS = 1 << 20  #: bytes
 MAX_TEXT = 1 << 16  #: bytes of UTF-8
+SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a frame of its own costs more than the copy
 
 _MAGIC = b"GNFS"
-_HEADER = struct.Struct("<4sHBBQHHIqqQ")
-_DESCRIPTOR = struct.Struct("<BB6s4Q")
-_MAX_NDIM = 4
+_HEADER = struct.Struct("<4sHBBQIII4s")
+_MAX_NDIM = 8
+_DESCRIPTOR = struct.Struct(f"<BBB5s{_MAX_NDIM}Q")
+_ALIGN = 8
 _INT32_MAX = np.iinfo(np.int32).max
-_DTYPES: tuple[npt.DTypeLike, ...] = ("?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8")
+_DTYPES: tuple[npt.DTypeLike, ...] = (
+    "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16",
+)  # fmt: skip
 _DTYPE_OF_CODE = tuple(np.dtype(name) for name in _DTYPES)
 _CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(_DTYPE_OF_CODE)}
 
-#: Largest frame 0 that a valid message can have.
-MAX_HEAD = _HEADER.size + MAX_ARRAYS * _DESCRIPTOR.size + MAX_TEXT
+#: Largest head that a valid message can have.
+MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS + MAX_TEXT + _ALIGN
 
 
 class Kind(IntEnum):
     """What is asked for."""
 
     HELLO = 1
-    SAMPLE_HOP = 2
+    SAMPLE = 2
     GATHER = 3
     STATS = 4
+    HAS_EDGES = 5
+    EDGES = 6
 
 
 class Status(IntEnum):
@@ -62,17 +70,14 @@ class Status(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """One request or reply. ``fanout``, ``shuffle``, ``key`` and ``flags`` belong to ``SAMPLE_HOP``."""
+    """One request or reply."""
 
     kind: Kind
     status: Status
     request_id: int  #: uint64, chosen by the client; the reply repeats it
     arrays: tuple[Array, ...] = ()
     text: str = ""
-    fanout: int = 0
-    shuffle: int = 0
-    key: int = 0
-    flags: int = 0
+    records: bytes = b""  #: what a request says of its arrays, in structs of its kind
 
     def reply(self, arrays: Sequence[Array] = (), text: str = "") -> Message:
         """The answer to this request."""
@@ -85,35 +90,33 @@ class Message:
 
 
 def encode(message: Message, max_frame: int = MAX_FRAME, request_id: int | None = None) -> list[Any]:
-    """Frames to send: the head as bytes, then the arrays themselves, not copied when C-contiguous.
+    """Frames to send: the head as bytes, then the larger arrays themselves, not copied when C-contiguous.
 
     ``request_id`` replaces the message's own. Raises ``WireError`` for what ``decode`` would refuse.
     """
-    text = message.text.encode()
-    if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT:
-        raise WireError(f"a message holds at most {MAX_ARRAYS} arrays and {MAX_TEXT} bytes of text")
+    text, records = message.text.encode(), message.records
+    if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT or len(records) > MAX_RECORDS:
+        raise WireError(
+            f"{len(message.arrays)} arrays, {len(text)} bytes of names and {len(records)} of records cannot be sent "
+            f"at once; a message holds {MAX_ARRAYS}, {MAX_TEXT} and {MAX_RECORDS}"
+        )
     arrays = [_on_wire(array, max_frame) for array in message.arrays]
-    head = _HEADER.pack(
-        _MAGIC,
-        VERSION,
-        message.kind,
-        message.status,
-        message.request_id if request_id is None else request_id,
-        len(arrays),
-        message.flags,
-        len(text),
-        message.fanout,
-        message.shuffle,
-        message.key,
+    number = message.request_id if request_id is None else request_id
+    header = _HEADER.pack(
+        _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(records), len(text), b""
     )
-    return [head + b"".join(map(_describe, arrays)) + text, *(array.reshape(-1).view(np.uint8) for array in arrays)]
+    head = bytearray(header + b"".join(map(_describe, arrays)) + records + text)
+    for array in arrays:
+        if array.nbytes <= SMALL:
+            head += bytes(-len(head) % _ALIGN) + array.tobytes()
+    return [bytes(head), *(array.reshape(-1).view(np.uint8) for array in arrays if array.nbytes > SMALL)]
 
 
 def _on_wire(array: Array, max_frame: int) -> Array:
     """The array little-endian and C-contiguous."""
     dtype = array.dtype.newbyteorder("<")
     if dtype not in _CODE_OF_DTYPE:
-        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans, integers and floats can")
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can")
     if array.ndim > _MAX_NDIM:
         raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
     if array.nbytes > max_frame:
@@ -123,13 +126,13 @@ def _on_wire(array: Array, max_frame: int) -> Array:
 
 def _describe(array: Array) -> bytes:
     shape = array.shape + (0,) * (_MAX_NDIM - array.ndim)
-    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, b"", *shape)
+    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, array.nbytes <= SMALL, b"", *shape)
 
 
 def decode(frames: Sequence[Any], max_frame: int = MAX_FRAME) -> Message:
     """A message from received frames (bytes or anything with the buffer protocol).
 
-    Arrays are views of the frames where alignment allows, else copies. Raises ``WireError`` for
+    Large arrays are views of the frames where alignment allows, else copies. Raises ``WireError`` for
     whatever is not exactly a message of this version.
     """
     if not frames:
@@ -137,38 +140,60 @@ def decode(frames: Sequence[Any], max_frame: int = MAX_FRAME) -> Message:
     head = bytes(frames[0]) if len(frames[0]) <= MAX_HEAD else b""
     if len(head) < _HEADER.size:
         raise WireError(f"a head of {len(frames[0])} bytes")
-    magic, version, kind, status, request_id, count, flags, text_len, fanout, shuffle, key = _HEADER.unpack_from(head)
-    if magic != _MAGIC or version != VERSION:
+    magic, version, kind, status, request_id, count, records_len, text_len, zeros = _HEADER.unpack_from(head)
+    if magic != _MAGIC or version != VERSION or any(zeros):
         raise WireError(f"magic {magic!r} version {version}; expected {_MAGIC!r} version {VERSION}")
-    if count > MAX_ARRAYS or count != len(frames) - 1:
-        raise WireError(f"{count} arrays announced, {len(frames) - 1} frames followed")
-    text_start = _HEADER.size + count * _DESCRIPTOR.size
-    if text_start + text_len != len(head):
-        raise WireError(f"a head of {len(head)} bytes; expected {text_start + text_len}")
-    arrays = tuple(_arrays(head, frames[1:], max_frame))
+    if count > MAX_ARRAYS or records_len > MAX_RECORDS or text_len > MAX_TEXT:
+        raise WireError(f"{count} arrays, {records_len} bytes of records, {text_len} of text announced")
+    records_at = _HEADER.size + count * _DESCRIPTOR.size
+    text_at = records_at + records_len
+    if text_at + text_len > len(head):
+        raise WireError(f"a head of {len(head)} bytes; its fields need {text_at + text_len}")
+    arrays = _arrays(head, count, text_at + text_len, frames[1:], max_frame)
     try:
-        text = head[text_start:].decode()
-        return Message(Kind(kind), Status(status), request_id, arrays, text, fanout, shuffle, key, flags)
+        text = head[text_at : text_at + text_len].decode()
+        return Message(Kind(kind), Status(status), request_id, arrays, text, head[records_at:text_at])
     except ValueError as error:
         raise WireError(str(error)) from None
 
 
-def _arrays(head: bytes, frames: Sequence[Any], max_frame: int) -> Iterator[Array]:
-    for position, frame in enumerate(frames):
-        code, ndim, zeros, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
-        if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(zeros) or any(dims[ndim:]):
-            raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
-        yield _array(frame, _DTYPE_OF_CODE[code], tuple(dims[:ndim]), max_frame)
+def _arrays(head: bytes, count: int, end: int, frames: Sequence[Any], max_frame: int) -> tuple[Array, ...]:
+    """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
+    arrays, used = [], 0
+    for position in range(count):
+        code, ndim, small, zeros, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
+        if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or small > 1 or any(zeros) or any(dims[ndim:]):
+            raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, place {small}, shape {dims}")
+        dtype, shape = _DTYPE_OF_CODE[code], tuple(dims[:ndim])
+        size = _num_bytes(shape, dtype, max_frame)
+        if small != (size <= SMALL):
+            raise WireError(f"array {position}: {size} bytes at place {small}")
+        if small:
+            begin = end + -end % _ALIGN
+            end = begin + size
+            arrays.append(_array(memoryview(head)[begin:end], size, dtype, shape).copy())  # frees the head
+        else:
+            used += 1
+            arrays.append(_array(frames[used - 1] if used <= len(frames) else b"", size, dtype, shape))
+    if end != len(head) or used != len(frames):
+        raise WireError(f"{len(head)} bytes and {len(frames)} frames; {end} and {used} were announced")
+    return tuple(arrays)
 
 
-def _array(frame: Any, dtype: np.dtype[Any], shape: tuple[int, ...], max_frame: int) -> Array:
-    room = math.prod(size for size in shape if size) * dtype.itemsize  # bounds every dimension of an empty array too
-    expected = 0 if 0 in shape else room
-    if room > max_frame or len(frame) != expected:
-        raise WireError(f"a frame of {len(frame)} bytes for shape {shape} of {dtype} ({expected} bytes)")
-    if not expected:
+def _num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int) -> int:
+    """Bytes of an array. Raises ``WireError`` beyond ``limit``; an empty array's other dimensions must fit it too."""
+    room = math.prod(size for size in shape if size) * dtype.itemsize
+    if room > limit:
+        raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
+    return 0 if 0 in shape else room
+
+
+def _array(buffer: Any, size: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    if len(buffer) != size:
+        raise WireError(f"{len(buffer)} bytes for shape {shape} of {dtype} ({size} bytes)")
+    if not size:
         return np.empty(shape, dtype)
-    array = np.frombuffer(frame, dtype=dtype)
+    array = np.frombuffer(buffer, dtype=dtype)
     return (array if array.flags.aligned else array.copy()).reshape(shape)
 
 

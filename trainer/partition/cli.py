@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from trainer.partition.assign import METHODS
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.methods import BALANCES, METHODS
 from trainer.partition.verify import verify_partition
 
 
@@ -28,9 +28,20 @@ def _options(context: click.Context, parameter: click.Parameter, values: tuple[s
     return options
 
 
+def _fanouts(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    try:
+        return tuple(int(word) for word in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers like 15,10,5", context, parameter) from None
+
+
 @partition.command()
 @click.option(
-    "--dataset", required=True, help="synthetic, file, ogbn-…, or a torch_geometric dataset as Planetoid:Cora."
+    "--dataset",
+    required=True,
+    help="synthetic, synthetic-hetero, file, ogbn-…, or a torch_geometric dataset as Planetoid:Cora.",
 )
 @click.option("--source", help="Folder of .npy/.npz files or .pt file (file); download folder otherwise.")
 @click.option(
@@ -41,9 +52,19 @@ def _options(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option(
     "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Seed of the partition algorithm."
 )
+@click.option(
+    "--balance", type=click.Choice(BALANCES), help="What parts have equal numbers of (metis, frequency); types+seeds."
+)
+@click.option(
+    "--fanouts", metavar="N,N,…", callback=_fanouts, help="What frequency counts visits by, seeds outward; 15,10,5."
+)
+@click.option(
+    "--clusters", type=click.IntRange(min=1), default=None, help="Divide each part into so many, for Cluster-GCN."
+)
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
 def make(**values: Any) -> None:
     """Load a dataset, divide it and write the partition folder."""
+    values["clusters"] = values["clusters"] or 0
     make_partition(PartitionSpec(**values), say=click.echo)
 
 

@@ -71,19 +71,24 @@ def _check_only_ours(folder: Path) -> None:
     listed = raw.get("files")
     entries = listed if isinstance(listed, list) else []
     ours = {MANIFEST, *(entry.get("path") for entry in entries if isinstance(entry, dict))}
-    for name in sorted(_files_below(folder)):
-        if name not in ours and not Path(name).name.startswith(_OUR_NOTES):
+    for name in sorted(files_below(folder, folder)):
+        if name not in ours and not is_note(name):
             raise PartitionError(
                 f"{folder / name} is not a file of the partition in {folder} that would be replaced; "
                 "move it away or choose another folder"
             )
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    """Relative paths of everything under ``folder`` that is not a folder; links to folders too."""
-    for top, folders, files in os.walk(folder):
-        links = [name for name in folders if Path(top, name).is_symlink()]
-        yield from (Path(top, name).relative_to(folder).as_posix() for name in (*files, *links))
+def files_below(folder: Path, top: Path) -> Iterator[str]:
+    """Paths, relative to ``folder``, of everything under ``top`` that is not a folder; links to folders too."""
+    for below, folders, files in os.walk(top):
+        links = [name for name in folders if Path(below, name).is_symlink()]
+        yield from (Path(below, name).relative_to(folder).as_posix() for name in (*files, *links))
+
+
+def is_note(name: str) -> bool:
+    """Whether a file is one of the launcher's notes, which may lie in any partition folder."""
+    return Path(name).name.startswith(_OUR_NOTES)
 
 
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:

@@ -133,7 +133,7 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
     path = Path(folder) / MANIFEST
     temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
-    text = json.dumps({"format": FORMAT, "version": VERSION, **_to_json(manifest)}, indent=1) + "\n"
+    text = _layout({"format": FORMAT, "version": VERSION, **_to_json(manifest)}) + "\n"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -176,6 +176,18 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _layout(value: Any, depth: int = 0) -> str:
+    """JSON in which what holds no object stands on one line: an attribute, a file, offsets."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if not any(isinstance(item, dict) for item in inner):
+        return json.dumps(value)
+    indent = "\n" + " " * depth
+    if isinstance(value, dict):
+        lines = [f"{indent} {json.dumps(key)}: {_layout(item, depth + 1)}" for key, item in value.items()]
+        return "{" + ",".join(lines) + indent + "}"
+    return "[" + ",".join(f"{indent} {_layout(item, depth + 1)}" for item in value) + indent + "]"
+
+
 def _from_json(raw: dict[str, Any]) -> Manifest:
     num_parts = _integer(raw["num_parts"])
     return Manifest(
@@ -191,7 +203,7 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         edge_cut=float(raw["edge_cut"]),
         balance=float(raw["balance"]),
         graph_attrs=_attr_specs(raw["graph_attrs"]),
-        files=tuple(_file_entry(entry) for entry in raw["files"]),
+        files=tuple(_file_entry(entry, num_parts) for entry in raw["files"]),
     )
 
 
@@ -213,7 +225,7 @@ def _node_spec(raw: dict[str, Any], num_parts: int) -> NodeSpec:
     return NodeSpec(
         num_nodes=_integer(raw["num_nodes"]),
         offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_nodes"])),
-        attrs=_attr_specs(raw["attrs"]),
+        attrs=_attr_specs(raw["attrs"], _integer(raw["num_nodes"])),
         splits={_name(name): _integer(count) for name, count in raw["splits"].items()},
         num_classes=_integer(raw["num_classes"]),
     )
@@ -223,24 +235,29 @@ def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
     return EdgeSpec(
         num_edges=_integer(raw["num_edges"]),
         offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_edges"])),
-        attrs=_attr_specs(raw["attrs"]),
+        attrs=_attr_specs(raw["attrs"], _integer(raw["num_edges"])),
         src_times=tuple(_name(name) for name in raw["src_times"]),
         edge_cut=float(raw["edge_cut"]),
     )
 
 
-def _attr_specs(raw: dict[str, Any]) -> dict[str, AttrSpec]:
+def _attr_specs(raw: dict[str, Any], rows: int | None = None) -> dict[str, AttrSpec]:
     specs = {_name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"])) for name, spec in raw.items()}
-    for spec in specs.values():
+    for name, spec in specs.items():
         _ = spec.stored  # raises TypeError for a dtype numpy does not know
+        if rows is not None and spec.shape[:1] != (rows,):
+            raise ValueError(f"attribute {name!r} has shape {list(spec.shape)}, expected {rows} rows")
     return specs
 
 
-def _file_entry(raw: dict[str, Any]) -> FileEntry:
+def _file_entry(raw: dict[str, Any], num_parts: int) -> FileEntry:
     path = str(raw["path"])
     if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", path):
         raise ValueError(f"path {path!r} does not begin with shared/ or part<p>/")
-    return FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
+    entry = FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
+    if entry.part_id is not None and entry.part_id >= num_parts:
+        raise ValueError(f"path {path!r} belongs to no part; there are {num_parts}")
+    return entry
 
 
 def _offsets(raw: list[Any], num_parts: int, count: int) -> tuple[int, ...]:

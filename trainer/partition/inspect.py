@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.partition.book import PartitionBook
-from trainer.partition.format import Manifest
+from trainer.arrays import Ids
+from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.partition.kernels import mark_outside, new_bitset
-from trainer.store.part import Part, open_parts
+from trainer.schema import NodeType, type_name
+from trainer.store.part import Part, PartStore, open_parts
+
+
+@dataclass(frozen=True)
+class NodeFigures:
+    """The nodes of one type."""
+
+    num_nodes: int
+    balance: float  #: most in a part / mean of the parts
+    num_classes: int
+    splits: dict[str, int]
+    attrs: dict[str, str]  #: name -> dtype and shape
+
+
+@dataclass(frozen=True)
+class EdgeFigures:
+    """The edges of one type."""
+
+    num_edges: int
+    balance: float
+    edge_cut: float
+    attrs: dict[str, str]
+    src_times: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -24,8 +47,10 @@ class PartFigures:
     edges: int
     cut_edges: int  #: edges whose source another part owns
     halo: int  #: nodes of other parts that are sources of these edges
-    seeds: dict[str, int]  #: per split
+    seeds: dict[str, int]  #: per split, as `train`; `paper/train` in a heterogeneous graph
     bytes: int
+    nodes_of: dict[str, int]  #: per type
+    edges_of: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -36,13 +61,16 @@ class Description:
     dataset: str
     algorithm: str
     seed: int
+    options: dict[str, Any]
+    hetero: bool
     num_nodes: int
     num_edges: int
-    num_classes: int
     edge_cut: float
     balance: float
     shared_bytes: int
-    attrs: dict[str, str]  #: name -> dtype and shape
+    graph_attrs: dict[str, str]
+    nodes: dict[str, NodeFigures]  #: per type
+    edges: dict[str, EdgeFigures]
     parts: tuple[PartFigures, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -51,50 +79,112 @@ class Description:
 
 
 def describe(folder: str | Path) -> Description:
-    """Figures of every part. Raises ``PartitionError`` when a file is missing."""
+    """Figures of every type and part. Raises ``PartitionError`` when a file is missing."""
     store = open_parts(folder)
     manifest = store.manifest
-    seeds = {
-        split: np.bincount(store.book.part_of(store.seeds(split)), minlength=manifest.num_parts)
-        for split in manifest.splits
-    }
+    seeds = dict(_seeds(store))
     return Description(
         folder=str(folder),
         dataset=manifest.dataset,
         algorithm=manifest.algorithm,
         seed=manifest.seed,
+        options=dict(manifest.options),
+        hetero=manifest.hetero,
         num_nodes=manifest.num_nodes,
         num_edges=manifest.num_edges,
-        num_classes=manifest.num_classes,
         edge_cut=manifest.edge_cut,
         balance=manifest.balance,
         shared_bytes=sum(entry.bytes for entry in manifest.files_of(None)),
-        attrs={name: f"{spec.dtype} {list(spec.shape)}" for name, spec in manifest.attrs.items()},
-        parts=tuple(
-            _figures(part, store.book, manifest, {split: int(counts[part_id]) for split, counts in seeds.items()})
-            for part_id, part in store.parts.items()
-        ),
+        graph_attrs=_in_words(manifest.graph_attrs),
+        nodes={of: _node_figures(spec) for of, spec in manifest.nodes.items()},
+        edges={type_name(of): _edge_figures(spec) for of, spec in manifest.edges.items()},
+        parts=tuple(_part_figures(part, manifest, seeds) for part in store.parts.values()),
     )
 
 
-def _figures(part: Part, book: PartitionBook, manifest: Manifest, seeds: dict[str, int]) -> PartFigures:
-    low, high = book.range_of(part.part_id)
-    cut, halo = mark_outside(part.indices, low, high, new_bitset(manifest.num_nodes))
-    size = sum(entry.bytes for entry in manifest.files_of(part.part_id))
-    return PartFigures(part.part_id, part.num_nodes, len(part.indices), int(cut), int(halo), seeds, size)
+def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
+    """Seeds in each part, by split."""
+    manifest = store.manifest
+    for (of, split), gids in store.splits.items():
+        counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
+        yield f"{of}/{split}" if manifest.hetero else split, counts
+
+
+def _node_figures(spec: NodeSpec) -> NodeFigures:
+    return NodeFigures(spec.num_nodes, _balance(spec), spec.num_classes, dict(spec.splits), _in_words(spec.attrs))
+
+
+def _edge_figures(spec: EdgeSpec) -> EdgeFigures:
+    return EdgeFigures(spec.num_edges, _balance(spec), spec.edge_cut, _in_words(spec.attrs), spec.src_times)
+
+
+def _balance(spec: NodeSpec | EdgeSpec) -> float:
+    sizes = np.diff(spec.offsets)
+    return float(sizes.max() / sizes.mean()) if spec.offsets[-1] else 1.0
+
+
+def _in_words(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
+    return {name: f"{spec.dtype} {list(spec.shape)}" for name, spec in attrs.items()}
+
+
+def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> PartFigures:
+    cut = halo = 0
+    for of in manifest.nodes:
+        outside, fresh = _outside(part, manifest, of)
+        cut, halo = cut + outside, halo + fresh
+    return PartFigures(
+        part_id=part.part_id,
+        nodes=sum(nodes.num_nodes for nodes in part.nodes.values()),
+        edges=sum(edges.num_edges for edges in part.edges.values()),
+        cut_edges=cut,
+        halo=halo,
+        seeds={split: int(counts[part.part_id]) for split, counts in seeds.items()},
+        bytes=sum(entry.bytes for entry in manifest.files_of(part.part_id)),
+        nodes_of={of: nodes.num_nodes for of, nodes in part.nodes.items()},
+        edges_of={type_name(of): edges.num_edges for of, edges in part.edges.items()},
+    )
+
+
+def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:
+    """Edges from nodes of one type that other parts own, and how many such nodes."""
+    low, high = manifest.nodes[source].offsets[part.part_id : part.part_id + 2]
+    seen = new_bitset(manifest.nodes[source].num_nodes)
+    found = [
+        mark_outside(edges.indices, low, high, seen) for of, edges in part.edges.items() if of[0] == source
+    ]  # the set is shared: a node counts once
+    return sum(int(outside) for outside, _ in found), sum(int(fresh) for _, fresh in found)
 
 
 def render(description: Description) -> str:
-    """The description as text: a few lines, then a table with one row per part."""
+    """The description as text: a few lines, then a table each of node types, edge types and parts."""
     d = description
-    splits = list(d.parts[0].seeds)
+    told = "".join(f", {name} {value}" for name, value in d.options.items())
     head = [
-        f"{d.folder}: {d.dataset}, {len(d.parts)} parts by {d.algorithm} (seed {d.seed})",
-        f"{d.num_nodes:,} nodes, {d.num_edges:,} edges, {d.num_classes} classes; "
+        f"{d.folder}: {d.dataset}, {len(d.parts)} parts by {d.algorithm} (seed {d.seed}{told})",
+        f"{d.num_nodes:,} nodes, {d.num_edges:,} edges; "
         f"cut {d.edge_cut:.2%} of edges, balance {d.balance:.3f} (largest / mean nodes)",
-        "attributes: " + (", ".join(f"{name} {spec}" for name, spec in d.attrs.items()) or "none"),
     ]
-    titles = ["part", "nodes", "edges", "cut edges", "halo nodes", *splits, "MB"]
+    if d.graph_attrs:
+        head.append(f"attributes of the graph: {_listed(d.graph_attrs)}")
+    return "\n".join([*head, "", *_node_table(d), "", *_edge_table(d), "", *_part_table(d)])
+
+
+def _node_table(d: Description) -> list[str]:
+    rows = [
+        [of, f"{f.num_nodes:,}", f"{f.balance:.3f}", str(f.num_classes), _listed(f.attrs)] for of, f in d.nodes.items()
+    ]
+    return _table([["nodes", "count", "balance", "classes", "attributes"], *rows])
+
+
+def _edge_table(d: Description) -> list[str]:
+    rows = [
+        [of, f"{f.num_edges:,}", f"{f.balance:.3f}", f"{f.edge_cut:.2%}", _listed(f.attrs)] for of, f in d.edges.items()
+    ]
+    return _table([["edges", "count", "balance", "cut", "attributes"], *rows])
+
+
+def _part_table(d: Description) -> list[str]:
+    titles = ["part", "nodes", "edges", "cut edges", "halo nodes", *d.parts[0].seeds, "MB"]
     rows = [
         [
             str(p.part_id),
@@ -103,9 +193,20 @@ def render(description: Description) -> str:
         ]
         for p in d.parts
     ]
-    return "\n".join([*head, "", *_table([titles, *rows])])
+    return _table([titles, *rows])
+
+
+def _listed(attrs: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {spec}" for name, spec in attrs.items()) or "none"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    """Figures to the right; names, and the attributes that stand last, to the left."""
+    last = len(rows[0]) - 1
+    named = {0, last} if rows[0][last] == "attributes" else set()
+    columns = [
+        [cell.ljust(width) if at in named else cell.rjust(width) for cell in column]
+        for at, column in enumerate(zip(*rows, strict=True))
+        for width in [max(map(len, column))]
+    ]
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]

@@ -48,10 +48,32 @@ def first_descent(values: Array, strict: bool) -> int:
 
 
 @njit(nogil=True, cache=True)
-def first_unordered_row(indptr: Array, edge_id: Array) -> int:
+def first_unordered_row(indptr: Array, orig_id: Array) -> int:
     """First slot where edge ids do not ascend inside their row; -1 if none."""
     for row in range(len(indptr) - 1):
         for slot in range(indptr[row] + 1, indptr[row + 1]):
-            if edge_id[slot] <= edge_id[slot - 1]:
+            if orig_id[slot] <= orig_id[slot - 1]:
                 return slot
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
+    """First row of a part whose original id has another global id than ``start`` plus the row; -1 if none."""
+    for row in range(len(orig_id)):
+        if global_id[orig_id[row]] != start + row:
+            return row
+    return -1
+
+
+@njit(nogil=True, cache=True)
+def first_other_time(indices: Array, times: Array, start: int, values: Array) -> int:
+    """First slot with another time than its source has; -1 if none.
+
+    Sources are looked up where they are among the global ids from ``start`` on that ``values`` belongs to.
+    """
+    for slot in range(len(indices)):
+        row = indices[slot] - start
+        if 0 <= row < len(values) and values[row] != times[slot]:
+            return slot
     return -1

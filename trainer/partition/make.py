@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
+from trainer.data.options import SourceOptions, parse_options
 from trainer.partition.folder import replaced, reusable
 from trainer.partition.format import Manifest
+from trainer.partition.methods import Fanouts, method_options
 from trainer.partition.write import partition_fingerprint, write_partition
 
 
@@ -27,6 +29,24 @@ class PartitionSpec:
     num_parts: int = 1
     method: str = "metis"
     seed: int = 0
+    balance: str | None = (
+        None  #: what parts have equal numbers of, see ``methods.BALANCES``; None: the method's default
+    )
+    fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
+    clusters: int = 0  #: divide each part into so many clusters, node attribute `cluster`; 0: do not
+
+    def told(self) -> dict[str, Any]:
+        """What the method is told, defaults included, as JSON values. Raises ``PartitionError``."""
+        told = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
+        return told | ({"clusters": self.clusters} if self.clusters else {})
+
+    def fingerprint(self) -> str:
+        """Of the partition this makes; reads no data. Raises ``DataError`` or ``PartitionError``."""
+        dataset = dataset_fingerprint(self.dataset, self.source, self.options)
+        time_attrs = Dataset.time_attrs
+        if "time_attrs" in self.options:
+            time_attrs = parse_options(SourceOptions, self.options, self.dataset).time_attrs
+        return partition_fingerprint(dataset, self.num_parts, self.method, self.seed, self.told(), time_attrs)
 
 
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
@@ -35,31 +55,41 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     Raises ``DataError`` or ``PartitionError``; nothing is left behind then.
     """
     folder = Path(spec.folder)
-    fingerprint = dataset_fingerprint(spec.dataset, spec.source, spec.options)
-    done = reusable(folder, partition_fingerprint(fingerprint, spec.num_parts, spec.method, spec.seed))
-    if done is not None:
+    if (done := reusable(folder, spec.fingerprint())) is not None:
         say(f"{folder} is up to date: {done.dataset}, {done.num_parts} parts by {done.algorithm}")
         return done
     if (other := replaced(folder)) is not None:
         say(f"replacing {other} in {folder}")
+    stages = _Stages(say)
+    dataset = load_dataset(spec.dataset, spec.source, spec.options)
+    stages.end("load", f"{dataset.name}: {_counts(dataset)}")
+    for note in (*dataset.notes, *_notes_for_training(dataset)):
+        say(f"note: {note}")
     # METIS is slow to import where there is nothing to divide
     from trainer.partition.assign import assign_parts
 
-    stages = _Stages(say)
-    dataset = load_dataset(spec.dataset, spec.source, spec.options)
-    stages.end("load", f"{dataset.name}: {dataset.num_nodes:,} nodes, {dataset.num_edges:,} edges")
-    for note in (*dataset.notes, *_notes_for_training(dataset)):
-        say(f"note: {note}")
-    assignment = assign_parts(dataset, spec.num_parts, spec.method, spec.seed)
+    told = {"balance": spec.balance, "fanouts": spec.fanouts}
+    assignment = assign_parts(dataset, spec.num_parts, spec.method, spec.seed, **told)
     stages.end("assign", f"{spec.method}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
+    if spec.clusters:
+        from trainer.partition.clusters import with_clusters
+
+        dataset = with_clusters(dataset, assignment, spec.clusters)
+        assignment = replace(assignment, options=spec.told())
+        stages.end("divide", f"each part into {spec.clusters} clusters")
     manifest = write_partition(dataset, assignment, folder)
     stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
     return manifest
 
 
 def _notes_for_training(dataset: Dataset) -> Iterator[str]:
-    if not len(dataset.splits.get("train", ())):
+    if not any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values()):
         yield "no train split: the bundled trainer needs train_idx or train_mask"
+
+
+def _counts(dataset: Dataset) -> str:
+    nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
+    return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
 
 
 class _Stages:

@@ -189,7 +189,7 @@ def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
     """Attributes of the source type that are times: one integer a node."""
     attrs = dataset.nodes[edge_type[0]].attrs
     times = {name: attrs[name] for name in dataset.time_attrs if name in attrs}
-    return {name: values for name, values in times.items() if values.ndim == 1 and np.can_cast(values.dtype, np.int64)}
+    return {name: values for name, values in times.items() if values.ndim == 1 and values.dtype.kind in "iu"}
 
 
 def _edge_jobs(

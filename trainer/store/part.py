@@ -12,7 +12,7 @@ import numpy as np
 from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
-from trainer.partition.format import Manifest, read_manifest
+from trainer.partition.format import EdgeSpec, Manifest, NodeSpec, read_manifest
 from trainer.schema import AnyType, EdgeType, NodeType, type_name
 
 
@@ -71,7 +71,7 @@ class PartStore:
     @cached_property
     def books(self) -> Mapping[AnyType, PartitionBook]:
         """Who owns which nodes and edges."""
-        specs = {**self.manifest.nodes, **self.manifest.edges}
+        specs: dict[AnyType, NodeSpec | EdgeSpec] = {**self.manifest.nodes, **self.manifest.edges}
         return {of: PartitionBook.from_offsets(spec.offsets) for of, spec in specs.items()}
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:

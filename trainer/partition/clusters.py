@@ -1,0 +1,76 @@
+"""Clusters inside parts, for Cluster-GCN (Chiang et al., 2019): METIS on each part's own inner edges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numba import njit
+
+from trainer.arrays import Array, Ids
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.errors import PartitionError
+from trainer.partition.assign import PartitionAssignment, assign_parts
+from trainer.partition.relabel import Relabelling, relabel
+from trainer.schema import NodeType
+
+CLUSTER = "cluster"  #: the node attribute
+
+
+def with_clusters(dataset: Dataset, assignment: PartitionAssignment, clusters: int) -> Dataset:
+    """The dataset with node attribute `cluster`, int32 [N]: those of part p are p * clusters … (p + 1) * clusters - 1.
+
+    A part with fewer nodes than ``clusters`` leaves the last ones empty. Each part reads the edges once.
+    Raises ``PartitionError`` when there is such an attribute already.
+    """
+    for of, nodes in dataset.nodes.items():
+        if CLUSTER in nodes.attrs:
+            raise PartitionError(f"dataset {dataset.name}: {of!r} has an attribute {CLUSTER!r} already; rename it")
+    found = {of: np.zeros(nodes.num_nodes, np.int32) for of, nodes in dataset.nodes.items()}
+    labels = {of: relabel(part, assignment.num_parts) for of, part in assignment.parts.items()}
+    for part_id in range(assignment.num_parts):
+        inner = _inner_graph(dataset, labels, part_id)
+        if inner.num_nodes:
+            divided = assign_parts(inner, min(clusters, inner.num_nodes), "metis", assignment.seed, balance="nodes")
+            for of, cluster in divided.parts.items():
+                found[of][labels[of].owned(part_id)] = part_id * clusters + cluster
+    more = {of: replace(data, attrs={**data.attrs, CLUSTER: found[of]}) for of, data in dataset.nodes.items()}
+    return replace(dataset, nodes=more)
+
+
+def _inner_graph(dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int) -> Dataset:
+    """One part's nodes, numbered from 0 in each type, and the edges that do not leave it."""
+    nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
+    edges = {}
+    for of, data in dataset.edges.items():
+        (source, source_range), (target, target_range) = (_range(labels[end], part_id) for end in (of[0], of[2]))
+        sources, targets = data.edge_index
+        count = _count_inner(sources, targets, source, target, source_range, target_range)
+        inner = np.empty((2, count), source.dtype)
+        _fill_inner(sources, targets, source, target, source_range, target_range, inner)
+        edges[of] = EdgeData(inner)
+    return Dataset(dataset.name, nodes, edges, dataset.fingerprint, dataset.hetero)
+
+
+def _range(label: Relabelling, part_id: int) -> tuple[Array, Ids]:
+    return label.global_id, label.offsets[part_id : part_id + 2]
+
+
+@njit(nogil=True, cache=True)
+def _count_inner(sources: Array, targets: Array, source: Array, target: Array, src: Ids, dst: Ids) -> int:
+    count = 0
+    for edge in range(len(sources)):
+        count += src[0] <= source[sources[edge]] < src[1] and dst[0] <= target[targets[edge]] < dst[1]
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _fill_inner(sources: Array, targets: Array, source: Array, target: Array, src: Ids, dst: Ids, inner: Array) -> None:
+    end = 0
+    for edge in range(len(sources)):
+        low, high = source[sources[edge]], target[targets[edge]]
+        if src[0] <= low < src[1] and dst[0] <= high < dst[1]:
+            inner[0, end] = low - src[0]
+            inner[1, end] = high - dst[0]
+            end += 1

@@ -1,21 +1,26 @@
-"""Drawing in-edges of nodes of one part."""
+"""Drawing in-edges of nodes of one part: which rows need which kernel."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from trainer.arrays import Array, Ids
+from trainer.errors import DataError, PartitionError
 from trainer.sample import kernels
+from trainer.sample.candidates import Conditions, Draws, allow, pick_candidates
+from trainer.sample.grouping import cut_request
 from trainer.sample.subgraph import Positions
 from trainer.sample.types import HopRequest, HopSample
 from trainer.store.part import EdgePart, NodePart
 
-_NO_TREES = np.empty(0, np.int64)
-
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
-    """The edges that ``request`` asks for; its nodes are owned by the part."""
-    counts, picks = _plain(nodes, edges, request)
+    """The edges that ``request`` asks for; its nodes are owned by the part.
+
+    Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
+    attribute that is not there or of the wrong kind.
+    """
+    counts, picks = _pick(nodes, edges, request, num_sources)
     return HopSample(counts, edges.indices[picks], _edge_ids(edges, picks) if request.with_edge else None)
 
 
@@ -25,13 +30,130 @@ def _edge_ids(edges: EdgePart, slots: Ids) -> Array:
     return np.add(slots, edges.start, dtype=dtype, casting="unsafe")
 
 
+def _pick(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> tuple[Positions, Ids]:
+    """(edges per row, slots). Rows that no exclusion concerns go the fast way."""
+    if request.bound is not None or request.weight is not None or request.sources is not None:
+        return _conditional(nodes, edges, request, num_sources)
+    if request.exclude is None:
+        return _plain(nodes, edges, request)
+    concerned = np.isin(request.nodes, request.exclude[0])
+    at, others = np.flatnonzero(concerned), np.flatnonzero(~concerned)
+    if len(at) == 0:
+        return _plain(nodes, edges, request)
+    answers = [
+        (at, _conditional(nodes, edges, cut_request(request, at), num_sources)),
+        (others, _plain(nodes, edges, cut_request(request, others))),
+    ]
+    counts = np.empty(len(request.nodes), np.int32)
+    for positions, (taken, _) in answers:
+        counts[positions] = taken
+    begins = np.cumsum(counts, dtype=np.int64) - counts
+    picks = np.empty(int(counts.sum(dtype=np.int64)), np.int64)
+    for positions, (taken, slots) in answers:
+        kernels.scatter_runs(slots, taken, positions, begins, picks)
+    return counts, picks
+
+
 def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> tuple[Positions, Ids]:
     rows = request.nodes - nodes.start
     counts = np.empty(len(rows), np.int32)
     longest = kernels.count_picks(edges.indptr, rows, request.fanout, request.replace, counts)
     picks = np.empty(int(counts.sum(dtype=np.int64)), np.int64)
     kernels.pick_positions(
-        edges.indptr, rows, nodes.orig_id, _NO_TREES if request.trees is None else request.trees,
-        counts, request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, picks,
+        edges.indptr, rows, nodes.orig_id, _trees(request), counts, request.replace, request.fanout,
+        request.shuffle, np.uint64(request.key), longest, picks,
     )  # fmt: skip
     return counts, picks
+
+
+def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> tuple[Positions, Ids]:
+    rows = request.nodes - nodes.start
+    counts = np.empty(len(rows), np.int32)
+    longest = kernels.count_picks(edges.indptr, rows, -1, False, counts)
+    bound = request.bound
+    how = Draws(
+        request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
+        request.weight is not None, np.uint64(request.key),
+    )  # fmt: skip
+    picks, wrong = pick_candidates(
+        edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
+        how, longest, counts,
+    )  # fmt: skip
+    if wrong >= 0:
+        assert request.weight is not None
+        raise DataError(
+            f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
+            f"in {request.weight!r}; weights must be finite numbers from 0 on"
+        )
+    return counts, picks
+
+
+def _trees(request: HopRequest) -> Ids:
+    return np.empty(0, np.int64) if request.trees is None else request.trees
+
+
+def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Conditions:
+    bound = request.bound
+    barred, begin, end = _barred(request)
+    return Conditions(
+        times=_frozen(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        bounds=_frozen(np.empty(0, np.int64) if bound is None else bound.times),
+        barred=_frozen(barred),
+        barred_begin=_frozen(begin),
+        barred_end=_frozen(end),
+        allowed=_frozen(_allowed(request, num_sources)),
+        weights=_frozen(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+    )
+
+
+def _frozen(array: Array) -> Array:
+    """A read-only view, as memory maps are: kernels are compiled for one kind only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _times(edges: EdgePart, request: HopRequest) -> Array:
+    assert request.bound is not None
+    attr = request.bound.attr
+    known = edges.src_times if request.bound.on == "node" else edges.attrs
+    if attr not in known:
+        raise PartitionError(
+            f"no time {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
+        )
+    times = known[attr]
+    if times.ndim != 1 or times.dtype.kind not in "iu":
+        raise PartitionError(f"{attr!r} of {request.edge_type} is {times.dtype} {list(times.shape)}, not integer times")
+    return times
+
+
+def _weights(edges: EdgePart, request: HopRequest) -> Array:
+    name = str(request.weight)
+    if name not in edges.attrs:
+        raise PartitionError(f"no attribute {name!r} of {request.edge_type}; there are {sorted(edges.attrs)}")
+    weights = edges.attrs[name]
+    if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+        raise PartitionError(f"{name!r} of {request.edge_type} is {weights.dtype} {list(weights.shape)}, not weights")
+    return weights
+
+
+def _barred(request: HopRequest) -> tuple[Ids, Ids, Ids]:
+    """Excluded sources by target, and where each row's lie."""
+    if request.exclude is None:
+        return (np.empty(0, np.int64),) * 3
+    targets, sources = request.exclude
+    order = np.lexsort((sources, targets))
+    ordered = targets[order]
+    return sources[order], np.searchsorted(ordered, request.nodes), np.searchsorted(ordered, request.nodes, "right")
+
+
+def _allowed(request: HopRequest, num_sources: int) -> Array:
+    """A bit for every source node; pages that no source touches cost nothing."""
+    if request.sources is None:
+        return np.empty(0, np.uint8)
+    bits = np.zeros(num_sources // 8 + 1, np.uint8)
+    if len(request.sources):
+        if request.sources.min() < 0 or request.sources.max() >= num_sources:
+            raise PartitionError(f"asked for sources outside 0..{num_sources - 1} of {request.edge_type[0]!r}")
+        allow(request.sources, bits)
+    return bits

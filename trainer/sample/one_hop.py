@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class LocalGraph:
     def __init__(self, store: PartStore):
         self.store = store
         self.books = store.books
+        self._singles: dict[tuple[int, EdgeType, str], Array] = {}
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Neighbours of owned nodes.
@@ -63,11 +65,22 @@ class LocalGraph:
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
         groups = self._by_part(request.edge_type[2], request.nodes)
         answers = [
-            (at, sample_rows(*_ends(self.store.parts[p], request.edge_type), cut, num_sources))
+            (at, sample_rows(*self._read(self.store.parts[p], request), cut, num_sources))
             for p, at in groups.items()
             for cut in [request if len(groups) == 1 else cut_request(request, at)]
         ]
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
+
+    def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
+        """What to sample from. Weights in half precision, which kernels cannot read, are converted once."""
+        nodes, edges = _ends(part, request.edge_type)
+        name = request.weight
+        if name is None or name not in edges.attrs or edges.attrs[name].dtype != np.float16:
+            return nodes, edges
+        key = (part.part_id, request.edge_type, name)
+        if key not in self._singles:
+            self._singles[key] = edges.attrs[name].astype(np.float32)
+        return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
         self._known(request.of)

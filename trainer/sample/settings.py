@@ -26,6 +26,8 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
         raise SettingsError(
             f"induced subgraphs cannot be {cause} (torch_geometric refuses it too); use directional or bidirectional"
         )
+    if settings.replace and settings.time is not None and settings.time.last:
+        raise SettingsError("the last neighbours are not drawn, so there is nothing to replace; leave replace off")
     if settings.weight is not None:
         _check_weight(schema, settings.weight)
     if settings.time is not None:

@@ -13,9 +13,10 @@ from numba import njit
 from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
+from trainer.partition.frequency import frequency_assignment
 from trainer.partition.hashing import hash_part, random_parts
 from trainer.partition.joined import JoinedNodes, Part
-from trainer.partition.methods import METHODS, method_options
+from trainer.partition.methods import METHODS, fanouts_of, method_options
 from trainer.partition.metis import metis_assignment
 from trainer.schema import EdgeType, NodeType
 
@@ -41,9 +42,9 @@ def assign_parts(
 ) -> PartitionAssignment:
     """Divide the nodes into ``num_parts`` parts of about equal size, the same for equal arguments.
 
-    `metis` cuts few edges; `random` balances exactly; `hash` depends on type, id and seed alone, so its
-    parts may be empty, others' never. ``options`` are those of ``methods.method_options``. Raises
-    ``PartitionError`` for arguments that cannot be met.
+    `metis` cuts few edges; `frequency` has nodes where sampling visits them most; `random` balances exactly;
+    `hash` depends on type, id and seed alone, so its parts may be empty, others' never. ``options`` are those
+    of ``methods.method_options``. Raises ``PartitionError`` for arguments that cannot be met.
     """
     told = method_options(method, **options)
     if not 1 <= num_parts <= dataset.num_nodes:
@@ -63,6 +64,9 @@ def _assign(
 ) -> Part:
     if method == "metis":
         return metis_assignment(dataset, joined, num_parts, seed, told["balance"])
+    if method == "frequency":
+        fanouts = fanouts_of(told["fanouts"])
+        return frequency_assignment(dataset, joined, num_parts, seed, fanouts, told["balance"])
     if method == "random":
         return random_parts(joined, num_parts, seed)
     by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]

@@ -16,7 +16,7 @@ from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.partition.joined import JoinedNodes, Part
 
-_SLACK = 0.03  #: METIS's own for many parts
+SLACK = 0.03  #: METIS's own for many parts
 _ROUNDS = 4  #: overfull parts are emptied in so many steps, the cheapest moves first in each
 _REFINE_PASSES = 3
 TRAIN = "train"  #: the split whose nodes are seeds
@@ -38,8 +38,13 @@ class NodeClasses:
         return np.bincount(cells, minlength=len(self.count) * num_parts).reshape(-1, num_parts)
 
 
-def node_classes(dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str) -> NodeClasses:
-    """Classes for one of ``methods.BALANCES``: parts get within 3 % of the mean of each, or of one node."""
+def node_classes(
+    dataset: Dataset, joined: JoinedNodes, num_parts: int, balance: str, slack: float = SLACK
+) -> NodeClasses:
+    """Classes for one of ``methods.BALANCES``; parts get between 1 - slack and 1 + slack of the mean of each.
+
+    Where that is less than one node either way, the mean rounded down or up.
+    """
     of = np.zeros(joined.total, np.int32)
     own = joined.split(of)
     for number, (node_type, nodes) in enumerate(dataset.nodes.items()):
@@ -48,13 +53,13 @@ def node_classes(dataset: Dataset, joined: JoinedNodes, num_parts: int, balance:
         if "seeds" in balance and TRAIN in nodes.splits:
             own[node_type][nodes.splits[TRAIN]] = 2 * number + 1
     _, classes, count = np.unique(of, return_inverse=True, return_counts=True)
-    return _bounded(classes.astype(np.int32), count, num_parts)
+    return _bounded(classes.astype(np.int32), count, num_parts, slack)
 
 
-def _bounded(of: Array, count: Array, num_parts: int) -> NodeClasses:
+def _bounded(of: Array, count: Array, num_parts: int, slack: float) -> NodeClasses:
     mean = count / num_parts
-    least = np.minimum(np.floor(mean), np.ceil(mean * (1 - _SLACK))).astype(np.int64)
-    most = np.maximum(np.ceil(mean), np.floor(mean * (1 + _SLACK))).astype(np.int64)
+    least = np.minimum(np.floor(mean), np.ceil(mean * (1 - slack))).astype(np.int64)
+    most = np.maximum(np.ceil(mean), np.floor(mean * (1 + slack))).astype(np.int64)
     return NodeClasses(of, count, least, most)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.errors import PartitionError
 from trainer.schema import EdgeType, type_name, type_of
 
-METHODS = ("metis", "random", "hash")
+METHODS = ("metis", "random", "hash", "frequency")
 #: What parts have about equal numbers of, besides nodes as a whole: nothing more, nodes of each type,
 #: train seeds of each type, or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")

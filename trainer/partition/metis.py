@@ -16,7 +16,7 @@ from numba import njit
 from trainer.arrays import Array
 from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
-from trainer.partition.balance import balance_parts, fill_up, node_classes
+from trainer.partition.balance import SLACK, balance_parts, fill_up, node_classes
 from trainer.partition.joined import JoinedNodes, Part, joined_adjacency
 from trainer.rng import GOLDEN, fraction, mix
 
@@ -25,7 +25,9 @@ from trainer.rng import GOLDEN, fraction, mix
 _MEAN_DEGREE = 28
 
 
-def metis_assignment(dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str) -> Part:
+def metis_assignment(
+    dataset: Dataset, joined: JoinedNodes, num_parts: int, seed: int, balance: str, slack: float = SLACK
+) -> Part:
     """Part of each node, int32 [total]: METIS on all types as one graph, then moved into balance.
 
     Any graph will do: METIS sees only nodes with edges, no self loops and every edge once in both
@@ -33,7 +35,7 @@ def metis_assignment(dataset: Dataset, joined: JoinedNodes, num_parts: int, seed
     """
     indptr, neighbours = joined_adjacency(dataset, joined)
     part = _connected_parts(indptr, neighbours, num_parts, seed)
-    classes = node_classes(dataset, joined, num_parts, balance)
+    classes = node_classes(dataset, joined, num_parts, balance, slack)
     fill_up(part, classes, num_parts)
     balance_parts(indptr, neighbours, part, classes, num_parts)
     return without_empty_parts(part, num_parts)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from launcher.errors import FleetError
 
+_FORMAT, _VERSION = "gnnfleet-partition", 2
+
 
 @dataclass(frozen=True)
 class PartFile:
@@ -53,8 +55,10 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     """The files that a manifest lists, and the manifest itself."""
     manifest = json.loads(raw)
-    if (manifest["format"], manifest["version"]) != ("gnnfleet-partition", 1):
-        raise ValueError(f"format {manifest['format']!r}, version {manifest['version']!r}")
+    if manifest["format"] != _FORMAT:
+        raise ValueError(f"its format is {manifest['format']!r}, not {_FORMAT!r}")
+    if manifest["version"] != _VERSION:
+        raise ValueError(f"it has format version {manifest['version']!r}, this program reads version {_VERSION}")
     files = [PartFile(file["path"], file["bytes"], file["sha256"]) for file in manifest["files"]]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     return PartitionFiles(folder, manifest["dataset"], manifest["fingerprint"], manifest["num_parts"], tuple(files))

@@ -30,15 +30,15 @@ def test_a_missing_part_and_a_flipped_byte_on_a_node_are_named(scene: Scene) -> 
         folder.rename(folder.with_name("away"))
         missing = scene.launch("--run-id", "missing", "--", "python", "waits.py")
         folder.with_name("away").rename(folder)
-        content = (folder / "nodes/x.npy").read_bytes()
-        (folder / "nodes/x.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        content = (folder / "nodes/node/attrs/x.npy").read_bytes()
+        (folder / "nodes/node/attrs/x.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         flipped = scene.launch("--run-id", "flipped", "--", "python", "waits.py")
     finally:
         for host in scene.cluster.hosts:
             host.run(["rm", "-rf", "/tmp/parts"])
     place = f"node1 (root@{scene.host(1)}): /tmp/parts/part1"
     said_once(missing, 1, f"{place} is missing, with all its 6 files", "Bring these files over again")
-    said_once(flipped, 1, f"{place}/nodes/x.npy differs from the manifest", "Bring these files over again")
+    said_once(flipped, 1, f"{place}/nodes/node/attrs/x.npy differs from the manifest", "Bring these files over again")
     assert "node0 (" not in flipped.output.split("error:")[1]
     assert scene.left_behind() == []
 

@@ -51,14 +51,14 @@ def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
 
 def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
     """A partition folder with a manifest and one small file per place."""
-    names = ["shared/seeds/train.npy", *(f"part{p}/nodes/x.npy" for p in range(num_parts))]
+    names = ["shared/nodes/node/seeds/train.npy", *(f"part{p}/nodes/node/attrs/x.npy" for p in range(num_parts))]
     files = []
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
         files.append({"path": name, "bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()})
-    manifest = {"format": "gnnfleet-partition", "version": 1, "dataset": "synthetic", "fingerprint": "f1"}
+    manifest = {"format": "gnnfleet-partition", "version": 2, "dataset": "synthetic", "fingerprint": "f1"}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
     found = read_partition_files(folder)
     assert found is not None

@@ -167,7 +167,7 @@ def test_a_missing_part_is_named(made: Path, parts: Path) -> None:
 
 
 def test_a_flipped_byte_in_a_part_is_found_before_it_is_taken(made: Path, parts: Path) -> None:
-    file = parts / "part1/nodes/x.npy"
+    file = parts / "part1/nodes/node/attrs/x.npy"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
     plan = plan_of(config, manifest=manifest, facts=facts_of(2))
     sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
     assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
-        ["/shared/seeds/train.npy", "/part0/nodes/x.npy", "/manifest.json"],
-        ["/shared/seeds/train.npy", "/part1/nodes/x.npy", "/part2/nodes/x.npy", "/manifest.json"],
+        ["/shared/nodes/node/seeds/train.npy", "/part0/nodes/node/attrs/x.npy", "/manifest.json"],
+        ["/shared/nodes/node/seeds/train.npy", "/part1/nodes/node/attrs/x.npy", "/part2/nodes/node/attrs/x.npy", "/manifest.json"],
     ]
     for file in sent[1]:
         content = Path(file.source).read_bytes()
@@ -40,6 +41,13 @@ def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     assert read_partition_files(tmp_path) is None
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
+        read_partition_files(tmp_path)
+
+
+def test_parts_of_another_version_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    manifest = json.loads(Path(parts_folder(tmp_path, 2).folder, "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))
+    with pytest.raises(FleetError, match="it has format version 1, this program reads version 2.*make the parts again"):
         read_partition_files(tmp_path)
 
 

@@ -71,8 +71,8 @@ def test_each_node_gets_its_part_the_shared_files_code_and_secrets(tmp_path: Pat
     report = sync(plan, lines(plan))
     for node in plan.nodes:
         got = bytes_of(plan, node.node_rank)
-        mine = f"part{node.node_rank}/nodes"
-        assert set(got) == {f"{mine}/x.npy", f"{mine}/y.npy", "shared/seeds/train.npy", "manifest.json"}
+        mine = f"part{node.node_rank}/nodes/node/attrs"
+        assert set(got) == {f"{mine}/x.npy", f"{mine}/y.npy", "shared/nodes/node/seeds/train.npy", "manifest.json"}
         assert all(data == (tmp_path / "parts" / name).read_bytes() for name, data in got.items())
         assert Path(node.code_dir, "trainer/code.py").read_text() == "print('hello')\n"
         key = Path(node.run_dir, "service.key")
@@ -93,7 +93,7 @@ def test_the_second_time_nothing_is_sent(tmp_path: Path) -> None:
 def test_a_changed_file_is_sent_again_and_only_that(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     sync(plan, lines(plan))
-    damaged = Path(plan.nodes[0].data_dir, "part0/nodes/x.npy")
+    damaged = Path(plan.nodes[0].data_dir, "part0/nodes/node/attrs/x.npy")
     whole = damaged.read_bytes()
     damaged.write_bytes(b"?" + whole[1:])
     line = Breaking(0)
@@ -109,48 +109,48 @@ def test_a_broken_line_is_opened_again_and_the_file_goes_on_from_where_it_was(tm
     offsets = [offset for dest, offset in line.uploads if dest.endswith("x.npy.part")]
     assert offsets == [0, 1000, 2000]
     assert line.connects == 2
-    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
     assert not list(Path(plan.nodes[0].workdir).rglob("*.part"))
 
 
 def test_a_line_that_keeps_breaking_names_node_host_and_file_and_leaves_a_part_to_resume(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    with pytest.raises(SyncError, match=r"node0 \(local\).*part0/nodes/x.npy.*run again to resume"):
+    with pytest.raises(SyncError, match=r"node0 \(local\).*part0/nodes/node/attrs/x.npy.*run again to resume"):
         sync(plan, lines(plan, node0=Breaking(0, breaks=99)))
     data = Path(plan.nodes[0].data_dir)
-    assert not (data / "part0/nodes/x.npy").exists() and not (data / "manifest.json").exists()
-    left = (data / "part0/nodes/x.npy.part").stat().st_size
+    assert not (data / "part0/nodes/node/attrs/x.npy").exists() and not (data / "manifest.json").exists()
+    left = (data / "part0/nodes/node/attrs/x.npy.part").stat().st_size
     line = Breaking(0)
     sync(plan, lines(plan, node0=line))
-    assert ((data / "part0/nodes/x.npy.part").as_posix(), left) in line.uploads
-    assert (data / "part0/nodes/x.npy").read_bytes() == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+    assert ((data / "part0/nodes/node/attrs/x.npy.part").as_posix(), left) in line.uploads
+    assert (data / "part0/nodes/node/attrs/x.npy").read_bytes() == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
 
 
 def test_a_part_file_left_by_another_version_is_not_taken_for_whole(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    stale = Path(plan.nodes[0].data_dir, "part0/nodes/x.npy.part")
+    stale = Path(plan.nodes[0].data_dir, "part0/nodes/node/attrs/x.npy.part")
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"another graph" * 100)
     sync(plan, lines(plan))
-    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
 
 
 def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
-    source = tmp_path / "parts/part1/nodes/y.npy"
+    source = tmp_path / "parts/part1/nodes/node/attrs/y.npy"
     data = bytearray(source.read_bytes())
     data[1234] ^= 1
     source.write_bytes(data)
-    with pytest.raises(SyncError, match=r"part1/nodes/y.npy on this machine is not what its manifest says.*node1"):
+    with pytest.raises(SyncError, match=r"part1/nodes/node/attrs/y.npy on this machine is not what its manifest says.*node1"):
         sync(plan, lines(plan))
-    assert not Path(plan.nodes[1].data_dir, "part1/nodes/y.npy").exists()
+    assert not Path(plan.nodes[1].data_dir, "part1/nodes/node/attrs/y.npy").exists()
     assert not Path(plan.nodes[1].data_dir, "manifest.json").exists()
 
 
 def test_a_full_disk_names_host_path_and_bytes(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     full = Breaking(1, 99, lambda: RemoteFileError("cannot write x: No space left on device", errno=errno.ENOSPC))
-    with pytest.raises(SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes: 50.0 kB still to be .* free"):
+    with pytest.raises(SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes/node/attrs: 50.0 kB still to be .* free"):
         sync(plan, lines(plan, node1=full))
 
 
@@ -214,7 +214,7 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
             sys.exit(130)
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
-    part = tmp_path / "node0/data/part0/nodes/x.npy.part"
+    part = tmp_path / "node0/data/part0/nodes/node/attrs/x.npy.part"
     deadline = time.monotonic() + 30
     while not (part.exists() and part.stat().st_size > 3000) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -227,7 +227,7 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
     plan = sync_plan(tmp_path, num_nodes=1)
     sync(plan, {0: line})
     assert (str(part), cut) in line.uploads
-    assert bytes_of(plan, 0)["part0/nodes/x.npy"] == (tmp_path / "parts/part0/nodes/x.npy").read_bytes()
+    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
 
 
 def shared_plan(folder: Path, top: Path, *, other: Path | None = None) -> LaunchPlan:
@@ -239,9 +239,9 @@ def test_verify_accepts_a_whole_folder_and_the_second_time_reads_no_file(tmp_pat
     plan = shared_plan(folder, tmp_path)
     report = verify(plan, lines(plan))
     assert (report.fingerprint, report.files) == ("f00d", 8)
-    whole = (folder / "part0/nodes/x.npy").stat()
-    (folder / "part0/nodes/x.npy").write_bytes(b"?" * whole.st_size)
-    os.utime(folder / "part0/nodes/x.npy", ns=(whole.st_atime_ns, whole.st_mtime_ns))
+    whole = (folder / "part0/nodes/node/attrs/x.npy").stat()
+    (folder / "part0/nodes/node/attrs/x.npy").write_bytes(b"?" * whole.st_size)
+    os.utime(folder / "part0/nodes/node/attrs/x.npy", ns=(whole.st_atime_ns, whole.st_mtime_ns))
     assert verify(plan, lines(plan)).files == 8, "same size and mtime: the digest of the first time counts"
 
 
@@ -249,20 +249,20 @@ def test_verify_refuses_a_flipped_byte_and_names_node_host_and_file(tmp_path: Pa
     folder = make_parts(tmp_path / "shared")
     plan = shared_plan(folder, tmp_path)
     verify(plan, lines(plan))
-    path = folder / "part1/nodes/x.npy"
+    path = folder / "part1/nodes/node/attrs/x.npy"
     data = bytearray(path.read_bytes())
     data[100] ^= 4
     path.write_bytes(data)
-    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/x.npy differs from the manifest") as caught:
+    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/x.npy differs from the manifest") as caught:
         verify(plan, lines(plan))
     assert "node0" not in str(caught.value), "node 0 does not use part 1"
 
 
 def test_verify_names_a_missing_part_and_a_node_without_the_folder(tmp_path: Path) -> None:
     folder = make_parts(tmp_path / "shared")
-    (folder / "part1/nodes/y.npy").unlink()
+    (folder / "part1/nodes/node/attrs/y.npy").unlink()
     plan = shared_plan(folder, tmp_path)
-    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/y.npy is missing"):
+    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/y.npy is missing"):
         verify(plan, lines(plan))
     plan = shared_plan(folder, tmp_path, other=tmp_path / "not-mounted")
     with pytest.raises(SyncError, match=r"node1 \(local\): no .*/not-mounted/manifest.json\n.*data_folder"):

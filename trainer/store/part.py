@@ -12,7 +12,7 @@ import numpy as np
 from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
-from trainer.partition.format import EdgeSpec, Manifest, NodeSpec, read_manifest
+from trainer.partition.format import Manifest, read_manifest
 from trainer.schema import AnyType, EdgeType, NodeType, type_name
 
 
@@ -71,8 +71,12 @@ class PartStore:
     @cached_property
     def books(self) -> Mapping[AnyType, PartitionBook]:
         """Who owns which nodes and edges."""
-        specs: dict[AnyType, NodeSpec | EdgeSpec] = {**self.manifest.nodes, **self.manifest.edges}
-        return {of: PartitionBook.from_offsets(spec.offsets) for of, spec in specs.items()}
+        books: dict[AnyType, PartitionBook] = {}
+        for nodes, node_spec in self.manifest.nodes.items():
+            books[nodes] = PartitionBook.from_offsets(node_spec.offsets)
+        for edges, edge_spec in self.manifest.edges.items():
+            books[edges] = PartitionBook.from_offsets(edge_spec.offsets)
+        return books
 
     def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
         """Global ids of original ids, int64, same shape; the ids must lie in range."""

@@ -32,18 +32,30 @@ def setting(help: str, default: Any, **limits: float) -> Any:
 class TrainSettings:
     """What is trained, and how. Raises ``SettingsError`` with every mistake when made."""
 
-    model: Literal["sage", "gcn", "gat"] = setting("Model.", "sage")
+    model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
+        "Model; rgcn, hgt and rsage take heterogeneous graphs.", "sage"
+    )
+    target: str | None = setting("Node type to classify; default: the only one with labels and train seeds.", None)
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
     layers: int | None = setting("Number of layers; default: length of fanouts, and must equal it.", None, at_least=1)
-    heads: int = setting("Attention heads (gat).", 4, at_least=1)
+    heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
     dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting("Neighbours per hop, seeds outward; -1 takes all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
+    weight_attr: str | None = setting("Edge attribute: a neighbour's chance goes with it.", None)
+    time_attr: str | None = setting("Integer node or edge attribute: no neighbour later than its seed.", None)
+    temporal_strategy: Literal["uniform", "last"] = setting(
+        "With time_attr: draw neighbours, or the latest.", "uniform"
+    )
+    disjoint: bool = setting("A subgraph for each seed that shares no node with the others.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
     epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
+    embedding_lr: float | None = setting(
+        "Learning rate of the rows of featureless nodes (SparseAdam); default: lr.", None, above=0
+    )
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
     seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -11,20 +9,11 @@ import torch_geometric.nn as pyg
 from torch import Tensor
 from torch_geometric.utils import degree as in_degree
 
+from nn_kit import Config, homogeneous, whole_graph_block
 from trainer.batch import Batch, Block
 from trainer.errors import SettingsError
 from trainer.nn import dropout, layers, spmm
 from trainer.nn.models import build_model
-
-
-@dataclass(frozen=True)
-class Config:
-    model: str = "sage"
-    hidden: int = 16
-    heads: int = 4
-    dropout: float = 0.3
-    fanouts: tuple[int, ...] = (15, 10, 5)
-    seed: int = 0
 
 
 def random_block(num_dst: int, num_src: int, most: int, seed: int = 0) -> Block:
@@ -33,14 +22,6 @@ def random_block(num_dst: int, num_src: int, most: int, seed: int = 0) -> Block:
     indptr = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
     indices = rng.integers(0, max(num_src, 1), indptr[-1]).astype(np.int32)
     return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
-
-
-def whole_graph_block(num_nodes: int, edge_index: Tensor) -> Block:
-    """Every node a target with all of its in-edges."""
-    order = torch.argsort(edge_index[1], stable=True)
-    counts = torch.bincount(edge_index[1], minlength=num_nodes)
-    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    return Block(indptr, edge_index[0][order].int(), num_nodes)
 
 
 def directed_graph(num_nodes: int = 60, num_edges: int = 300) -> Tensor:
@@ -195,9 +176,9 @@ def empty_batch(in_dim: int) -> Batch:
     return Batch(0, 9, 0, 7, none, torch.empty(0, in_dim), none, none, (block,) * 3, none)
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn", "hgt", "rsage"])
 def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
-    net = build_model(Config(model), 5, 4)
+    net = build_model(Config(model), homogeneous())
     logits = net(empty_batch(5))
     assert logits.shape == (0, 4)
     torch.nn.functional.cross_entropy(logits, torch.empty(0, dtype=torch.int64), reduction="sum").backward()
@@ -205,17 +186,19 @@ def test_a_batch_without_seeds_gives_zero_gradients(model: str) -> None:
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("model", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn", "hgt", "rsage"])
 def test_weights_come_from_the_seed_alone(model: str) -> None:
-    first = build_model(Config(model), 5, 4).state_dict()
+    first = build_model(Config(model), homogeneous()).state_dict()
     torch.randn(3)
-    again, other = build_model(Config(model), 5, 4).state_dict(), build_model(Config(model, seed=1), 5, 4).state_dict()
+    again = build_model(Config(model), homogeneous()).state_dict()
+    other = build_model(Config(model, seed=1), homogeneous()).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
 def test_a_model_that_cannot_be_built_is_named() -> None:
-    with pytest.raises(SettingsError, match="no model 'gin'; there are gat, gcn, sage"):
-        build_model(Config("gin"), 5, 4)
+    known = "there are sage, gcn, gat, and for heterogeneous graphs rgcn, hgt, rsage"
+    with pytest.raises(SettingsError, match=f"no model 'gin'; {known}"):
+        build_model(Config("gin"), homogeneous())
     with pytest.raises(SettingsError, match="hidden 16 is no multiple of heads 3"):
-        build_model(Config("gat", heads=3), 5, 4)
+        build_model(Config("gat", heads=3), homogeneous())

@@ -6,6 +6,8 @@ global batch over ranks does not change the loss.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from typing import Any
 
 import numba
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from trainer.nn.rows import run_rows
 from trainer.rng import batch_key, mix
+from trainer.schema import HOMO_NODE, NodeType
 
 # A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
 # "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
@@ -36,6 +39,14 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 def stream(key: int, layer: int) -> int:
     """The uint64 that keeps layers of one batch apart."""
     return batch_key(key, layer, 0, 0)
+
+
+@functools.cache
+def node_salt(node_type: NodeType) -> int:
+    """uint64 that, xored into a batch's key, sets the masks of node types apart; 0 for a homogeneous graph's."""
+    if node_type == HOMO_NODE:
+        return 0
+    return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
 
 
 class _HashDropout(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Models by name. A model takes a ``Batch`` and returns one row of logits per seed."""
+"""Models by name. A model takes a ``Batch`` (or ``HeteroBatch``) and returns one row of logits per seed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.batch import Batch
-from trainer.errors import SettingsError
+from trainer.errors import DataError, SettingsError
 from trainer.nn.dropout import hash_dropout
+from trainer.nn.embeddings import Embeddings
+from trainer.nn.facts import GraphFacts
+from trainer.nn.hetero import HeteroModel, HeteroShape, widths
+from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
 
 
@@ -73,22 +77,65 @@ def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
     return BlockModel([*hidden, GATConv(*dims[-1], settings.heads, concat=False)], settings.dropout)
 
 
-#: Models by name; a builder takes (settings, in_dim, num_classes).
-MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
+HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
 
 
-def build_model(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+def rgcn(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    width = settings.hidden
+    return HeteroModel(facts, _shape(settings), lambda need: RGCNConv(need, width, width), embeddings)
+
+
+def hgt(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    """As in the paper: no activation between layers, which mix each node's own row back in."""
+    width, heads = settings.hidden, settings.heads
+    shape = _shape(settings, relu=False)
+    return HeteroModel(facts, shape, lambda need: HGTConv(need, widths(need, width), width, heads), embeddings)
+
+
+def rsage(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    width = settings.hidden
+    return HeteroModel(facts, _shape(settings), lambda need: HeteroSAGEConv(need, width, width), embeddings)
+
+
+#: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
+HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
+#: Models of graphs with any number of types.
+HETERO_MODELS: dict[str, HeteroBuilder] = {"rgcn": rgcn, "hgt": hgt, "rsage": rsage}
+
+
+def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None = None) -> nn.Module:
     """The model of ``settings.model`` on CPU, with weights drawn from ``settings.seed`` alone.
 
-    Raises ``SettingsError`` for an unknown name or dimensions that do not fit it.
+    ``embeddings``: rows of node types without features; without it such a type has one learnt vector for all
+    its nodes. Raises ``SettingsError`` for an unknown name, a model that does not fit the kind of graph, or dimensions
+    that do not fit the model, ``DataError`` for a homogeneous graph without features or embeddings.
     """
-    if settings.model not in MODELS:
-        raise SettingsError(f"no model {settings.model!r}; there are {', '.join(sorted(MODELS))}")
+    _check_kind(settings.model, facts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        return MODELS[settings.model](settings, in_dim, num_classes)
+        if settings.model in HETERO_MODELS:
+            return HETERO_MODELS[settings.model](settings, facts, embeddings)
+        return HOMO_MODELS[settings.model](settings, _only_width(facts), facts.num_classes)
+
+
+def _check_kind(model: str, facts: GraphFacts) -> None:
+    homo, hetero = ", ".join(HOMO_MODELS), ", ".join(HETERO_MODELS)
+    if model not in {**HOMO_MODELS, **HETERO_MODELS}:
+        raise SettingsError(f"no model {model!r}; there are {homo}, and for heterogeneous graphs {hetero}")
+    if facts.hetero and model in HOMO_MODELS:
+        raise SettingsError(f"model {model!r} is for graphs with one node and one edge type; this one takes {hetero}")
+
+
+def _only_width(facts: GraphFacts) -> int:
+    if facts.target not in facts.in_dims:
+        raise DataError(f"nodes have no x; of the models only {', '.join(HETERO_MODELS)} do without features")
+    return facts.in_dims[facts.target]
+
+
+def _shape(settings: ModelSettings, relu: bool = True) -> HeteroShape:
+    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu)
 
 
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:
-    widths = [in_dim, *[settings.hidden] * (len(settings.fanouts) - 1), num_classes]
-    return list(zip(widths, widths[1:], strict=False))
+    dims = [in_dim, *[settings.hidden] * (len(settings.fanouts) - 1), num_classes]
+    return list(zip(dims, dims[1:], strict=False))

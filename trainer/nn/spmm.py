@@ -49,6 +49,14 @@ def attend(block: Block, x: Tensor, weight: Tensor) -> Tensor:
     return _Attend.apply(x, weight, block)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
+    """Per edge (j -> i) and head, the dot product of ``dst[i]`` and ``src[j]``, with gradients for both.
+
+    dst: float [num_dst, heads, f]; src: [num_src, heads, f]. Returns [num_edges, heads].
+    """
+    return _EdgeDots.apply(dst, src, block)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Aggregate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block, dst_scale: Tensor | None, src_scale: Tensor | None) -> Tensor:
@@ -82,6 +90,22 @@ class _Attend(torch.autograd.Function):
         grad_x = (weighted_rows_cpu if on_cpu else weighted_rows_torch)(indptr, indices, edges, weight, grad)
         grad_weight = (edge_dots_cpu if on_cpu else edge_dots_torch)(ctx.block, grad, x)
         return grad_x, grad_weight, None
+
+
+class _EdgeDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dst: Tensor, src: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(dst, src)
+        return (edge_dots_cpu if dst.device.type == "cpu" else edge_dots_torch)(block, dst.detach(), src)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dst, src = ctx.saved_tensors
+        product = weighted_rows_cpu if grad.device.type == "cpu" else weighted_rows_torch
+        grad_dst = product(ctx.block.indptr, ctx.block.indices, None, grad, src)
+        indptr, indices, edges = transpose(ctx.block)
+        return grad_dst, product(indptr, indices, edges, grad, dst), None
 
 
 def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,100 @@
+"""Blocks and typed batches for tests of models: by plain Python from edge lists, apart from ``trainer.sample``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainer.batch import Block, HeteroBatch
+from trainer.nn.facts import GraphFacts
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+
+#: An author writes papers; papers cite papers; topics stand above papers, and each topic belongs to a board.
+WRITES, CITES, HAS, WROTE, ON = (
+    ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "has", "topic"),
+    ("paper", "by", "author"), ("board", "on", "topic"),
+)  # fmt: skip
+NUM_NODES = {"paper": 30, "author": 20, "topic": 6, "board": 3}
+DIMS = {"paper": 7, "topic": 4, "board": 5}  #: authors have no features
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = "sage"
+    hidden: int = 16
+    heads: int = 4
+    dropout: float = 0.3
+    fanouts: tuple[int, ...] = (15, 10, 5)
+    seed: int = 0
+
+
+def homogeneous(in_dim=5, num_classes=4):
+    return GraphFacts(False, HOMO_NODE, (HOMO_NODE,), (HOMO_EDGE,), {HOMO_NODE: in_dim}, num_classes)
+
+
+def whole_graph_block(num_nodes, edge_index):
+    """Every node a target with all of its in-edges."""
+    order = torch.argsort(edge_index[1], stable=True)
+    counts = torch.bincount(edge_index[1], minlength=num_nodes)
+    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return Block(indptr, edge_index[0][order].int(), num_nodes)
+
+
+def typed_edges(seed=0, num_nodes=None, per_type=90):
+    """Random edges of five types, int64 [2, e] each; multi-edges and self loops included."""
+    rng, counts = np.random.default_rng(seed), num_nodes or NUM_NODES
+    ends = {of: (counts[of[0]], counts[of[2]]) for of in (WRITES, CITES, HAS, WROTE, ON)}
+    return {of: np.stack([rng.integers(0, n, per_type) for n in size]) for of, size in ends.items()}
+
+
+def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, target="paper", dims=None):
+    """``HeteroBatch`` around ``seeds``; -1 takes all. Picks differ from the trainer's, shapes and order do not."""
+    num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
+    known = {of: list(seeds) if of == target else [] for of in num_nodes}
+    counts, hops = {of: [len(ids)] for of, ids in known.items()}, []
+    for fanout in fanouts:
+        place = {of: {v: i for i, v in enumerate(ids)} for of, ids in known.items()}
+        targets = {of: list(ids) for of, ids in known.items()}
+        rows = {of: _rows(of, index, targets[of[2]], fanout, known, place, rng) for of, index in edges.items()}
+        for of, ids in known.items():
+            counts[of].append(len(ids))
+        hops.append({of: _block(row, len(known[of[0]])) for of, row in rows.items()})
+    n_id = {of: torch.tensor(ids, dtype=torch.int64) for of, ids in known.items()}
+    features = {of: node_rows(of, num_nodes[of], dim) for of, dim in (dims or DIMS).items()}
+    blocks = tuple({of: _widened(block, counts[of[0]][hop + 1]) for of, block in layer.items()}
+                   for hop, layer in reversed(list(enumerate(hops))))  # fmt: skip
+    return HeteroBatch(
+        step=0, key=key, num_seeds=len(seeds), global_seeds=len(seeds), target=target, n_id=n_id,
+        x={of: x[n_id[of]] for of, x in features.items()}, y=torch.zeros(len(seeds), dtype=torch.int64),
+        input_id=torch.arange(len(seeds)), blocks=blocks, num_nodes={of: tuple(c) for of, c in counts.items()},
+    )  # fmt: skip
+
+
+def node_rows(of, count, dim):
+    return torch.randn(count, dim, generator=torch.Generator().manual_seed(len(of)))
+
+
+def _rows(of, index, targets, fanout, known, place, rng):
+    rows = []
+    for v in targets:
+        sources = index[0][index[1] == v]
+        if 0 <= fanout < len(sources):
+            sources = rng.permutation(sources)[:fanout]
+        for u in sources.tolist():
+            if u not in place[of[0]]:
+                place[of[0]][u] = len(known[of[0]])
+                known[of[0]].append(u)
+        rows.append([place[of[0]][u] for u in sources.tolist()])
+    return rows
+
+
+def _block(rows, num_src):
+    indptr = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int32)
+    return Block(indptr, torch.tensor([u for row in rows for u in row], dtype=torch.int32), num_src)
+
+
+def _widened(block, num_src):
+    """Other edge types of the hop found sources too."""
+    return Block(block.indptr, block.indices, num_src)

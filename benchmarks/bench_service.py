@@ -23,7 +23,8 @@ import zmq
 from torch.distributed import rpc
 
 from table import Row, median_seconds, show
-from trainer.sample.types import HopRequest, HopSample
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_NODE
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys
 from trainer.service.protocol import HelloInfo
@@ -39,11 +40,8 @@ class Rows:
     def __init__(self, num_nodes: int):
         self.x = np.random.default_rng(0).random((num_nodes, DIM), np.float32)
 
-    def gather(self, nodes: np.ndarray, attrs: list[str]) -> dict[str, np.ndarray]:
-        return {"x": self.x[nodes]}
-
-    def sample_hop(self, request: HopRequest) -> HopSample:
-        raise NotImplementedError("only rows are measured here")
+    def gather(self, requests: list[RowRequest]) -> list[dict[str, np.ndarray]]:
+        return [{"x": self.x[request.ids]} for request in requests]
 
 
 def run(small: bool) -> list[Row]:
@@ -95,7 +93,7 @@ def our_server(num_nodes: int, keys: CurveKeys | None) -> Iterator[Callable[[np.
     process.start()
     client = HostClient(here.recv(), 1, "loopback", [0], 30.0, keys)
     try:
-        yield lambda nodes: client.gather(nodes, ["x"])
+        yield lambda nodes: client.gather([RowRequest(HOMO_NODE, nodes, ("x",))])
     finally:
         client.close()
         process.kill()

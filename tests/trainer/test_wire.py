@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
 import pytest
 
+from requests_kit import PLAIN, hops_of_every_kind
 from trainer.errors import ServiceError, WireError
-from trainer.sample.types import HopRequest, HopSample
-from trainer.service import protocol, wire
+from trainer.service import hops, protocol, wire
 from trainer.service.wire import Kind, Message, Status, decode, encode
 
 ARRAYS = (
@@ -19,42 +20,87 @@ ARRAYS = (
     np.empty((0, 5), np.float16),
     np.arange(24, dtype=">i4").reshape(2, 3, 4)[:, ::2],
     np.arange(3, dtype=np.uint8),
+    np.arange(9000, dtype=np.uint16).reshape(3, -1),
+    np.array([1 + 2j, -3j], np.complex64),
+    np.ones((2, 1, 3, 1, 2, 1, 1, 2), np.complex128) * 1j,
+    np.arange(2000, dtype=np.float64),
+    np.empty((7, 0)),
 )
+LARGE = np.arange(2000)  #: in a frame of its own
 
 
 def sent(message: Message, **limits: int) -> list[bytes]:
     return [bytes(frame) for frame in encode(message, **limits)]
 
 
-def message(*arrays: np.ndarray, text: str = "") -> Message:
-    return Message(Kind.GATHER, Status.REQUEST, 2**64 - 1, arrays, text, fanout=-1, shuffle=5, key=2**64 - 2, flags=3)
+def message(*arrays: np.ndarray, text: str = "", records: bytes = b"") -> Message:
+    return Message(Kind.GATHER, Status.REQUEST, 2**64 - 1, arrays, text, records)
 
 
 def test_round_trip_of_every_field() -> None:
-    back = decode(sent(message(*ARRAYS, text="größe\ny")))
+    frames = sent(message(*ARRAYS, text="größe\ny", records=b"12345"))
+    assert len(frames) == 3  # the head and the two arrays over 4096 bytes
+    back = decode(frames)
     assert (back.kind, back.status, back.request_id, back.text) == (Kind.GATHER, Status.REQUEST, 2**64 - 1, "größe\ny")
-    assert (back.fanout, back.shuffle, back.key, back.flags) == (-1, 5, 2**64 - 2, 3)
+    assert back.records == b"12345"
     for there, here in zip(back.arrays, ARRAYS, strict=True):
         assert there.dtype == here.dtype.newbyteorder("<") and there.shape == here.shape
+        assert there.flags.aligned
         np.testing.assert_array_equal(there, here)
 
 
-def test_arrays_are_not_copied_to_be_sent_or_received() -> None:
-    array = np.arange(1000)
-    frames = encode(message(array))
-    assert np.shares_memory(frames[1], array)
-    assert np.shares_memory(decode(frames).arrays[0], array)
+@pytest.mark.parametrize("seed", range(20))
+def test_round_trip_of_random_messages(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for _ in range(rng.integers(0, 300)):
+        shape = rng.integers(0, 5, rng.integers(0, 9))
+        dtype = wire._DTYPE_OF_CODE[rng.integers(len(wire._DTYPE_OF_CODE))]
+        arrays.append(rng.integers(0, 2, shape).astype(dtype))
+    frames = sent(message(*arrays, text="x" * rng.integers(9), records=rng.bytes(rng.integers(9))))
+    for there, here in zip(decode(frames).arrays, arrays, strict=True):
+        assert there.dtype == here.dtype
+        np.testing.assert_array_equal(there, here)
+
+
+def test_as_many_arrays_as_allowed_and_no_more() -> None:
+    most = [np.array([k]) for k in range(wire.MAX_ARRAYS)]
+    frames = sent(message(*most))
+    assert len(frames) == 1 and len(frames[0]) <= wire.MAX_HEAD
+    assert [int(array[0]) for array in decode(frames).arrays] == list(range(wire.MAX_ARRAYS))
+    with pytest.raises(WireError, match="4097 arrays.*cannot be sent at once"):
+        encode(message(*most, most[0]))
+    for field in ({"text": "x" * (wire.MAX_TEXT + 1)}, {"records": bytes(wire.MAX_RECORDS + 1)}):
+        with pytest.raises(WireError, match="cannot be sent at once"):
+            encode(message(**field))
+
+
+def test_large_arrays_are_not_copied_to_be_sent_or_received() -> None:
+    frames = encode(message(LARGE))
+    assert np.shares_memory(frames[1], LARGE)
+    assert np.shares_memory(decode(frames).arrays[0], LARGE)
+
+
+def test_received_small_arrays_may_be_written_to() -> None:
+    assert decode(sent(message(np.arange(3)))).arrays[0].flags.writeable
 
 
 def test_unaligned_frames_give_aligned_arrays() -> None:
-    head, body = sent(message(np.arange(9)))
+    head, body = sent(message(LARGE))
     back = decode([head, memoryview(b"x" + body)[1:]]).arrays[0]
     assert back.flags.aligned
-    np.testing.assert_array_equal(back, np.arange(9))
+    np.testing.assert_array_equal(back, LARGE)
 
 
 @pytest.mark.parametrize(
-    "array", [np.array(["a"]), np.array([object()]), np.array([1j]), np.zeros((1,) * 5), np.array(["2020"], "M8[D]")]
+    "array",
+    [
+        np.array(["a"]),
+        np.array([object()]),
+        np.zeros((1,) * 9),
+        np.array(["2020"], "M8[D]"),
+        np.array([1], np.longdouble),
+    ],
 )
 def test_refuses_to_send_other_arrays(array: np.ndarray) -> None:
     with pytest.raises(WireError, match="cannot be sent"):
@@ -67,16 +113,21 @@ def test_refuses_to_send_beyond_the_limit() -> None:
 
 
 def damaged() -> dict[str, list[bytes]]:
-    head, body = sent(message(np.arange(4), text="x"))
-    descriptor = wire._HEADER.size
+    head, body = sent(message(LARGE, np.arange(4), text="x"))
+    header, descriptor = wire._HEADER.size, wire._DESCRIPTOR.size
 
     def patched(offset: int, new: bytes) -> list[bytes]:
         return [head[:offset] + new + head[offset + len(new) :], body]
+
+    def of_array(number: int, offset: int, new: bytes) -> list[bytes]:
+        return patched(header + number * descriptor + offset, new)
 
     return {
         "no frames": [],
         "empty": [b""],
         "short head": [head[:20], body],
+        "cut in the descriptors": [head[: header + descriptor], body],
+        "cut in the small arrays": [head[:-1], body],
         "long head": [head + b"!", body],
         "huge head": [head + bytes(wire.MAX_HEAD), body],
         "frame missing": [head],
@@ -84,20 +135,27 @@ def damaged() -> dict[str, list[bytes]]:
         "body short": [head, body[:-1]],
         "body long": [head, body + b"\0"],
         "magic": patched(0, b"GNFX"),
-        "version": patched(4, b"\x09\0"),
+        "version 1": patched(4, b"\x01\0"),
         "kind": patched(6, b"\x63"),
         "status": patched(7, b"\x63"),
-        "array count": patched(16, b"\xff\xff"),
-        "text length": patched(20, b"\xff\xff\xff\xff"),
-        "text not UTF-8": patched(len(head) - 1, b"\xff"),
-        "dtype code": patched(descriptor, b"\x7f"),
-        "ndim": patched(descriptor + 1, b"\x05"),
-        "padding": patched(descriptor + 2, b"\x01"),
-        "shape": patched(descriptor + 8, b"\x05"),
-        "huge shape": patched(descriptor + 8, b"\xff" * 8),
-        "shape beyond ndim": patched(descriptor + 16, b"\x01"),
-        "empty of huge shape": [head[: descriptor + 1] + b"\x02" + head[descriptor + 2 : descriptor + 8] + bytes(8)
-                                + b"\xff" * 8 + head[descriptor + 24 :], b""],
+        "array count": patched(16, b"\xff\xff\xff\xff"),
+        "fewer arrays": patched(16, b"\x01"),
+        "records length": patched(20, b"\xff\xff\xff\xff"),
+        "text length": patched(24, b"\xff\xff\xff\xff"),
+        "header padding": patched(28, b"\x01"),
+        "text not UTF-8": patched(header + 2 * descriptor, b"\xff"),
+        "dtype code": of_array(0, 0, b"\x7f"),
+        "ndim": of_array(0, 1, b"\x09"),
+        "place": of_array(0, 2, b"\x02"),
+        "large one in the head": of_array(0, 2, b"\x01"),
+        "small one in a frame": of_array(1, 2, b"\x00"),
+        "padding": of_array(0, 3, b"\x01"),
+        "shape": of_array(0, 8, b"\x05"),
+        "small shape": of_array(1, 8, b"\x05"),
+        "huge shape": of_array(0, 8, b"\xff" * 8),
+        "shape beyond ndim": of_array(0, 16, b"\x01"),
+        "empty of huge shape": [head[: header + descriptor] + b"\x04\x02\x01" + bytes(5) + bytes(8) + b"\xff" * 8
+                                + bytes(48) + head[header + 2 * descriptor : header + 2 * descriptor + 1], body],
     }  # fmt: skip
 
 
@@ -117,9 +175,10 @@ def test_larger_than_allowed_is_refused() -> None:
 
 def test_random_damage_never_raises_anything_else() -> None:
     rng = random.Random(0)
-    frames = sent(message(np.arange(50), np.ones((4, 3), np.float32), text="x\ny"))
+    asked = [*hops_of_every_kind()[::7], dataclasses.replace(PLAIN, nodes=LARGE)]
+    frames = sent(hops.sample_request(asked))
     refused = 0
-    for _ in range(5000):
+    for _ in range(4000):
         mutant = [bytearray(frame) for frame in frames]
         for _ in range(rng.randint(1, 6)):
             target = rng.choice(mutant[:1] if rng.random() < 0.8 else mutant)
@@ -127,47 +186,10 @@ def test_random_damage_never_raises_anything_else() -> None:
         if rng.random() < 0.2:
             mutant[rng.randrange(len(mutant))] = bytearray(rng.randbytes(rng.randrange(300)))
         try:
-            decode([bytes(frame) for frame in mutant])
+            hops.read_sample_request(decode([bytes(frame) for frame in mutant]))
         except WireError:
             refused += 1
     assert refused > 2000
-
-
-@pytest.mark.parametrize("top", [5, 2**31 - 1, 2**31, 2**62])
-def test_requests_and_samples_round_trip_at_any_id_width(top: int) -> None:
-    nodes = np.array([top, 0, 3], np.int64)
-    request = HopRequest(nodes, 7, 3, key=2**64 - 1, replace=True, with_edge_id=True)
-    frames = sent(protocol.sample_request(request))
-    assert len(frames[1]) == (12 if top < 2**31 else 24)
-    back = protocol.read_sample_request(decode(frames))
-    assert back.nodes.dtype == np.int64 and back.nodes.flags.writeable
-    assert (back.nodes.tolist(), back.fanout, back.shuffle, back.key) == (nodes.tolist(), 7, 3, 2**64 - 1)
-    assert back.replace and back.with_edge_id
-    sample = HopSample(np.array([2, 0, 1], np.int32), nodes, np.array([1, 2, top]))
-    reply = decode(sent(decode(frames).reply(protocol.sample_arrays(sample))))
-    answer = protocol.read_sample(reply, 3, True)
-    assert answer.edge_id is not None and answer.edge_id.tolist() == [1, 2, top]
-    assert (answer.counts.tolist(), answer.src.tolist()) == ([2, 0, 1], nodes.tolist())
-
-
-@pytest.mark.parametrize("fields", [{"fanout": -2}, {"fanout": 2**31}, {"shuffle": -1}, {"flags": 4}])
-def test_requests_out_of_range_are_refused(fields: dict[str, int]) -> None:
-    request = Message(Kind.SAMPLE_HOP, Status.REQUEST, 1, (np.arange(3),), **fields)
-    with pytest.raises(WireError):
-        protocol.read_sample_request(request)
-
-
-def test_answers_that_do_not_fit_the_request_are_refused() -> None:
-    def reply(*arrays: np.ndarray) -> Message:
-        return Message(Kind.SAMPLE_HOP, Status.OK, 1, arrays)
-
-    counts, src = np.array([1, 2], np.int32), np.arange(3)
-    protocol.read_sample(reply(counts, src), 2, False)
-    for arrays in [(counts,), (counts, src[:2]), (counts[:1], src), (counts, src, src), (counts, src * 1.0)]:
-        with pytest.raises(WireError):
-            protocol.read_sample(reply(*arrays), 2, False)
-    with pytest.raises(WireError):
-        protocol.read_rows(reply(np.ones((2, 4))), 3, ["x"])
 
 
 def test_a_long_error_is_cut_and_still_readable() -> None:

@@ -69,7 +69,11 @@ def test_shared_folder_is_verified_in_place_and_a_flipped_byte_refused(make_clus
     flip_a_byte(tmp_path / "shared/parts/part1/nodes/node/attrs/x.npy")
     bad = launch(config, "--run-id", "bad", env=cluster.environment())
     assert bad.status != 0
-    assert "part1/nodes/node/attrs/x.npy" in bad.output and "node1" in bad.output and cluster.hosts[1].address in bad.output
+    assert (
+        "part1/nodes/node/attrs/x.npy" in bad.output
+        and "node1" in bad.output
+        and cluster.hosts[1].address in bad.output
+    )
     assert left_behind(cluster) == []
 
 

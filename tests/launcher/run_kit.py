@@ -15,7 +15,10 @@ from launcher.script import Command, Secret
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
     """A partition folder as sync and verify see it: a manifest and files of known digests."""
     files = []
-    for name in ["shared/nodes/node/seeds/train.npy", *(f"part{p}/nodes/node/attrs/{x}.npy" for p in range(num_parts) for x in "xy")]:
+    for name in [
+        "shared/nodes/node/seeds/train.npy",
+        *(f"part{p}/nodes/node/attrs/{x}.npy" for p in range(num_parts) for x in "xy"),
+    ]:
         data = hashlib.sha256(name.encode()).digest() * (size // 32)
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,12 @@ def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
     sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
     assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
         ["/shared/nodes/node/seeds/train.npy", "/part0/nodes/node/attrs/x.npy", "/manifest.json"],
-        ["/shared/nodes/node/seeds/train.npy", "/part1/nodes/node/attrs/x.npy", "/part2/nodes/node/attrs/x.npy", "/manifest.json"],
+        [
+            "/shared/nodes/node/seeds/train.npy",
+            "/part1/nodes/node/attrs/x.npy",
+            "/part2/nodes/node/attrs/x.npy",
+            "/manifest.json",
+        ],
     ]
     for file in sent[1]:
         content = Path(file.source).read_bytes()

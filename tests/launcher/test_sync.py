@@ -24,6 +24,8 @@ from launcher.transport.local import LocalTransport
 from launcher.verify import verify
 from run_kit import make_launch, make_node, make_parts, sync_plan
 
+X = "part0/nodes/node/attrs/x.npy"
+
 
 class Breaking(LocalTransport):
     """Breaks in the middle of uploads, as often as it is told; keeps what it was asked to send."""
@@ -93,7 +95,7 @@ def test_the_second_time_nothing_is_sent(tmp_path: Path) -> None:
 def test_a_changed_file_is_sent_again_and_only_that(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     sync(plan, lines(plan))
-    damaged = Path(plan.nodes[0].data_dir, "part0/nodes/node/attrs/x.npy")
+    damaged = Path(plan.nodes[0].data_dir, X)
     whole = damaged.read_bytes()
     damaged.write_bytes(b"?" + whole[1:])
     line = Breaking(0)
@@ -109,7 +111,7 @@ def test_a_broken_line_is_opened_again_and_the_file_goes_on_from_where_it_was(tm
     offsets = [offset for dest, offset in line.uploads if dest.endswith("x.npy.part")]
     assert offsets == [0, 1000, 2000]
     assert line.connects == 2
-    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
+    assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
     assert not list(Path(plan.nodes[0].workdir).rglob("*.part"))
 
 
@@ -118,12 +120,12 @@ def test_a_line_that_keeps_breaking_names_node_host_and_file_and_leaves_a_part_t
     with pytest.raises(SyncError, match=r"node0 \(local\).*part0/nodes/node/attrs/x.npy.*run again to resume"):
         sync(plan, lines(plan, node0=Breaking(0, breaks=99)))
     data = Path(plan.nodes[0].data_dir)
-    assert not (data / "part0/nodes/node/attrs/x.npy").exists() and not (data / "manifest.json").exists()
+    assert not (data / X).exists() and not (data / "manifest.json").exists()
     left = (data / "part0/nodes/node/attrs/x.npy.part").stat().st_size
     line = Breaking(0)
     sync(plan, lines(plan, node0=line))
     assert ((data / "part0/nodes/node/attrs/x.npy.part").as_posix(), left) in line.uploads
-    assert (data / "part0/nodes/node/attrs/x.npy").read_bytes() == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
+    assert (data / X).read_bytes() == (tmp_path / "parts" / X).read_bytes()
 
 
 def test_a_part_file_left_by_another_version_is_not_taken_for_whole(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_a_part_file_left_by_another_version_is_not_taken_for_whole(tmp_path: Pa
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"another graph" * 100)
     sync(plan, lines(plan))
-    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
+    assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
 def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> None:
@@ -141,7 +143,9 @@ def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> N
     data = bytearray(source.read_bytes())
     data[1234] ^= 1
     source.write_bytes(data)
-    with pytest.raises(SyncError, match=r"part1/nodes/node/attrs/y.npy on this machine is not what its manifest says.*node1"):
+    with pytest.raises(
+        SyncError, match=r"part1/nodes/node/attrs/y.npy on this machine is not what its manifest says.*node1"
+    ):
         sync(plan, lines(plan))
     assert not Path(plan.nodes[1].data_dir, "part1/nodes/node/attrs/y.npy").exists()
     assert not Path(plan.nodes[1].data_dir, "manifest.json").exists()
@@ -150,7 +154,9 @@ def test_a_byte_flipped_in_a_part_here_is_refused_and_named(tmp_path: Path) -> N
 def test_a_full_disk_names_host_path_and_bytes(tmp_path: Path) -> None:
     plan = sync_plan(tmp_path)
     full = Breaking(1, 99, lambda: RemoteFileError("cannot write x: No space left on device", errno=errno.ENOSPC))
-    with pytest.raises(SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes/node/attrs: 50.0 kB still to be .* free"):
+    with pytest.raises(
+        SyncError, match=r"node1 \(local\): disk full at .*/part1/nodes/node/attrs: 50.0 kB still to be .* free"
+    ):
         sync(plan, lines(plan, node1=full))
 
 
@@ -227,7 +233,7 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
     plan = sync_plan(tmp_path, num_nodes=1)
     sync(plan, {0: line})
     assert (str(part), cut) in line.uploads
-    assert bytes_of(plan, 0)["part0/nodes/node/attrs/x.npy"] == (tmp_path / "parts/part0/nodes/node/attrs/x.npy").read_bytes()
+    assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
 def shared_plan(folder: Path, top: Path, *, other: Path | None = None) -> LaunchPlan:
@@ -239,9 +245,9 @@ def test_verify_accepts_a_whole_folder_and_the_second_time_reads_no_file(tmp_pat
     plan = shared_plan(folder, tmp_path)
     report = verify(plan, lines(plan))
     assert (report.fingerprint, report.files) == ("f00d", 8)
-    whole = (folder / "part0/nodes/node/attrs/x.npy").stat()
-    (folder / "part0/nodes/node/attrs/x.npy").write_bytes(b"?" * whole.st_size)
-    os.utime(folder / "part0/nodes/node/attrs/x.npy", ns=(whole.st_atime_ns, whole.st_mtime_ns))
+    whole = (folder / X).stat()
+    (folder / X).write_bytes(b"?" * whole.st_size)
+    os.utime(folder / X, ns=(whole.st_atime_ns, whole.st_mtime_ns))
     assert verify(plan, lines(plan)).files == 8, "same size and mtime: the digest of the first time counts"
 
 
@@ -253,7 +259,9 @@ def test_verify_refuses_a_flipped_byte_and_names_node_host_and_file(tmp_path: Pa
     data = bytearray(path.read_bytes())
     data[100] ^= 4
     path.write_bytes(data)
-    with pytest.raises(SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/x.npy differs from the manifest") as caught:
+    with pytest.raises(
+        SyncError, match=r"node1 \(local\): .*part1/nodes/node/attrs/x.npy differs from the manifest"
+    ) as caught:
         verify(plan, lines(plan))
     assert "node0" not in str(caught.value), "node 0 does not use part 1"
 

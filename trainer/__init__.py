@@ -2,6 +2,55 @@
 
 It never imports ``launcher``; the two packages meet through command lines, environment
 variables and the files described in ``docs/ARCHITECTURE.md``.
+
+::
+
+    import trainer
+    graph = trainer.open("parts")            # or trainer.open() in a script that launch.py started
+    loader = trainer.DistNeighborLoader(graph, [10, 5], "train", batch_size=512, shuffle=True)
 """
 
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.load.nodes import DistNeighborLoader
+    from trainer.load.open import Graph
+
 __version__ = "0.1.0"
+__all__ = ["DistNeighborLoader", "open"]
+
+_LAZY = {"DistNeighborLoader": "trainer.load.nodes"}  #: so that ``import trainer`` alone does not import torch
+
+
+def open(
+    path: str | Path | None = None, part: int | Sequence[int] | None = None, *, cluster: str | Path | None = None,
+    node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
+) -> Graph:  # fmt: skip
+    """Open a partitioned graph for this process.
+
+    Args:
+        path: partition folder; default: that of the run which launch.py started.
+        part: part id or ids to read from this folder; default: this node's in ``cluster``, or all.
+        cluster: ``cluster.json`` that says where the other parts are served; default: GNNFLEET_CLUSTER.
+        node_rank: this node's in ``cluster``; default: NODE_RANK or GROUP_RANK.
+        key_file: of an encrypted service; default: GNNFLEET_SERVICE_KEY.
+        deadline: seconds that any request may take.
+
+    Rank and world size are torchrun's, or those of the initialized process group. Raises
+    ``SettingsError`` without a path outside a run, ``PartitionError`` for a folder or part that is
+    missing or damaged, and ``ServiceError`` for a host that does not answer.
+    """
+    from trainer.load.env import open_any
+
+    return open_any(path, part, cluster=cluster, node_rank=node_rank, key_file=key_file, deadline=deadline)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

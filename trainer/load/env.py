@@ -1,9 +1,12 @@
-"""The graph of the run this process belongs to: for training scripts of one's own."""
+"""What the environment says: which process this is, and the graph of the run it belongs to."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from trainer.errors import SettingsError
 from trainer.load.open import Graph, open_graph
@@ -11,26 +14,81 @@ from trainer.load.seeds import RankLayout
 from trainer.ranks import Ranks
 from trainer.service.cluster import read_cluster
 
+_RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
+
+
+def open_any(
+    path: str | Path | None = None, part: int | Sequence[int] | None = None, *, cluster: str | Path | None = None,
+    node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
+    environ: Mapping[str, str] = os.environ,
+) -> Graph:  # fmt: skip
+    """``trainer.open``: see there."""
+    if path is None:
+        _check_in_run(environ)
+        path = environ["GNNFLEET_PARTS"]
+    ranks = this_process(environ)
+    ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
+    cluster = cluster or environ.get("GNNFLEET_CLUSTER")
+    placed = _placed(cluster, ranks) if cluster else None
+    if part is not None:
+        part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
+    else:
+        part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
+    return open_graph(
+        path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank,
+        key_file=key_file or environ.get("GNNFLEET_SERVICE_KEY"), deadline=deadline, ranks=ranks, placed=placed,
+    )  # fmt: skip
+
 
 def open_run(environ: Mapping[str, str] = os.environ, deadline: float = 120.0) -> tuple[Graph, Ranks, RankLayout]:
     """This node's parts opened, the other nodes connected to, and where this process stands.
 
     Reads what the launcher sets: GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER,
-    GNNFLEET_SERVICE_KEY and torchrun's variables. Pass rank and layout on to a loader; close
-    the graph when all ranks are done. Raises ``SettingsError`` outside a run, ``PartitionError``
-    and ``ServiceError`` as ``open_graph`` does.
+    GNNFLEET_SERVICE_KEY and torchrun's variables. Close the graph when all ranks are done.
+    Raises ``SettingsError`` outside a run, ``PartitionError`` and ``ServiceError`` as
+    ``open_graph`` does.
     """
-    missing = [name for name in ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER") if name not in environ]
-    if missing:
-        raise SettingsError(f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …")
+    _check_in_run(environ)
+    part_ids = [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part]
+    graph = open_any(part=part_ids, deadline=deadline, environ=environ)
+    return graph, graph.ranks, graph.layout
+
+
+def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """torchrun's variables, or else an initialized process group's rank and world size."""
     ranks = Ranks.from_env(environ)
-    layout = RankLayout.from_cluster(read_cluster(environ["GNNFLEET_CLUSTER"]))
-    graph = open_graph(
-        environ["GNNFLEET_PARTS"],
-        [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part],
-        cluster_file=environ["GNNFLEET_CLUSTER"],
-        node_rank=ranks.node_rank,
-        key_file=environ.get("GNNFLEET_SERVICE_KEY"),
-        deadline=deadline,
+    torch = sys.modules.get("torch")  # without torch imported there is no process group either
+    if "RANK" in environ or torch is None:
+        return ranks
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return ranks
+    return replace(ranks, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _check_in_run(environ: Mapping[str, str]) -> None:
+    if missing := [name for name in _RUN if name not in environ]:
+        raise SettingsError(
+            f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …,"
+            " or name the partition folder to open"
+        )
+
+
+def _placed(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
+    """The run's layout; None for a process beside the run, which then loads everything itself."""
+    layout = RankLayout.from_cluster(read_cluster(cluster))
+    if layout.world_size == ranks.world_size:
+        return layout
+    if ranks.world_size == 1:
+        return None
+    raise SettingsError(
+        f"cluster file {cluster} places {layout.world_size} ranks, but {ranks.world_size} were started;"
+        " start as many as it lists, or name the cluster file of this run"
     )
-    return graph, ranks, layout
+
+
+def _own_parts(cluster: str | Path, node_rank: int) -> list[int]:
+    for node in read_cluster(cluster).nodes:
+        if node.node_rank == node_rank:
+            return list(node.parts)
+    raise SettingsError(f"cluster file {cluster} has no node {node_rank}; set node_rank (or NODE_RANK) to one of its")

@@ -1,20 +1,28 @@
-"""From seeds to batches: sample, gather, hand over in order, several batches ahead."""
+"""Batches for the bundled trainer: sample, gather, hand over in order, several batches ahead."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.arrays import Array, Ids
-from trainer.batch import Batch, Block
+from trainer.batch import Batch, HeteroBatch
+from trainer.errors import SettingsError
+from trainer.load.convert import as_label, as_tensor, hetero_blocks, homo_blocks
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, split_step
-from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, check_fanouts, sample_multi_hop
+from trainer.load.sampler import Sampled, SubgraphSampler
+from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
+from trainer.sample.multi_hop import check_settings
+from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
+
+AnyBatch: TypeAlias = Batch | HeteroBatch
 
 
 @dataclass(frozen=True)
@@ -22,131 +30,119 @@ class LoaderSettings:
     """What to load and how far ahead."""
 
     split: str  #: name of the seed list: train, val, test
-    fanouts: tuple[int, ...]  #: seeds outward; -1 takes all
+    fanouts: tuple[int, ...] | Mapping[EdgeType, tuple[int, ...]]  #: seeds outward, -1 takes all; or per edge type
     global_batch: int  #: seeds per step over all ranks
     seed: int = 0
     replace: bool = False
     shuffle: bool = True
     threads: int = 1
     prefetch: int = 3  #: batches under way per rank
-    want_degree: bool = False  #: also bring whole-graph in-degrees (GCN)
+    want_degree: bool = False  #: also bring whole-graph in-degrees (GCN); homogeneous graphs only
     deadline: float = 120.0  #: seconds
-
-    def __post_init__(self) -> None:
-        check_fanouts(self.fanouts, self.replace)  # now, not when the first evaluation begins
-
-    @property
-    def patience(self) -> float:
-        """Seconds until a batch that does not come means a stuck thread; every request has its own deadline."""
-        return self.deadline * (len(self.fanouts) + 2)
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of one global batch."""
-
-    step: int
-    key: int
-    global_seeds: int
-    input_id: Ids  #: positions in the split's seed list
-    seeds: Ids  #: global ids
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A share with its subgraph and gathered rows, still numpy."""
-
-    share: Share
-    subgraph: SampledSubgraph
-    rows: Mapping[str, Array]
-    labels: Array | None
-    remote_bytes: int
+    target: NodeType = HOMO_NODE  #: node type of the seeds
 
 
 class BatchLoader:
-    """One rank's batches of a split. Every rank yields the same number, some perhaps without seeds."""
+    """One rank's batches of a split: ``Batch`` of a homogeneous graph, else ``HeteroBatch``.
+
+    Every rank yields the same number, some perhaps without seeds. Raises ``SettingsError`` for fanouts
+    that cannot be sampled and ``PartitionError`` for a split that is not there.
+    """
 
     def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
-        self._seeds = graph.store.seeds(settings.split)
+        if settings.target not in graph.manifest.nodes:
+            raise SettingsError(f"no node type {settings.target!r}; there are {list(graph.manifest.nodes)}")
+        self._seeds = graph.store.seeds(settings.target, settings.split)
         stream = STREAMS.get(settings.split, OTHER_STREAM)
         self.order = SeedOrder(len(self._seeds), settings.global_batch, settings.seed, settings.shuffle, stream)
-        self.sampler = BatchSampler(graph, settings)
+        sampling = sampling_of(graph, settings)
+        check_settings(graph.manifest, sampling)
+        self._patience = settings.deadline * (sampling.num_hops + 2)  # every request has its own deadline
+        self.sampler = SubgraphSampler(graph, sampling, _attrs(graph, settings), _labels(graph, settings))
 
     def __len__(self) -> int:
         return self.order.num_steps
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Batches of one epoch from ``first_step`` on. Raises ``ServiceError``."""
-        s, shares = self.settings, self.shares(epoch, first_step)
-        return ordered_ahead(self._batch, shares, threads=s.threads, ahead=s.prefetch, deadline=s.patience)
-
-    def _batch(self, share: Share) -> Batch:
-        return to_batch(self.sampler.sample(share))
+        s, work = self.settings, self.shares(epoch, first_step)
+        return ordered_ahead(self.load, work, threads=s.threads, ahead=s.prefetch, deadline=self._patience)
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
         """This rank's seeds, step by step."""
-        order = self.order.epoch(epoch)
-        for step in range(first_step, len(self)):
-            positions = self.order.step(order, step)
-            ranks = split_step(self.graph.book.part_of(self._seeds[positions]), self.layout)
-            own = positions[ranks == self.rank]
-            yield Share(step, self.order.key(epoch, step), len(positions), own, self._seeds[own])
+        return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
-
-@dataclass
-class BatchSampler:
-    """Samples shares; safe to call from several threads (each keeps its own relabel table)."""
-
-    graph: Graph
-    settings: LoaderSettings
-    edges: bool = False  #: list edges with ids for PyG's view
-    attrs: tuple[str, ...] = ("x",)  #: gathered for every node
-    _local: threading.local = field(default_factory=threading.local, repr=False)
+    def load(self, share: Share) -> AnyBatch:
+        """The batch of one share."""
+        sampled = self.sample(share)
+        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
     def sample(self, share: Share) -> Sampled:
-        """Subgraph and rows of one share. Raises ``ServiceError``."""
-        s, access = self.settings, self.graph.access
-        access.take_remote_bytes()
-        subgraph = sample_multi_hop(
-            access, share.seeds, s.fanouts, share.key, self._table(), replace=s.replace, edges=self.edges
+        """Subgraph and rows of one share, still numpy."""
+        return self.sampler.sample(SeedSet({self.settings.target: self._seeds[share.positions]}), share.key)
+
+    def _part_of(self, positions: Ids) -> Ids:
+        return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
+
+    def _homo(self, share: Share, sampled: Sampled) -> Batch:
+        rows = sampled.rows[HOMO_NODE]
+        return Batch(
+            step=share.step,
+            key=share.key,
+            num_seeds=len(share.positions),
+            global_seeds=share.global_seeds,
+            n_id=torch.from_numpy(rows["orig_id"]),
+            x=self._features(HOMO_NODE, rows["x"]),
+            y=self._y(sampled),
+            input_id=torch.from_numpy(share.positions),
+            blocks=homo_blocks(sampled.subgraph),
+            degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
+            remote_bytes=sampled.remote_bytes,
         )
-        wanted = [*self.attrs, "orig_id", *(["in_degree"] if s.want_degree else [])]
-        rows = access.gather(subgraph.nodes, wanted)
-        labels = access.gather(share.seeds, ["y"])["y"] if "y" in self.graph.manifest.attrs else None
-        return Sampled(share, subgraph, rows, labels, access.take_remote_bytes())
 
-    def _table(self) -> RelabelTable:
-        if not hasattr(self._local, "table"):
-            self._local.table = RelabelTable(self.graph.manifest.num_nodes)
-        table: RelabelTable = self._local.table
-        return table
+    def _hetero(self, share: Share, sampled: Sampled) -> HeteroBatch:
+        nodes, rows = sampled.subgraph.nodes, sampled.rows
+        return HeteroBatch(
+            step=share.step,
+            key=share.key,
+            num_seeds=len(share.positions),
+            global_seeds=share.global_seeds,
+            target=self.settings.target,
+            n_id={of: torch.from_numpy(rows[of]["orig_id"]) for of in nodes},
+            x={of: self._features(of, rows[of]["x"]) for of in nodes if "x" in rows[of]},
+            y=self._y(sampled),
+            input_id=torch.from_numpy(share.positions),
+            blocks=hetero_blocks(sampled.subgraph),
+            num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
+            remote_bytes=sampled.remote_bytes,
+        )
 
+    def _features(self, of: NodeType, rows: Array) -> Tensor:
+        return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
 
-def to_batch(sampled: Sampled) -> Batch:
-    """The tensors a model wants: features as float32, one block per layer, outermost hop first."""
-    share, subgraph = sampled.share, sampled.subgraph
-    return Batch(
-        step=share.step,
-        key=share.key,
-        num_seeds=len(share.seeds),
-        global_seeds=share.global_seeds,
-        n_id=torch.from_numpy(sampled.rows["orig_id"]),
-        x=torch.from_numpy(sampled.rows["x"]).float(),
-        y=None if sampled.labels is None else as_label(sampled.labels),
-        input_id=torch.from_numpy(share.input_id),
-        blocks=to_blocks(subgraph),
-        degree=torch.from_numpy(sampled.rows["in_degree"]) if "in_degree" in sampled.rows else None,
-        remote_bytes=sampled.remote_bytes,
-    )
+    def _y(self, sampled: Sampled) -> Tensor | None:
+        if "y" not in sampled.labels:
+            return None
+        return as_label(as_tensor(sampled.labels["y"], self.graph.manifest.nodes[self.settings.target].attrs["y"]))
 
 
-def to_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
-    """Blocks in layer order: the outermost hop first."""
-    parts = (subgraph.block(hop) for hop in reversed(range(len(subgraph.fanouts))))
-    return tuple(Block(torch.from_numpy(indptr), torch.from_numpy(indices), n) for indptr, indices, n in parts)
+def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
+    """How the neighbours of a bundled trainer's batch are drawn: exact blocks, no edge ids."""
+    given = settings.fanouts
+    every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
+    return SampleSettings(every, replace=settings.replace)
 
 
-def as_label(labels: Array) -> torch.Tensor:
-    """Integer labels as int64 (what cross entropy wants), others in their own dtype."""
-    return torch.from_numpy(labels.astype(np.int64) if np.issubdtype(labels.dtype, np.integer) else labels)
+def _attrs(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
+    """Rows to gather: features of the types that have some."""
+    wanted: dict[AnyType, tuple[str, ...]] = {
+        of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
+    }
+    if settings.want_degree and not graph.manifest.hetero:
+        wanted[HOMO_NODE] = (*wanted.get(HOMO_NODE, ()), "in_degree")
+    return wanted
+
+
+def _labels(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
+    return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())

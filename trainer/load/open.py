@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from trainer.errors import PartitionError
-from trainer.partition.book import PartitionBook
+from trainer.load.seeds import RankLayout
 from trainer.partition.format import Manifest, manifest_digest
+from trainer.ranks import Ranks
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.service.client import HostClient
@@ -23,14 +25,19 @@ class Graph:
     store: PartStore
     access: DistGraph
     clients: dict[int, HostClient] = field(default_factory=dict)
+    ranks: Ranks = Ranks()  #: this process among those that load from the graph
+    placed: RankLayout | None = None  #: ranks beside each part; default: every rank reads every part
+    #: The user's ``Data``, ``HeteroData`` or (feature store, graph store) when the graph was made from one.
+    source: Any = None
 
     @property
     def manifest(self) -> Manifest:
         return self.store.manifest
 
     @property
-    def book(self) -> PartitionBook:
-        return self.store.book
+    def layout(self) -> RankLayout:
+        """Which ranks sit beside which part."""
+        return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
 
     def close(self) -> None:
         """Let the connections go; waiting requests raise ``ServiceError``."""
@@ -48,7 +55,8 @@ class Graph:
 
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
-    node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0,
+    node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
+    placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
@@ -57,7 +65,7 @@ def open_graph(
     """
     store = open_parts(parts, part_ids)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
-    graph = Graph(store, DistGraph(LocalGraph(store), clients), clients)
+    graph = Graph(store, DistGraph(LocalGraph(store), clients), clients, ranks or Ranks(), placed)
     try:
         _check_complete(graph)
     except PartitionError:

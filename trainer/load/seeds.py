@@ -6,6 +6,7 @@ seed is lost or doubled, whatever the number of ranks, hosts and parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ class SeedOrder:
     seed: int
     shuffle: bool = True
     stream: int = STREAMS["train"]
+    drop_last: bool = False  #: leave out a short last batch
+    least: int = 0  #: a short last batch of fewer seeds joins the one before
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -40,7 +43,9 @@ class SeedOrder:
     @property
     def num_steps(self) -> int:
         """Steps of an epoch; the last one may be short."""
-        return -(-self.num_seeds // self.global_batch)
+        full, rest = divmod(self.num_seeds, self.global_batch)
+        left_out = self.drop_last or rest == 0 or (full > 0 and rest < self.least)
+        return full if left_out else full + 1
 
     def epoch(self, epoch: int) -> Ids:
         """Positions in the split's seed list, int64 [num_seeds], in training order."""
@@ -50,7 +55,8 @@ class SeedOrder:
 
     def step(self, order: Ids, step: int) -> Ids:
         """The positions of one global batch."""
-        return order[step * self.global_batch : (step + 1) * self.global_batch]
+        joins_rest = step == self.num_steps - 1 and not self.drop_last
+        return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
     def key(self, epoch: int, step: int) -> int:
         """The batch's key for samples and dropout."""
@@ -67,7 +73,12 @@ class RankLayout:
     @classmethod
     def single(cls, num_parts: int) -> RankLayout:
         """One process that owns everything."""
-        return cls(1, ((0,),) * num_parts)
+        return cls.everywhere(1, num_parts)
+
+    @classmethod
+    def everywhere(cls, world_size: int, num_parts: int) -> RankLayout:
+        """Every rank reads every part itself."""
+        return cls(world_size, (tuple(range(world_size)),) * num_parts)
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
@@ -80,6 +91,28 @@ class RankLayout:
         """int64 [num_parts, most ranks of a part], padded with -1."""
         width = max((len(ranks) for ranks in self.ranks_of_part), default=0)
         return np.array([[*ranks, *[-1] * (width - len(ranks))] for ranks in self.ranks_of_part], np.int64)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one global batch."""
+
+    step: int
+    key: int  #: uint64 of (seed, stream, epoch, step)
+    global_seeds: int  #: of all ranks
+    positions: Ids  #: int64 [n] in the seed list
+    places: Ids  #: int64 [n] in the global batch: the same however it is split
+
+
+def shares(
+    order: SeedOrder, part_of: Callable[[Ids], Ids], rank: int, layout: RankLayout, epoch: int, first_step: int = 0
+) -> Iterator[Share]:
+    """This rank's share of every step; ``part_of`` says where the seeds at some positions live."""
+    positions = order.epoch(epoch)
+    for step in range(first_step, order.num_steps):
+        batch = order.step(positions, step)
+        places = np.flatnonzero(split_step(part_of(batch), layout) == rank)
+        yield Share(step, order.key(epoch, step), len(batch), batch[places], places)
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:

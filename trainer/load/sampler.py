@@ -1,0 +1,59 @@
+"""A subgraph and the rows of its nodes and edges: what the sampler threads bring for one batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer.arrays import Array, Ids
+from trainer.load.open import Graph
+from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
+from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet
+from trainer.sample.types import RowRequest
+from trainer.schema import AnyType, NodeType
+
+Rows = Mapping[str, Array]  #: attribute -> [n, …]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Ids and rows of one batch, still numpy."""
+
+    subgraph: SampledSubgraph
+    rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
+    labels: Rows  #: of the seeds, where asked for
+    remote_bytes: int
+
+
+@dataclass
+class SubgraphSampler:
+    """Safe to call from several threads (each keeps its own relabel tables)."""
+
+    graph: Graph
+    settings: SampleSettings
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: to gather besides ``orig_id``
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
+    _local: threading.local = field(default_factory=threading.local, repr=False)
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
+        access = self.graph.access
+        access.take_remote_bytes()
+        subgraph = sample_multi_hop(access, self.graph.manifest, seeds, self.settings, key, self._tables())
+        requests = self._requests(subgraph)
+        labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
+        answers = access.gather([*requests, *labels])
+        rows = {request.of: answer for request, answer in zip(requests, answers, strict=False)}
+        return Sampled(subgraph, rows, answers[-1] if labels else {}, access.take_remote_bytes())
+
+    def _requests(self, subgraph: SampledSubgraph) -> list[RowRequest]:
+        found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
+        found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
+        return [RowRequest(of, ids, ("orig_id", *self.attrs.get(of, ()))) for of, ids in found.items()]
+
+    def _tables(self) -> RelabelTables:
+        if not hasattr(self._local, "tables"):
+            self._local.tables = RelabelTables(self.graph.manifest)
+        tables: RelabelTables = self._local.tables
+        return tables

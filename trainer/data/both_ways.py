@@ -37,7 +37,7 @@ def both_ways(
 
 def reverse(data: EdgeData) -> EdgeData:
     """The same edges the other way round, attributes shared."""
-    return EdgeData(data.edge_index[::-1], data.attrs, data.bfloat16)
+    return EdgeData(np.ascontiguousarray(data.edge_index[::-1]), data.attrs, data.bfloat16)
 
 
 def merged(data: EdgeData, num_nodes: int) -> EdgeData:

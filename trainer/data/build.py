@@ -31,6 +31,8 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
     Raises ``DataError`` for arrays that contradict each other.
     """
     _check_options(raw, options)
+    if raw.hetero and not raw.edges:
+        raise DataError(f"{raw.name}: no edges; a heterogeneous graph has arrays named source__relation__target")
     for of in (*raw.node_types, *raw.edges):
         for word in [of] if isinstance(of, str) else of:
             check_word(word, raw.name)
@@ -95,26 +97,37 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
     for name in {*options.time_attrs} & {*kept}:
         kept[name] = replace(kept[name], values=checks.check_time(kept[name].values, kept[name].place))
-    num_classes = _classes(kept, splits, options, notes)
+    asked = options.num_classes if of == _classes_asked_of(graph, options) else None
+    num_classes = _classes(kept, splits, asked, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
 
 
-def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], options: SourceOptions, notes: list[str]) -> int:
+def _classes_asked_of(graph: RawGraph, options: SourceOptions) -> NodeType | None:
+    """The node type that option num_classes is about."""
+    if options.num_classes is None or not graph.hetero:
+        return HOMO_NODE
+    labelled = [of for of in graph.node_types if "y" in graph.nodes.get(of, {})]
+    if options.target is None and len(labelled) != 1:
+        raise DataError(f"{graph.name}: option num_classes needs option target: {len(labelled)} node types have y")
+    return options.target or labelled[0]
+
+
+def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], asked: int | None, notes: list[str]) -> int:
     """Number of classes; ``y`` in ``kept`` becomes class labels, or stays a plain target with a note."""
     if "y" not in kept:
-        return options.num_classes or 0
+        return asked or 0
     y = kept["y"]
     reason = "it is bfloat16" if y.bfloat16 else checks.no_class_labels(y.values)
-    if options.num_classes == 0:
+    if asked == 0:
         return 0
     if reason:
-        if options.num_classes is not None:
+        if asked is not None:
             raise DataError(f"{y.place}: no class labels: {reason}; leave out option num_classes to keep y as it is")
         notes.append(f"{y.place}: kept as a plain target, not as classes: {reason}")
         return 0
     labels, found = checks.class_labels(y.values, y.place)
-    num_classes = checks.check_num_classes(options.num_classes, labels, found, y.place)
+    num_classes = checks.check_num_classes(asked, labels, found, y.place)
     checks.check_labelled(labels, splits, y.place)
     kept["y"] = replace(y, values=labels)
     return num_classes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,25 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
     Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]; order inside a row
     follows the edge list.
     """
-    sources, targets = edge_index[0], edge_index[1]
-    indptr = _both_ways_indptr(sources, targets, num_nodes)
+    return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
+
+
+def joint_adjacency(
+    lists: Sequence[tuple[Array, int, int]], num_nodes: int, dtype: Any = np.int32
+) -> tuple[Array, Array]:
+    """``symmetric_adjacency`` of several edge lists together: (edges [2, E], first source, first target) each.
+
+    Row 0 counts from the first source, row 1 from the first target.
+    """
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    for edges, *starts in lists:
+        _count_both_ways(edges[0], edges[1], *starts, indptr)
+    np.cumsum(indptr, out=indptr)
     slots = np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64)
-    _both_ways_fill(sources, targets, indptr, slots)
+    cursor = indptr[:-1].copy()
+    for edges, *starts in lists:
+        _fill_both_ways(edges[0], edges[1], *starts, cursor, slots)
+    del cursor
     unique_indptr = _drop_repeats(indptr, slots)
     return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)
 
@@ -50,22 +66,20 @@ def undirected(edge_index: Array, num_nodes: int) -> Array:
 
 
 @njit(nogil=True, cache=True)
-def _both_ways_indptr(sources: Array, targets: Array, num_nodes: int) -> Array:
-    indptr = np.zeros(num_nodes + 1, np.int64)
+def _count_both_ways(sources: Array, targets: Array, first_source: int, first_target: int, indptr: Array) -> None:
     for edge in range(len(sources)):
-        if sources[edge] != targets[edge]:
-            indptr[sources[edge] + 1] += 1
-            indptr[targets[edge] + 1] += 1
-    for node in range(num_nodes):
-        indptr[node + 1] += indptr[node]
-    return indptr
+        source, target = sources[edge] + first_source, targets[edge] + first_target
+        if source != target:
+            indptr[source + 1] += 1
+            indptr[target + 1] += 1
 
 
 @njit(nogil=True, cache=True)
-def _both_ways_fill(sources: Array, targets: Array, indptr: Array, slots: Array) -> None:
-    cursor = indptr[:-1].copy()
+def _fill_both_ways(
+    sources: Array, targets: Array, first_source: int, first_target: int, cursor: Array, slots: Array
+) -> None:  # fmt: skip
     for edge in range(len(sources)):
-        source, target = sources[edge], targets[edge]
+        source, target = sources[edge] + first_source, targets[edge] + first_target
         if source != target:
             slots[cursor[source]] = target
             cursor[source] += 1

@@ -88,8 +88,6 @@ def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawG
             edges.setdefault(of, {})["edge_index" if len(words) == 3 else words[3]] = array
         else:
             raise DataError(f"{array.place}: {key} has too many '__'; expected source__relation__target__attribute")
-    if not edges:
-        raise DataError(f"{name}: no edges; a heterogeneous graph has arrays named source__relation__target")
     return RawGraph(name, plain, nodes, edges, counts, hetero=True)
 
 

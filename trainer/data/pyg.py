@@ -69,7 +69,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
     """From what ``Data.to_dict`` or ``HeteroData.to_dict`` gives: names, or types and names under them."""
-    if any(isinstance(key, tuple) for key in values):
+    if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")
     counts = {} if num_nodes is None else {HOMO_NODE: int(num_nodes)}

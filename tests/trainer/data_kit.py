@@ -1,0 +1,16 @@
+"""Folders of arrays for dataset `file`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+
+def save_arrays(folder: Path, **arrays: np.ndarray | None) -> str:
+    """One .npy per array; None leaves one out. Returns the folder as option ``source``."""
+    folder.mkdir(exist_ok=True, parents=True)
+    for name, values in arrays.items():
+        if values is not None:
+            np.save(folder / f"{name}.npy", values)
+    return str(folder)

@@ -37,13 +37,13 @@ def joint_adjacency(
     Row 0 counts from the first source, row 1 from the first target.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
-    for edges, *starts in lists:
-        _count_both_ways(edges[0], edges[1], *starts, indptr)
+    for edges, source, target in lists:
+        _count_both_ways(edges[0], edges[1], source, target, indptr)
     np.cumsum(indptr, out=indptr)
     slots = np.empty(int(indptr[-1]), np.int32 if num_nodes < 2**31 else np.int64)
     cursor = indptr[:-1].copy()
-    for edges, *starts in lists:
-        _fill_both_ways(edges[0], edges[1], *starts, cursor, slots)
+    for edges, source, target in lists:
+        _fill_both_ways(edges[0], edges[1], source, target, cursor, slots)
     del cursor
     unique_indptr = _drop_repeats(indptr, slots)
     return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)

@@ -101,8 +101,8 @@ def _move(
     indptr: Array, neighbours: Array, part: Part, of: Array, sizes: Array, keep: Array, room: Array
 ) -> None:  # fmt: skip
     """Move nodes out of cells above ``keep`` into parts below ``room``, cheapest first, while there are both."""
-    takers: Array = sizes < room[:, None]
-    donors: Array = (sizes > keep) & takers.any(axis=1)[:, None]
+    takers = np.less(sizes, room[:, None])
+    donors = np.greater(sizes, keep) & takers.any(axis=1, keepdims=True)
     if not donors.any():
         return
     nodes = np.flatnonzero(donors[of, part])

@@ -21,7 +21,6 @@ from trainer.partition.metis import metis_assignment, without_empty_parts
 from trainer.partition.visits import InEdges, visit_probabilities
 from trainer.schema import NodeType
 
-
 _BATCH = 256  #: seeds of one step and part; the outcome hardly depends on it
 _HOME = 0.001  #: how much more likely a visit must be elsewhere before a node leaves METIS's part
 

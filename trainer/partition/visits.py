@@ -30,7 +30,7 @@ class InEdges:
     def of(cls, dataset: Dataset) -> InEdges:
         """Memory: an id per edge and 8 bytes per target of each edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
-        edges = {of: _in_edges(*edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
+        edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
         return cls(counts, edges)
 
 
@@ -44,22 +44,23 @@ def visit_probabilities(
     be visited in a hop: exact on trees, close elsewhere. Edge types without fanouts are not followed.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
-    hops = dict(fanouts) if isinstance(fanouts, Mapping) else {of: fanouts for of in graph.edges}
+    hops = dict(fanouts) if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, fanouts)
     visited = {of: np.zeros(count, np.float32) for of, count in graph.num_nodes.items()}
     for of, ids in seeds.items():
         visited[of][ids] = chance
     fresh = {of: values.copy() for of, values in visited.items()}
     for hop in range(max(map(len, hops.values()), default=0)):
         missed = {of: np.ones(count) for of, count in graph.num_nodes.items()}
-        for of, (indptr, sources) in graph.edges.items():
-            if hop < len(hops.get(of, ())):
-                _spread(indptr, sources, fresh[of[2]], hops[of][hop], missed[of[0]])
+        for edge_type, (indptr, sources) in graph.edges.items():
+            if hop < len(hops.get(edge_type, ())):
+                _spread(indptr, sources, fresh[edge_type[2]], hops[edge_type][hop], missed[edge_type[0]])
         for of, values in visited.items():
             _arrive(missed[of], values, fresh[of])
     return visited
 
 
-def _in_edges(sources: Array, targets: Array, num_targets: int) -> tuple[Array, Array]:
+def _in_edges(edge_index: Array, num_targets: int) -> tuple[Array, Array]:
+    sources, targets = edge_index
     indptr = np.zeros(num_targets + 1, np.int64)
     np.cumsum(np.bincount(targets, minlength=num_targets), out=indptr[1:])
     by_target = np.empty_like(sources)

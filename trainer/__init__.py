@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.load.link_loader import DistLinkNeighborLoader
     from trainer.load.nodes import DistNeighborLoader
     from trainer.load.open import Graph
 
 __version__ = "0.1.0"
-__all__ = ["DistNeighborLoader", "open"]
+__all__ = ["DistLinkNeighborLoader", "DistNeighborLoader", "open"]
 
-_LAZY = {"DistNeighborLoader": "trainer.load.nodes"}  #: so that ``import trainer`` alone does not import torch
+#: So that ``import trainer`` alone does not import torch.
+_LAZY = {"DistNeighborLoader": "trainer.load.nodes", "DistLinkNeighborLoader": "trainer.load.link_loader"}
 
 
 def open(

@@ -39,6 +39,7 @@ class Seeded:
 
     seeds: SeedSet
     metadata: Any  #: of torch_geometric's SamplerOutput
+    extra: Any = None  #: the loader's own
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class PyGLoader(ABC):
             raise SettingsError(f"index: expected positions of inputs [n], from 0 to {len(self.dataset) - 1}")
         o, n = self.order, len(positions)
         key = batch_key(o.seed, o.stream, self._epoch, _CALLED)
-        share = Share(_CALLED, key, n, positions.astype(np.int64), np.arange(n))
+        own = positions.astype(np.int64)
+        share = Share(_CALLED, key, n, own, np.arange(n), own)
         return self._finished(self._worked(share))
 
     def _batches(self, epoch: int) -> Iterator[Any]:

@@ -102,6 +102,7 @@ class Share:
     global_seeds: int  #: of all ranks
     positions: Ids  #: int64 [n] in the seed list
     places: Ids  #: int64 [n] in the global batch: the same however it is split
+    batch: Ids  #: int64 [global_seeds] positions of all ranks' seeds
 
 
 def shares(
@@ -112,7 +113,7 @@ def shares(
     for step in range(first_step, order.num_steps):
         batch = order.step(positions, step)
         places = np.flatnonzero(split_step(part_of(batch), layout) == rank)
-        yield Share(step, order.key(epoch, step), len(batch), batch[places], places)
+        yield Share(step, order.key(epoch, step), len(batch), batch[places], places, batch)
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:

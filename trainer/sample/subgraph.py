@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -54,6 +54,10 @@ class SeedSet:
     trees: Mapping[NodeType, Ids] = field(default_factory=dict)
     times: Mapping[NodeType, Ids] = field(default_factory=dict)  #: int64, with ``SampleSettings.time``
     exclude: Mapping[EdgeType, tuple[Ids, Ids]] = field(default_factory=dict)  #: (targets, sources) not to be used
+
+    def without(self, exclude: Mapping[EdgeType, tuple[Ids, Ids]]) -> SeedSet:
+        """The same seeds, with edges that do not exist for them."""
+        return replace(self, exclude=exclude)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def canonical(graph: Graph, given: Any) -> EdgeType:
 
 def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
     if not graph.manifest.hetero:
-        if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given[:1])):
+        if isinstance(given, str) or (isinstance(given, (tuple, list)) and (_words(given[:1]) or _words(given[0]))):
             raise SettingsError("edge_label_index names an edge type, but the graph is homogeneous; give the ids alone")
         return HOMO_EDGE, given
     if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given)):

@@ -11,6 +11,7 @@ from data_kit import save_arrays
 from graphs import DEBIAN, NO_DEBIAN
 from trainer.data import dataset_fingerprint, load_dataset
 from trainer.data.edges import symmetric_adjacency, undirected
+from trainer.data.options import SourceOptions, parse_options
 from trainer.errors import DataError
 from trainer.schema import HOMO_EDGE
 
@@ -295,3 +296,10 @@ def test_debian():
         "val": 6366,
         "test": 25467,
     }
+
+
+@pytest.mark.parametrize("text", ["year,time", '["year", "time"]', ["year", "time"], ("year", "time")])
+def test_names_as_an_option_are_text_or_a_list(text):
+    assert parse_options(SourceOptions, {"time_attrs": text}, "file").time_attrs == ("year", "time")
+    with pytest.raises(DataError, match="option time_attrs must be names with commas, or a list of names, not 3"):
+        parse_options(SourceOptions, {"time_attrs": 3}, "file")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.options import SourceOptions, SyntheticOptions
+from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "data.md"
 
@@ -21,12 +21,18 @@ def table(heading: str) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(value)
     return "" if value is None else str(value).lower()
 
 
 @pytest.mark.parametrize(
     "heading,options",
-    [("Options of `file`", SourceOptions), ("## A graph to try with", SyntheticOptions)],
+    [
+        ("## Options of `file`", SourceOptions),
+        ("## A graph to try with", SyntheticOptions),
+        ("## A heterogeneous graph to try with", SyntheticHeteroOptions),
+    ],
 )
 def test_the_page_names_every_option_and_its_default(heading: str, options: type) -> None:
     known = {entry.name: shown(entry.default) for entry in dataclasses.fields(options)}

@@ -80,6 +80,14 @@ def test_heterodata_saved_as_pt(tmp_path, content):
     assert any("[author] [odd]: left out, float32 [5]" in note for note in dataset.notes)
 
 
+def test_bfloat16_times_are_refused(tmp_path):
+    torch.save(
+        Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]]), time=torch.ones(2).bfloat16()), tmp_path / "g.pt"
+    )
+    with pytest.raises(DataError, match=r"\[time\]: bfloat16 \[2\], but times must be one integer"):
+        load_dataset("file", str(tmp_path / "g.pt"))
+
+
 def test_type_names_that_cannot_be_folders(tmp_path):
     data = HeteroData()
     data["a"].x, data["a", "is/in", "a"].edge_index = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.long)

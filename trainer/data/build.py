@@ -96,11 +96,15 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
         if x.values.ndim > 2:
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
     for name in {*options.time_attrs} & {*kept}:
-        kept[name] = replace(kept[name], values=checks.check_time(kept[name].values, kept[name].place))
+        kept[name] = _time(kept[name])
     asked = options.num_classes if of == _classes_asked_of(graph, options) else None
     num_classes = _classes(kept, splits, asked, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
+
+
+def _time(array: RawArray) -> RawArray:
+    return replace(array, values=checks.check_time(array.values, array.bfloat16, array.place))
 
 
 def _classes_asked_of(graph: RawGraph, options: SourceOptions) -> NodeType | None:

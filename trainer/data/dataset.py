@@ -123,13 +123,14 @@ def check_features(x: Array, bfloat16: bool, where: str) -> None:
             )
 
 
-def check_time(values: Array, where: str) -> Array:
+def check_time(values: Array, bfloat16: bool, where: str) -> Array:
     """Times as an integer [N] array; [N, 1] is flattened. Raises ``DataError`` for others."""
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    if values.ndim != 1 or values.dtype.kind not in "iu" or (len(values) and int(values.max()) >= 2**63):
+    integers = values.dtype.kind in "iu" and not bfloat16 and not (len(values) and int(values.max()) >= 2**63)
+    if values.ndim != 1 or not integers:
         raise DataError(
-            f"{where}: {values.dtype} {list(values.shape)}, but times must be one integer (of 63 bits) per node; "
+            f"{where}: {'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}, but times must be one integer (of 63 bits) per node; "
             "convert them (seconds, say), or give it another name, or leave it out of option time_attrs"
         )
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -124,8 +125,10 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
+    """Names from a list, from ``a,b``, or from a list as JSON (which a cluster file's list becomes)."""
     if isinstance(value, str):
-        value = [name.strip() for name in value.split(",")] if value.strip() else []
+        listed = value.strip().startswith("[")
+        value = json.loads(value) if listed else [name.strip() for name in value.split(",") if name.strip()]
     return tuple(_text(name) for name in value)
 
 

@@ -41,7 +41,8 @@ def visit_probabilities(
 
     A target newly visited with probability p asks min(1, fanout / in-degree) of its in-edges; visits are
     taken as independent, so 1 - prod(1 - p min(1, fanout / in-degree)) over out-edges is a node's chance to
-    be visited in a hop: exact on trees, close elsewhere. Edge types without fanouts are not followed.
+    be visited in a hop. Exact on trees; hubs that cycles lead back to come out somewhat too likely. Edge
+    types without fanouts are not followed.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
     hops = dict(fanouts) if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, fanouts)
@@ -53,7 +54,8 @@ def visit_probabilities(
         missed = {of: np.ones(count) for of, count in graph.num_nodes.items()}
         for edge_type, (indptr, sources) in graph.edges.items():
             if hop < len(hops.get(edge_type, ())):
-                _spread(indptr, sources, fresh[edge_type[2]], hops[edge_type][hop], missed[edge_type[0]])
+                loops = edge_type[0] == edge_type[2]
+                _spread(indptr, sources, fresh[edge_type[2]], hops[edge_type][hop], loops, missed[edge_type[0]])
         for of, values in visited.items():
             _arrive(missed[of], values, fresh[of])
     return visited
@@ -76,15 +78,19 @@ def _fill(sources: Array, targets: Array, cursor: Array, by_target: Array) -> No
 
 
 @njit(nogil=True, cache=True)
-def _spread(indptr: Array, sources: Array, fresh: Array, fanout: int, missed: Array) -> None:
-    """Multiply into ``missed`` the chance that none of a source's targets asks for it."""
+def _spread(indptr: Array, sources: Array, fresh: Array, fanout: int, loops: bool, missed: Array) -> None:
+    """Multiply into ``missed`` the chance that none of a source's targets asks for it.
+
+    With ``loops`` sources and targets are the same nodes: what asks for itself has been visited already.
+    """
     for target in range(len(fresh)):
         degree = indptr[target + 1] - indptr[target]
         if fresh[target] > 0 and degree > 0:
             share = 1.0 if fanout < 0 else min(1.0, fanout / degree)
             factor = 1.0 - fresh[target] * share
             for slot in range(indptr[target], indptr[target + 1]):
-                missed[sources[slot]] *= factor
+                if not loops or sources[slot] != target:
+                    missed[sources[slot]] *= factor
 
 
 @njit(nogil=True, cache=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch_geometric.data import HeteroData
 
 from trainer.batch import Block, HeteroBatch
 from trainer.nn.facts import GraphFacts
@@ -70,6 +71,36 @@ def typed_batch(edges, seeds, fanouts, num_nodes=None, *, key=77, rng=None, targ
         x={of: x[n_id[of]] for of, x in features.items()}, y=torch.zeros(len(seeds), dtype=torch.int64),
         input_id=torch.arange(len(seeds)), blocks=blocks, num_nodes={of: tuple(c) for of, c in counts.items()},
     )  # fmt: skip
+
+
+def pyg_batch(edges, seeds, fanouts, num_nodes=None, *, target="paper", dims=None, rng=None):
+    """``HeteroData`` as torch_geometric's loader gives: every node expanded once, at the hop after it appeared."""
+    num_nodes, rng = num_nodes or NUM_NODES, rng or np.random.default_rng(1)
+    dims = dict.fromkeys(num_nodes, 4) if dims is None else dims
+    known = {of: list(seeds) if of == target else [] for of in num_nodes}
+    nodes, ends = {of: [len(ids)] for of, ids in known.items()}, {of: [] for of in edges}
+    begin = dict.fromkeys(num_nodes, 0)
+    for fanout in fanouts:
+        place = {of: {v: i for i, v in enumerate(ids)} for of, ids in known.items()}
+        asked = {of: (begin[of], list(ids[begin[of] :])) for of, ids in known.items()}
+        begin = {of: len(ids) for of, ids in known.items()}
+        for of, index in edges.items():
+            first, targets = asked[of[2]]
+            rows = _rows(of, index, targets, fanout, known, place, rng)
+            ends[of].append([(u, first + i) for i, row in enumerate(rows) for u in row])
+        for of, ids in known.items():
+            nodes[of].append(len(ids) - begin[of])
+    data = HeteroData()
+    for of, ids in known.items():
+        data[of].x = node_rows(of, num_nodes[of], dims[of])[torch.tensor(ids, dtype=torch.int64)]
+        data[of].num_sampled_nodes = nodes[of]
+    for of, hops in ends.items():
+        pairs = torch.tensor([pair for hop in hops for pair in hop], dtype=torch.int64)
+        data[of].edge_index = pairs.reshape(-1, 2).t().contiguous()
+        data[of].num_sampled_edges = [len(hop) for hop in hops]
+        data[of].edge_attr = torch.randn(len(pairs), 3, generator=torch.Generator().manual_seed(3))
+    data[target].batch_size = len(seeds)
+    return data
 
 
 def node_rows(of, count, dim):

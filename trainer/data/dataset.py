@@ -129,8 +129,9 @@ def check_time(values: Array, bfloat16: bool, where: str) -> Array:
         values = values[:, 0]
     integers = values.dtype.kind in "iu" and not bfloat16 and not (len(values) and int(values.max()) >= 2**63)
     if values.ndim != 1 or not integers:
+        found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
-            f"{where}: {'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}, but times must be one integer (of 63 bits) per node; "
+            f"{where}: {found}, but times must be one integer (of 63 bits) per node; "
             "convert them (seconds, say), or give it another name, or leave it out of option time_attrs"
         )
     return values

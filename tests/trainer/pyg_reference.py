@@ -35,7 +35,7 @@ class PlainSampler(BaseSampler):
         self.rows = {e: self._rows_of(store) for e, store in stores.items()}
         self.sources = {e: store.edge_index[0].tolist() for e, store in stores.items()}
         self.weight = {e: s[weight_attr].tolist() for e, s in stores.items()} if weight_attr else None
-        self.node_time = {t: s[time_attr] for t, s in self.nodes.items() if time_attr and s.is_node_attr(time_attr)}
+        self.node_time = {t: s[time_attr] for t, s in self.nodes.items() if time_attr in s and s.is_node_attr(time_attr)}
         by_edge = time_attr and not self.node_time
         self.edge_time = {e: s[time_attr].tolist() for e, s in stores.items() if by_edge and time_attr in s}
 

@@ -159,14 +159,10 @@ class PyGLoader(ABC):
             out = o.transform_sampler_output(out)
         data = self._join(out, made.sampled)
         _note_sample(data, out)
-        data.blocks = self._blocks(made.sampled)
+        if o.subgraph_type == "directional" and o.transform_sampler_output is None:  # else the edges are others
+            data.blocks = (hetero_blocks if self.graph.manifest.hetero else homo_blocks)(made.sampled.subgraph)
         self.annotate(data, out)
         return data
-
-    def _blocks(self, sampled: Sampled) -> Any:
-        if self.output_options.subgraph_type != "directional" or self.output_options.transform_sampler_output:
-            return None  # its edges would not be the batch's
-        return (hetero_blocks if self.graph.manifest.hetero else homo_blocks)(sampled.subgraph)
 
 
 def _note_sample(data: Any, out: Output) -> None:

@@ -63,7 +63,7 @@ class DistNeighborLoader(PyGLoader):
             effect: there are no worker processes.
 
     Batches also have ``blocks``, one per layer, outermost first (a mapping over edge types when
-    heterogeneous); None for bidirectional and induced subgraphs and with ``transform_sampler_output``.
+    heterogeneous), except for bidirectional and induced subgraphs and with ``transform_sampler_output``.
     Each iteration is the next epoch; ``set_epoch`` chooses one; ``loader(index)`` samples the inputs at
     given positions. Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while
     iterating when another host fails.
@@ -99,7 +99,7 @@ class DistNeighborLoader(PyGLoader):
             stream=STREAMS.get(split_name(input_nodes) or "", OTHER_STREAM), rank=rank, layout=layout,
         )  # fmt: skip
         self._check_times()
-        if len(self.inputs) < self.layout.world_size:
+        if 0 < len(self.inputs) < self.layout.world_size:
             warnings.warn(
                 f"{len(self.inputs)} seeds for {self.layout.world_size} ranks: some batches have no seed, and a mean"
                 " over none is NaN; start fewer ranks, or sum the loss and divide",

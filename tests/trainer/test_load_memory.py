@@ -1,0 +1,150 @@
+"""Loaders on data in memory and on torch_geometric's feature and graph stores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.testing import MyFeatureStore, MyGraphStore
+
+from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data
+from pyg_reference import node_loader
+from trainer import DistNeighborLoader
+from trainer.errors import DataError, SettingsError
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.memory import as_graph
+from trainer.load.seeds import RankLayout
+from trainer.sample.types import RowRequest
+
+
+def stores_of(data, layout="coo", times=("time",)):
+    """The same graph behind the store interfaces; only node attributes, as torch_geometric's loaders read them."""
+    features, graph = MyFeatureStore(), MyGraphStore()
+    if isinstance(data, Data):
+        nodes, edges = {None: data}, {None: data}
+    else:
+        nodes = {of: data[of] for of in data.node_types}
+        edges = {of: data[of] for of in data.edge_types}
+    for of, store in nodes.items():
+        for name in ("x", "y", *times):
+            if name in store:
+                features.put_tensor(store[name], group_name=of, attr_name=name, index=None)
+    for of, store in edges.items():
+        size = (data.num_nodes,) * 2 if of is None else (data[of[0]].num_nodes, data[of[2]].num_nodes)
+        graph.put_edge_index(tuple(store.edge_index), edge_type=of, layout=layout, size=size)
+    return features, graph
+
+
+@pytest.mark.parametrize("make", [homo_data, hetero_data])
+def test_stores_give_the_batches_of_the_data_they_hold(make):
+    data = make()
+    seeds = torch.arange(20) if make is homo_data else ("paper", torch.arange(20))
+    ours = DistNeighborLoader(stores_of(data), [3, 2], seeds, batch_size=6, shuffle=True)
+    theirs = DistNeighborLoader(data, [3, 2], seeds, batch_size=6, shuffle=True)
+    edge_and_more = ("edge_attr", "edge_time", "edge_weight", "train_mask", "image", "flag", "half", "num_nodes")
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same(mine, other, ignore=edge_and_more)
+
+
+@pytest.mark.parametrize("make", [homo_data, hetero_data])
+def test_temporal_sampling_on_stores_reads_times_from_the_feature_store(make):
+    data = make()
+    seeds = torch.arange(20) if make is homo_data else ("paper", torch.arange(20))
+    how = {"batch_size": 5, "time_attr": "time"}
+    ours = DistNeighborLoader(stores_of(data), [-1, -1], seeds, **how)
+    theirs = node_loader(data, [-1, -1], seeds, **how)
+    for mine, other in zip(ours, theirs, strict=True):
+        stores = [(mine, other)] if make is homo_data else [(mine[of], other[of]) for of in ("paper", "author")]
+        for a, b in stores:
+            assert torch.equal(a.n_id, b.n_id) and torch.equal(a.time, b.time) and torch.equal(a.batch, b.batch)
+
+
+def test_custom_cls_makes_the_batch_of_stores():
+    class Mine(Data):
+        pass
+
+    data = homo_data()
+    batch = DistNeighborLoader(stores_of(data), [2], [4, 5], custom_cls=Mine)([0, 1])
+    assert isinstance(batch, Mine) and torch.equal(batch.x, data.x[batch.n_id])
+
+
+def test_what_stores_cannot_do_is_refused():
+    data = homo_data()
+    with pytest.raises(SettingsError, match=r"a \(feature store, graph store\) pair has no edge weights"):
+        DistNeighborLoader(stores_of(data), [2], weight_attr="edge_weight")
+    with pytest.raises(SettingsError, match="time_attr 'when': the feature store has no such attribute"):
+        DistNeighborLoader(stores_of(data), [2], time_attr="when")
+    with pytest.raises(DataError, match="the graph store holds no edges"):
+        DistNeighborLoader((MyFeatureStore(), MyGraphStore()), [2])
+    features, graph = stores_of(data)
+    graph = MyGraphStore()
+    graph.put_edge_index(tuple(data.edge_index), edge_type=None, layout="coo", size=None)
+    with pytest.raises(DataError, match="give its edges a size"):
+        DistNeighborLoader((features, graph), [2])
+
+
+def test_custom_attributes_pass_through_as_torch_geometric_passes_them():
+    data = homo_data()
+    data.title, data.scale, data.names = "a graph", torch.tensor([1.0, 2.0]), ["a", "b"]
+    data.face_index = torch.arange(120).view(2, 60)  # rows along the last dimension
+    data.array = np.arange(60)
+    ours = DistNeighborLoader(data, [-1], torch.arange(9), batch_size=9)
+    theirs = node_loader(data, [-1], torch.arange(9), batch_size=9)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.title == "a graph" and mine.scale.tolist() == [1, 2]
+        assert_same(mine, other)
+
+
+def test_data_in_memory_is_shared_not_copied_and_not_changed():
+    data = homo_data()
+    keys, graph = sorted(data.keys()), as_graph(data)
+    part = graph.store.parts[0]
+    assert np.shares_memory(part.nodes["node"].attrs["x"], data.x.numpy())
+    list(DistNeighborLoader(data, [3], batch_size=30, num_workers=2))
+    assert sorted(data.keys()) == keys and data.num_nodes == 60
+
+
+def test_edge_rows_of_a_graph_in_memory_can_be_gathered_by_others():
+    data = hetero_data()
+    ((rows),) = as_graph(data).access.gather([RowRequest(CITES, np.arange(200), ("orig_id", "edge_attr"))])
+    assert np.array_equal(rows["edge_attr"], data[CITES].edge_attr.numpy()[rows["orig_id"]])
+
+
+def test_the_bundled_loader_reads_data_in_memory_too():
+    data = hetero_data()
+    graph = as_graph(data)
+    loader = BatchLoader(graph, LoaderSettings("train", (3, 2), 16, target="paper"), 0, RankLayout.single(1))
+    for batch in loader.epoch(0):
+        assert torch.equal(batch.x["paper"], data["paper"].x[batch.n_id["paper"]])
+        assert torch.equal(batch.y, data["paper"].y[batch.n_id["paper"][: batch.num_seeds]])
+
+
+def test_adversarial_graphs_in_memory():
+    empty = Data(edge_index=torch.empty(2, 0, dtype=torch.long), num_nodes=5)
+    (batch,) = DistNeighborLoader(empty, [3, 3], [4, 1, 4], batch_size=3)
+    assert batch.n_id.tolist() == [4, 1, 4] and batch.edge_index.shape == (2, 0) and batch.num_sampled_edges == [0, 0]
+    hub = Data(edge_index=torch.stack([torch.arange(1000), torch.zeros(1000, dtype=torch.long)]), num_nodes=1000)
+    (batch,) = DistNeighborLoader(hub, [-1], [0])
+    assert batch.num_sampled_edges == [1000]  # node 0 among them: a self loop
+    wrong = Data(edge_index=torch.tensor([[0, 9], [1, 2]]), num_nodes=5)
+    with pytest.raises(DataError, match="9 at position 1, but 'node' has 5 nodes"):
+        DistNeighborLoader(wrong, [2])
+
+
+def test_a_node_type_that_only_edges_know_is_refused():
+    data = HeteroData()
+    data["paper"].num_nodes = 3
+    data["author", "writes", "paper"].edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(DataError, match="'author', which has no nodes"):
+        DistNeighborLoader(data, [2], "paper")
+
+
+def test_relations_of_any_name_work_in_memory():
+    data = HeteroData()
+    data["a paper"].num_nodes = data["author__x"].num_nodes = 4
+    data["author__x", "wrote (first)", "a paper"].edge_index = torch.tensor([[0, 1, 2], [1, 1, 3]])
+    (batch,) = DistNeighborLoader(data, [-1], "a paper", batch_size=4)
+    assert (
+        batch["author__x"].n_id.tolist() == [0, 1, 2] and WRITES not in batch.edge_types and REV not in batch.edge_types
+    )

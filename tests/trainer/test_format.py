@@ -10,12 +10,16 @@ import pytest
 from trainer.errors import PartitionError
 from trainer.partition.format import (
     AttrSpec,
+    EdgeSpec,
     FileEntry,
     Manifest,
+    NodeSpec,
     manifest_digest,
     read_manifest,
     write_manifest,
 )
+
+CITES = ("paper", "cites", "paper")
 
 
 def a_manifest() -> Manifest:
@@ -25,32 +29,52 @@ def a_manifest() -> Manifest:
         num_parts=2,
         algorithm="metis",
         seed=3,
-        num_nodes=5,
-        num_edges=7,
-        num_classes=4,
-        offsets=(0, 3, 5),
+        options={"balance": "types", "fanouts": [15, 10]},
+        hetero=True,
+        nodes={
+            "paper": NodeSpec(5, (0, 3, 5), {"x": AttrSpec("bfloat16", (5, 8))}, {"train": 2}, 4),
+            "v-1.0": NodeSpec(0, (0, 0, 0), {}, {}, 0),
+        },
+        edges={CITES: EdgeSpec(7, (0, 7, 7), {"weight": AttrSpec("float32", (7,))}, ("time",), 0.25)},
         edge_cut=0.25,
         balance=1.2,
-        attrs={"x": AttrSpec("float32", (5, 8))},
-        splits={"train": 2},
+        graph_attrs={"scale": AttrSpec("float64", ())},
         files=(
-            FileEntry("part0/nodes/x.npy", 224, "aa", "float32", (3, 8)),
-            FileEntry("part1/nodes/x.npy", 192, "bb", "float32", (2, 8)),
-            FileEntry("shared/seeds/train.npy", 144, "cc", "int64", (2,)),
+            FileEntry("part0/nodes/paper/attrs/x.npy", 176, "aa", "uint16", (3, 8)),
+            FileEntry("part1/nodes/paper/attrs/x.npy", 160, "bb", "uint16", (2, 8)),
+            FileEntry("shared/nodes/paper/seeds/train.npy", 144, "cc", "int64", (2,)),
         ),
     )
 
 
-def edited(folder, **changes):
+def edited(folder, change):
+    """A folder whose manifest's JSON went through ``change``."""
     path = write_manifest(folder, a_manifest())
     raw = json.loads(path.read_text())
-    for key, value in changes.items():
-        if value is None:
-            del raw[key]
-        else:
-            raw[key] = value
+    change(raw)
     path.write_text(json.dumps(raw))
     return folder
+
+
+def put(*keys):
+    """Set the value at a path of keys, the last of which is the value."""
+
+    def change(raw):
+        *way, key, value = keys
+        for step in way:
+            raw = raw[step]
+        raw[key] = value
+
+    return change
+
+
+def without(*keys):
+    def change(raw):
+        for step in keys[:-1]:
+            raw = raw[step]
+        del raw[keys[-1]]
+
+    return change
 
 
 def test_what_is_written_is_read_back(tmp_path):
@@ -61,18 +85,35 @@ def test_what_is_written_is_read_back(tmp_path):
 
 def test_schema_on_disk(tmp_path):
     raw = json.loads(write_manifest(tmp_path, a_manifest()).read_text())
-    assert (raw["format"], raw["version"]) == ("gnnfleet-partition", 1)
-    assert raw["offsets"] == [0, 3, 5]
-    assert raw["attrs"] == {"x": {"dtype": "float32", "shape": [5, 8]}}
-    assert raw["files"][2] == {
-        "path": "shared/seeds/train.npy", "bytes": 144, "sha256": "cc", "dtype": "int64", "shape": [2],
+    assert (raw["format"], raw["version"]) == ("gnnfleet-partition", 2)
+    assert list(raw["nodes"]) == ["paper", "v-1.0"] and list(raw["edges"]) == ["paper__cites__paper"]
+    assert raw["nodes"]["paper"] == {
+        "num_nodes": 5, "offsets": [0, 3, 5], "attrs": {"x": {"dtype": "bfloat16", "shape": [5, 8]}},
+        "splits": {"train": 2}, "num_classes": 4,
     }  # fmt: skip
+    assert raw["edges"]["paper__cites__paper"]["src_times"] == ["time"]
+    assert raw["graph_attrs"] == {"scale": {"dtype": "float64", "shape": []}}
+    assert raw["files"][2] == {
+        "path": "shared/nodes/paper/seeds/train.npy", "bytes": 144, "sha256": "cc", "dtype": "int64", "shape": [2],
+    }  # fmt: skip
+
+
+def test_a_manifest_is_read_line_by_line(tmp_path):
+    """A file, an attribute and the offsets of a type take one line each."""
+    lines = write_manifest(tmp_path, a_manifest()).read_text().splitlines()
+    assert '   "offsets": [0, 3, 5],' in lines
+    assert '    "x": {"dtype": "bfloat16", "shape": [5, 8]}' in lines
+    assert sum('"path"' in line for line in lines) == 3 and len(lines) <= 50
+
+
+def test_bfloat16_is_stored_as_uint16():
+    assert AttrSpec("bfloat16", (1,)).stored == "uint16" and AttrSpec("bool", (1,)).stored == "bool"
 
 
 def test_files_by_part():
     manifest = a_manifest()
-    assert [entry.path for entry in manifest.files_of(1)] == ["part1/nodes/x.npy"]
-    assert [entry.path for entry in manifest.files_of(None)] == ["shared/seeds/train.npy"]
+    assert [entry.path for entry in manifest.files_of(1)] == ["part1/nodes/paper/attrs/x.npy"]
+    assert [entry.path for entry in manifest.files_of(None)] == ["shared/nodes/paper/seeds/train.npy"]
 
 
 def test_digest_is_that_of_the_file(tmp_path):
@@ -80,24 +121,35 @@ def test_digest_is_that_of_the_file(tmp_path):
     assert manifest_digest(tmp_path) == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def a_file(path):
+    return {"path": path, "bytes": 1, "sha256": "", "dtype": "int8", "shape": []}
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("change", "reason"),
     [
-        ({"format": "other"}, "not a gnnfleet-partition manifest"),
-        ({"version": 2}, "format version 2, this program reads version 1"),
-        ({"offsets": None}, "key 'offsets' is missing"),
-        ({"offsets": [0, 5]}, "offsets must be num_parts \\+ 1 numbers from 0 to 5"),
-        ({"offsets": [0, 6, 5]}, "offsets must not decrease"),
-        ({"num_nodes": "5"}, "'5' is not a whole number"),
-        ({"attrs": {"../x": {"dtype": "int8", "shape": [5]}}}, "cannot be a file name"),
-        ({"files": [{"path": "../../etc/passwd", "bytes": 1, "sha256": "", "dtype": "", "shape": []}]}, "begin with"),
-        ({"files": [{"path": "part0/../x", "bytes": 1, "sha256": "", "dtype": "", "shape": []}]}, "begin with"),
-        ({"files": [{"path": "part0/x"}]}, "key 'bytes' is missing"),
+        (put("format", "other"), "not a gnnfleet-partition manifest"),
+        (put("version", 1), "format version 1, this program reads version 2; make the partition again"),
+        (without("nodes", "paper", "offsets"), "key 'offsets' is missing"),
+        (put("nodes", "paper", "offsets", [0, 5]), "offsets must be num_parts \\+ 1 numbers from 0 to 5"),
+        (put("nodes", "paper", "offsets", [0, 6, 5]), "offsets must not decrease"),
+        (put("edges", "paper__cites__paper", "offsets", [0, 1, 2]), "offsets must be num_parts .* from 0 to 7"),
+        (put("nodes", "paper", "num_nodes", "5"), "'5' is not a whole number"),
+        (put("nodes", "paper", "attrs", "../x", {"dtype": "int8", "shape": [5]}), "cannot be a file name"),
+        (put("nodes", "paper", "attrs", "x", {"dtype": "int8", "shape": [4]}), "'x' has shape .4., expected 5 rows"),
+        (put("nodes", "paper", "attrs", "x", {"dtype": "int9", "shape": [5]}), "data type 'int9' not understood"),
+        (put("nodes", "../paper", {}), "cannot name a node type or relation"),
+        (put("nodes", "a__b__c", {}), "'a__b__c' is no node type"),
+        (put("edges", "paper__by__author", {}), "'paper__by__author' is no edge type between the node types"),
+        (put("files", [a_file("../../etc/passwd")]), "begin with"),
+        (put("files", [a_file("part0/../x")]), "begin with"),
+        (put("files", [a_file("part2/nodes/paper/orig_id.npy")]), "belongs to no part; there are 2"),
+        (put("files", [{"path": "part0/x"}]), "key 'bytes' is missing"),
     ],
 )
-def test_what_cannot_be_trusted_is_refused(tmp_path, changes, reason):
+def test_what_cannot_be_trusted_is_refused(tmp_path, change, reason):
     with pytest.raises(PartitionError, match=reason) as caught:
-        read_manifest(edited(tmp_path, **changes))
+        read_manifest(edited(tmp_path, change))
     assert str(tmp_path / "manifest.json") in str(caught.value)
 
 

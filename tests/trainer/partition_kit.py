@@ -1,0 +1,117 @@
+"""Partition folders of test graphs, made by the real writer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from graphs import graph, hetero
+from partitions import typed_store
+from trainer.partition.assign import PartitionAssignment, assign_parts
+from trainer.partition.make import PartitionSpec
+from trainer.partition.write import write_partition
+from trainer.schema import HOMO_NODE
+from trainer.store.part import open_parts
+
+OPTIONS = {"num_nodes": 500, "avg_degree": 6, "num_features": 4, "num_classes": 3}
+NODE, EDGE = "nodes/node", "edges/node__to__node"
+
+
+def spec(folder, **changes):
+    """What to make of a small synthetic graph."""
+    return PartitionSpec("synthetic", str(folder), options=OPTIONS, **{"num_parts": 2, "method": "random", **changes})
+
+
+def written(dataset, folder, num_parts=2, method="random", seed=0):
+    write_partition(dataset, assign_parts(dataset, num_parts, method, seed), folder)
+    return folder
+
+
+def by_hand(dataset, parts, num_parts, **options):
+    """An assignment as given; a list stands for the only node type."""
+    given = parts if isinstance(parts, dict) else {HOMO_NODE: parts}
+    arrays = {of: np.asarray(part, np.int32) for of, part in given.items()}
+    return PartitionAssignment("random", 0, num_parts, arrays, dict.fromkeys(dataset.edges, 0.0), 0.0, 1.0, options)
+
+
+def odd_types():
+    """Names with '-' and '.', a type without edges, a relation without edges, self loops, multi-edges, isolated nodes.
+
+    Nodes of ``v-1.0`` have times and bfloat16 rows; edges have weights, vectors and int8 flags.
+    """
+    rng = np.random.default_rng(3)
+    pre, has, none = ("v-1.0", "pre-depends", "v-1.0"), ("tag", "has.not", "v-1.0"), ("v-1.0", "none", "lonely")
+    edges = {
+        pre: np.concatenate([rng.integers(0, 30, (80, 2)), [[4, 4], [4, 4], [7, 4], [7, 4]]]),
+        has: np.stack([rng.integers(0, 5, 60), rng.integers(0, 40, 60)], 1),
+        none: [],
+    }
+    attrs = {
+        pre: {"weight": rng.random(84, np.float32), "flag": rng.integers(-3, 3, 84).astype(np.int8)},
+        has: {"vector": rng.random((60, 2, 3)), "time": rng.integers(0, 9, 60)},
+    }
+    dataset = hetero({"v-1.0": 40, "tag": 5, "lonely": 6}, edges, attrs, name="odd-types")
+    nodes = dataset.nodes["v-1.0"]
+    times = {"time": rng.integers(0, 9, 40).astype(np.int32), "half": rng.integers(0, 2**16, (40, 3)).astype(np.uint16)}
+    return with_nodes(dataset, "v-1.0", attrs={**nodes.attrs, **times}, bfloat16=frozenset({"half"}))
+
+
+def with_nodes(dataset, node_type, **changes):
+    """The dataset with one node type changed."""
+    return replace(dataset, nodes={**dataset.nodes, node_type: replace(dataset.nodes[node_type], **changes)})
+
+
+def expected_store(dataset, assignment):
+    """What ``open_parts`` should give, cut by the plain numpy of ``partitions``."""
+    return typed_store(
+        {of: data.num_nodes for of, data in dataset.nodes.items()},
+        {of: data.edge_index for of, data in dataset.edges.items()},
+        assignment.num_parts,
+        node_attrs={of: data.attrs for of, data in dataset.nodes.items()},
+        edge_attrs={of: data.attrs for of, data in dataset.edges.items()},
+        splits={(of, split): ids for of, data in dataset.nodes.items() for split, ids in data.splits.items()},
+        assignment=assignment.parts,
+        time_attrs=dataset.time_attrs,
+        hetero=dataset.hetero,
+    )
+
+
+def assert_whole(folder, dataset, assignment):
+    """The folder holds exactly the dataset, in the order the format promises."""
+    found, expected = open_parts(folder), expected_store(dataset, assignment)
+    _assert_equal(found.global_ids, expected.global_ids)
+    _assert_equal(found.splits, expected.splits)
+    _assert_equal(found.graph_attrs, dataset.graph_attrs)
+    assert list(found.parts) == list(range(assignment.num_parts))
+    for part_id, part in found.parts.items():
+        for of, nodes in part.nodes.items():
+            other = expected.parts[part_id].nodes[of]
+            assert nodes.start == other.start
+            _assert_equal({"orig_id": nodes.orig_id, **nodes.attrs}, {"orig_id": other.orig_id, **other.attrs})
+        for of, edges in part.edges.items():
+            other = expected.parts[part_id].edges[of]
+            assert edges.start == other.start
+            for name in ("indptr", "indices", "orig_id"):
+                assert np.array_equal(getattr(edges, name), getattr(other, name)), (part_id, of, name)
+            _assert_equal(edges.attrs, other.attrs)
+            _assert_equal(edges.src_times, other.src_times)
+
+
+def _assert_equal(found, expected):
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        assert found[name].shape == values.shape and np.array_equal(found[name], values), name
+        if name != "orig_id" and values.dtype.kind not in "i":
+            assert found[name].dtype == values.dtype
+
+
+def flip_byte(path, position=-3):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def hubs(num_edges=900):
+    """100 nodes; 7 of them have all edges."""
+    return graph([(v % 100, v % 7) for v in range(num_edges)], 100)

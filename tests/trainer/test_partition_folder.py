@@ -1,0 +1,171 @@
+"""A partition folder appears whole or not at all, and replaces nothing but a partition."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from partition_kit import EDGE, NODE, spec
+from trainer.errors import PartitionError
+from trainer.partition import make, write
+from trainer.partition.format import read_manifest
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.partition.verify import verify_partition
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def test_an_equal_partition_is_found_before_data_is_read(tmp_path, monkeypatch):
+    made = make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    monkeypatch.setattr(make, "load_dataset", lambda *_: pytest.fail("the dataset was loaded again"))
+    said = []
+    assert make_partition(spec(tmp_path / "parts"), say=said.append) == made
+    assert said == [f"{tmp_path / 'parts'} is up to date: synthetic, 2 parts by random"]
+
+
+def test_a_partition_that_lacks_a_file_is_made_again(tmp_path):
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    (tmp_path / "parts" / "part1" / NODE / "attrs/x.npy").unlink()
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert verify_partition(tmp_path / "parts") == []
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_another_partition_is_replaced(tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr("trainer.partition.folder._exchange", lambda one, other: False)
+    make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    made = make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert read_manifest(tmp_path / "parts") == made and made.num_parts == 2
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["manifest.json", "part0", "part1", "shared"]
+    assert os.listdir(tmp_path) == ["parts"]
+
+
+def test_replacing_another_partition_is_said(tmp_path):
+    make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    said = []
+    make_partition(spec(tmp_path / "parts"), say=said.append)
+    assert said[0] == f"replacing 4 parts of synthetic (random) in {tmp_path / 'parts'}"
+    assert not any(line.startswith("note:") for line in said)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "part0/nodes/node/more.npy", "part1/mine/.hidden"])
+def test_a_file_of_somebody_else_keeps_its_folder_from_being_replaced(tmp_path, name):
+    made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    foreign = tmp_path / "parts" / name
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_text("keep me")
+    said = []
+    with pytest.raises(PartitionError, match=f"{name} is not a file of the partition .* move it away or choose"):
+        make_partition(spec(tmp_path / "parts"), say=said.append)
+    assert foreign.read_text() == "keep me" and said == []
+    assert read_manifest(tmp_path / "parts") == made
+    assert make_partition(spec(tmp_path / "parts", num_parts=4), say=said.append) == made  # nothing to replace
+
+
+def test_what_the_launcher_left_goes_with_the_partition(tmp_path):
+    make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    for name in (".gnnfleet-made.json", ".gnnfleet-digests.json", "part0/edges/.gnnfleet-digests.json"):
+        (tmp_path / "parts" / name).write_text("{}")
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert list((tmp_path / "parts").rglob(".gnnfleet-*")) == []
+
+
+def test_a_file_that_comes_while_the_parts_are_made_is_kept(tmp_path, monkeypatch):
+    made = make_partition(spec(tmp_path / "parts", num_parts=4), say=lambda line: None)
+    real = write.write_manifest
+
+    def late(root, manifest):
+        (tmp_path / "parts" / "notes.txt").write_text("keep me")
+        return real(root, manifest)
+
+    monkeypatch.setattr(write, "write_manifest", late)
+    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+        make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert (tmp_path / "parts" / "notes.txt").read_text() == "keep me"
+    assert read_manifest(tmp_path / "parts") == made and os.listdir(tmp_path) == ["parts"]
+
+
+@pytest.mark.parametrize("content", ['"files": 5', '"files": [3, {}]', '"version": 99'])
+def test_a_manifest_that_cannot_be_trusted_protects_the_files_it_does_not_list(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(f'{{"format": "gnnfleet-partition", {content}}}')
+    (tmp_path / "notes.txt").write_text("keep me")
+    with pytest.raises(PartitionError, match="notes.txt is not a file of the partition"):
+        make_partition(spec(tmp_path), say=lambda line: None)
+
+
+def test_parts_without_train_seeds_are_noted(tmp_path):
+    np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
+    np.save(tmp_path / "y.npy", np.array([0, 1, 0]))
+    source = PartitionSpec("file", str(tmp_path / "parts"), source=str(tmp_path), method="random")
+    said = []
+    make_partition(source, say=said.append)
+    assert "note: no train split: the bundled trainer needs train_idx or train_mask" in said
+
+
+def test_what_is_no_partition_is_left_alone(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(PartitionError, match="home holds something that is not a partition"):
+        make_partition(spec(tmp_path / "home"))
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+    with pytest.raises(PartitionError, match="in the way and not a folder"):
+        make_partition(spec(tmp_path / "home" / "thesis.tex"))
+
+
+def test_an_empty_folder_may_be_used(tmp_path):
+    make_partition(spec(tmp_path), say=lambda line: None)
+    assert verify_partition(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_an_error_or_interrupt_leaves_nothing(tmp_path, monkeypatch, error):
+    real = write.write_npy
+
+    def failing(root, path, *rest):
+        if path.endswith(f"part1/{EDGE}/indices.npy"):
+            raise error
+        return real(root, path, *rest)
+
+    monkeypatch.setattr(write, "write_npy", failing)
+    with pytest.raises((PartitionError, KeyboardInterrupt)) as caught:
+        make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert os.listdir(tmp_path) == []
+    if isinstance(error, OSError):
+        assert "No space left on device; nothing was left behind" in str(caught.value)
+
+
+STALLED = """
+import sys, time
+from trainer.partition import write
+from trainer.partition.make import PartitionSpec, make_partition
+real = write.write_npy
+def stalling(root, path, *rest):
+    entry = real(root, path, *rest)
+    if path.endswith("indices.npy"):
+        print("writing", flush=True)
+        time.sleep(60)
+    return entry
+write.write_npy = stalling
+spec = PartitionSpec("synthetic", sys.argv[1], options={"num_nodes": 500}, num_parts=2, method="random")
+make_partition(spec, say=str)
+"""
+
+
+def test_a_killed_process_leaves_no_folder_and_the_next_one_cleans_up(tmp_path):
+    command = [sys.executable, "-c", STALLED, str(tmp_path / "parts")]
+    with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "parts").exists()
+    assert len(os.listdir(tmp_path)) == 1
+    make_partition(spec(tmp_path / "parts"), say=lambda line: None)
+    assert os.listdir(tmp_path) == ["parts"]
+    assert verify_partition(tmp_path / "parts") == []

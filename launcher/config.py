@@ -83,8 +83,18 @@ class NodeConfig:
 class PartitionConfig:
     """How the graph is divided."""
 
-    method: Literal["metis", "random"] = setting(
-        "`metis` cuts few edges; `random` is quick and cuts most of them.", "metis"
+    method: Literal["metis", "random", "hash", "frequency"] = setting(
+        "`metis` cuts few edges; `frequency` has vertices where train.fanouts visit them most; `random` and `hash` "
+        "are quick and cut most edges, `hash` by a vertex's type and id alone.",
+        "metis",
+    )
+    balance: Literal["nodes", "types", "seeds", "types+seeds"] = setting(
+        "What the parts have equal numbers of, to 3 % (metis and frequency): vertices, those of each type, train "
+        "seeds, or each type and its train seeds.",
+        "types+seeds",
+    )
+    clusters: int | None = setting(
+        "Divide each part into so many clusters, for batches of clusters (Cluster-GCN).", None, at_least=1
     )
     seed: int = setting("Seed of the partition algorithm.", 0, at_least=0, below=2**32)
 

@@ -155,13 +155,22 @@ def partition_command(config: ClusterConfig) -> Command:
     """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
     data, parts = config.data, str(config.num_parts)
     argv = [sys.executable, "-m", "trainer", "partition", "make", "--dataset", data.dataset, "--num-parts", parts]
-    argv += ["--method", data.partition.method, "--seed", str(data.partition.seed)]
-    argv += ["--out", os.path.expanduser(data.folder)]
+    argv += [*_method_words(config), "--out", os.path.expanduser(data.folder)]
     argv += ["--source", data.source] if data.source else []
     for name, value in data.options.items():
         argv += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return Command(tuple(argv), {"PYTHONPATH": path})
+
+
+def _method_words(config: ClusterConfig) -> list[str]:
+    how = config.data.partition
+    words = ["--method", how.method, "--seed", str(how.seed)]
+    if how.method in ("metis", "frequency"):
+        words += ["--balance", how.balance]
+    if how.method == "frequency":
+        words += ["--fanouts", ",".join(map(str, config.train.fanouts))]
+    return [*words, *(["--clusters", str(how.clusters)] if how.clusters else [])]
 
 
 def to_json(plan: LaunchPlan) -> str:

@@ -61,7 +61,7 @@ MISTAKES = {
     TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in nodes"],
     TWO + "train: {transport: local}\n": ["3: unknown key `transport` in train; it belongs at the top level"],
     "nodes: [a]\ndata: {dataset: synthetic, partition: {qqq: 1}}\n": [
-        "2: unknown key `qqq` in data.partition; the keys here are method, seed"
+        "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed"
     ],
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [

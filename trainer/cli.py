@@ -1,4 +1,4 @@
-"""``python -m trainer``: partition, train, serve, inspect."""
+"""``python -m trainer``: partition, train, infer, serve, inspect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from trainer.config import IntList, TrainJob, TrainSettings, settings_options
+from trainer.config import InferJob, IntList, TrainJob, TrainSettings, settings_options
 from trainer.errors import TrainerError
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
@@ -51,7 +51,7 @@ def _no_parts_if_set_empty() -> tuple[int, ...] | None:
 
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Partition a graph, train on it, serve its parts to other hosts."""
+    """Partition a graph, train on it, infer over it, serve its parts to other hosts."""
 
 
 @cli.command()
@@ -82,6 +82,44 @@ def train(
     """Train a model on a partition folder; under torchrun, one rank of it."""
     job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file)
     from trainer.train.job import train as run
+
+    run(job)
+
+
+@cli.command()
+@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Checkpoint file; rank 0 reads it.")
+@click.option(
+    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
+)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the results of each part.")
+@click.option(
+    "--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", default=_no_parts_if_set_empty,
+    help="Parts to open here; default: all, or none where the variable is set but empty.",
+)  # fmt: skip
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), envvar="GNNFLEET_CLUSTER",
+    help="cluster.json of the run, when other hosts serve the other parts.",
+)  # fmt: skip
+@click.option(
+    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY",
+    help="service.key of the run, when the graph service is encrypted.",
+)  # fmt: skip
+@click.option(
+    "--nodes-at-once", type=click.IntRange(min=1), default=4096, show_default=True,
+    help="Nodes computed together: fewer take less memory.",
+)  # fmt: skip
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True, max=1_000_000, max_open=True), default=120.0,
+    show_default=True, help="Deadline in seconds of every wait between processes.",
+)  # fmt: skip
+def infer(**options: Any) -> None:
+    """Compute a trained model's output for every node, with all neighbours; under torchrun, one rank of it.
+
+    Writes OUT/part<p>/logits.npy (float32, a row per node) with the nodes' ids in orig_id.npy beside it, and
+    OUT/infer.json with the accuracy on each split.
+    """
+    job = InferJob(**options)
+    from trainer.train.infer import infer as run
 
     run(job)
 

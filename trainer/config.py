@@ -83,6 +83,25 @@ class TrainJob:
     cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
     key_file: Path | None = None  #: service.key, when the graph service is encrypted
 
+    @property
+    def timeout(self) -> float:
+        """Seconds any wait may take."""
+        return self.settings.timeout
+
+
+@dataclass(frozen=True)
+class InferJob:
+    """Full-graph inference as one process sees it."""
+
+    checkpoint: Path  #: rank 0 reads it
+    parts: Path  #: partition folder
+    out: Path  #: results go here
+    part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
+    cluster: Path | None = None
+    key_file: Path | None = None
+    nodes_at_once: int = 4096  #: nodes computed together; bounds memory
+    timeout: float = 120.0  #: seconds any wait may take
+
 
 class IntList(click.ParamType):
     """Whole numbers with commas: ``15,10,5``."""

@@ -13,7 +13,7 @@ import torch
 
 from trainer.config import TrainSettings
 from trainer.errors import CheckpointError
-from trainer.partition.format import Manifest
+from trainer.partition.format import EdgeSpec, Manifest, NodeSpec
 from trainer.train import checkpoint as module
 from trainer.train.checkpoint import (
     Best,
@@ -25,10 +25,13 @@ from trainer.train.checkpoint import (
     settings_record,
 )
 
+EDGE = ("author", "writes", "paper")
 MANIFEST = Manifest(
-    dataset="ring", fingerprint="f", num_parts=1, algorithm="random", seed=0, num_nodes=9, num_edges=20, num_classes=3,
-    offsets=(0, 9), edge_cut=0.0, balance=1.0, attrs={}, splits={}, files=(),
+    dataset="ring", fingerprint="f", num_parts=1, algorithm="random", seed=0, hetero=True,
+    nodes={of: NodeSpec(9, (0, 9), {}, {}, 3) for of in ("author", "paper")},
+    edges={EDGE: EdgeSpec(20, (0, 20), {}, (), 0.0)}, edge_cut=0.0, balance=1.0, graph_attrs={}, files=(),
 )  # fmt: skip
+GRAPH = graph_record(MANIFEST, "paper")
 
 
 def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpoint:
@@ -36,15 +39,17 @@ def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpo
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
-    best = None if best_epoch is None else Best(best_epoch, 0.75, model.state_dict())
+    tables = {"author": torch.rand(9, 2)}
+    best = None if best_epoch is None else Best(best_epoch, 0.75, model.state_dict(), tables)
     return Checkpoint(
         epoch=epoch,
         model=model.state_dict(),
         optimizer=optimizer.state_dict(),
         settings=settings_record(TrainSettings(**settings)),
-        graph=graph_record(MANIFEST),
+        graph=GRAPH,
         step_loss=tuple(torch.rand(5, dtype=torch.float64) for _ in range(epoch)),
         best=best,
+        embedding={"tables": tables, "optimizer_rows": {}, "optimizer_rest": {"step": epoch}},
     )
 
 
@@ -58,6 +63,8 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
         assert loaded.best is not None and (loaded.best.epoch, loaded.best.val_accuracy) == (2, 0.75)
         torch.testing.assert_close(dict(loaded.model), dict(saved.model), atol=0, rtol=0)
         torch.testing.assert_close(dict(loaded.best.model), dict(saved.best.model), atol=0, rtol=0)
+        torch.testing.assert_close(loaded.best.embedding, saved.best.embedding, atol=0, rtol=0)
+        torch.testing.assert_close(loaded.embedding, saved.embedding, atol=0, rtol=0)
         torch.testing.assert_close(loaded.optimizer["state"], saved.optimizer["state"], atol=0, rtol=0)
         assert torch.equal(torch.stack(loaded.step_loss), torch.stack(saved.step_loss))
     assert torch.load(path, weights_only=True)["epoch"] == 3
@@ -120,27 +127,28 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
         load_checkpoint(cut)
     torch.save({"epoch": 3}, cut)
-    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 1"):
+    with pytest.raises(CheckpointError, match="cut.pt is not a gnnfleet-checkpoint of version 2"):
         load_checkpoint(cut)
-    torch.save({"format": module.FORMAT, "version": 1, "run": os.system}, cut)
+    torch.save({"format": module.FORMAT, "version": module.VERSION, "run": os.system}, cut)
     with pytest.raises(CheckpointError, match="cut.pt is damaged or no checkpoint"):
         load_checkpoint(cut)
 
 
 def test_every_difference_to_the_run_is_named() -> None:
     saved = made(hidden=64, fanouts=(5, 5), seed=1)
-    larger = dataclasses.replace(MANIFEST, num_nodes=10)
+    larger = {**GRAPH, "num_nodes": {"author": 9, "paper": 10}, "target": "author"}
     with pytest.raises(CheckpointError) as refused:
         check_fits(saved, TrainSettings(hidden=32, fanouts=(5, 4)), larger, "last.pt")
     message = str(refused.value)
     for difference in ("hidden is 32, there 64", "fanouts is (5, 4), there (5, 5)", "seed is 0, there 1"):
         assert difference in message
-    assert "num_nodes is 10, there 9" in message and "lr" not in message
+    assert "num_nodes is {'author': 9, 'paper': 10}, there {'author': 9, 'paper': 9}" in message
+    assert "target is author, there paper" in message and "lr" not in message
 
 
 def test_what_does_not_change_the_curve_may_differ() -> None:
     other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
-    recut = dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g")
+    recut = graph_record(dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "paper")
     check_fits(made(), other, recut, "last.pt")  # raises for anything that counts
     with pytest.raises(CheckpointError, match="of another run: lr is 0.5, there 0.004$"):
         check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt")

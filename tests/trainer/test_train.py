@@ -26,7 +26,6 @@ from train_kit import (
     job,
     metrics,
     run_ranks,
-    save,
     start_rank,
     write_parts,
 )
@@ -43,6 +42,7 @@ from trainer.train.evaluate import evaluate
 from trainer.train.fit import Fit
 from trainer.train.job import train
 from trainer.train.metrics import MetricsLog
+from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
 from trainer.train.team import Team, join_team, pick_device
 
@@ -157,9 +157,9 @@ def test_training_learns_and_reports_the_best_epoch(tmp_path: Path, capsys: pyte
 
 def test_a_loss_that_is_no_number_names_epoch_and_step(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizers = Optimizers(torch.optim.Adam(model.parameters()))
     with MetricsLog(tmp_path, 0) as log, pytest.raises(TrainingError, match="loss is nan in epoch 4 at step 2"):
-        train_epoch(model, NodeClassification(2), optimizer, FewBatches(bad_step=2), 4, ALONE, log)
+        train_epoch(model, NodeClassification(2), optimizers, FewBatches(bad_step=2), 4, ALONE, log)
 
 
 def test_an_output_that_is_no_number_is_no_score() -> None:
@@ -235,10 +235,9 @@ def test_any_model_and_loader_fit(tmp_path: Path) -> None:
 
 def test_step_lines_are_rationed(tmp_path: Path) -> None:
     model = BlockModel([SAGEConv(5, 2)], 0.0)
+    optimizers = Optimizers(torch.optim.SGD(model.parameters()))
     with MetricsLog(tmp_path, 0) as log:
-        train_epoch(
-            model, NodeClassification(2), torch.optim.SGD(model.parameters()), FewBatches(steps=50), 1, ALONE, log
-        )
+        train_epoch(model, NodeClassification(2), optimizers, FewBatches(steps=50), 1, ALONE, log)
     lines = metrics(tmp_path, "step")
     assert all(later["t"] - earlier["t"] > 0.99 for earlier, later in zip(lines, lines[1:], strict=False))
     assert lines[0].keys() == {
@@ -358,10 +357,11 @@ def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None
 
 def test_a_seed_without_label_is_an_error_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_parts(tmp_path / "parts", 1)
-    labels = np.load(data / "part0" / "nodes" / "y.npy")
-    seed = int(np.load(data / "shared" / "seeds" / "val.npy")[3])
+    file = data / "part0" / "nodes" / "node" / "attrs" / "y.npy"
+    labels = np.load(file)
+    seed = int(np.load(data / "shared" / "nodes" / "node" / "seeds" / "val.npy")[3])
     labels[seed] = -1
-    save(data / "part0" / "nodes" / "y.npy", labels)
+    np.save(file, labels)
     with pytest.raises(DataError, match=f"1 seeds of the val split have no class in 0 … 3, .* node {seed} with y = -1"):
         train(job(data, tmp_path / "run"), Ranks())
     assert "epoch" not in capsys.readouterr().out

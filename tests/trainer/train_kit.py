@@ -10,44 +10,28 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from partitions import store_of
 from trainer.batch import Batch, Block
 from trainer.cli import main
-from trainer.config import TrainJob, TrainSettings
+from trainer.config import InferJob, TrainJob, TrainSettings
 from trainer.data.load import load_dataset
-from trainer.partition.format import write_manifest
+from trainer.partition.assign import assign_parts
+from trainer.partition.write import write_partition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def write_parts(folder: Path, num_parts: int = 1, **options: Any) -> Path:
-    """Partition a synthetic graph by ``node % num_parts`` into ``folder``; no digests."""
-    data = load_dataset("synthetic", options={"num_nodes": 600, "num_classes": 4, "num_features": 12, **options})
-    attrs = {name: np.asarray(values) for name, values in data.attrs.items()}
-    store = store_of(np.asarray(data.edge_index), data.num_nodes, num_parts, attrs=attrs)
-    for part in store.parts.values():
-        arrays = {"nodes/orig_id": part.orig_id, "edges/indptr": part.indptr, "edges/indices": part.indices}
-        arrays |= {"edges/edge_id": part.edge_id, **{f"nodes/{name}": values for name, values in part.attrs.items()}}
-        for name, values in arrays.items():
-            save(folder / f"part{part.part_id}" / f"{name}.npy", values)
-    gid = np.argsort(np.concatenate([part.orig_id for part in store.parts.values()]))
-    for split, seeds in data.splits.items():
-        save(folder / "shared" / "seeds" / f"{split}.npy", gid[seeds])
-    splits = {split: len(seeds) for split, seeds in data.splits.items()}
-    write_manifest(folder, replace(store.manifest, num_classes=data.num_classes, splits=splits))
+def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
+    """Partition a small synthetic graph into ``folder``."""
+    small = {"num_nodes": 600, "num_classes": 4, "num_features": 12}
+    data = load_dataset(dataset, options={**small, **options})
+    write_partition(data, assign_parts(data, num_parts, "hash"), folder)
     return folder
-
-
-def save(path: Path, values: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, values)
 
 
 @dataclass(frozen=True)
@@ -67,9 +51,16 @@ def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
 def start_rank(
     jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str
 ) -> subprocess.Popen[str]:
-    """A process that is one rank of each job in turn; each job is a command line, the last one ends the process.
+    """A process that is one rank of each training job in turn."""
+    return start_words([command_line(item) for item in jobs], rank, world_size, port, **more_env)
 
-    The jobs meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
+
+def start_words(
+    lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str
+) -> subprocess.Popen[str]:
+    """A process that is one rank of each command line in turn; the last one ends the process.
+
+    They meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
     rank 0 is just taking down.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
@@ -77,7 +68,7 @@ def start_rank(
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"GLOO_SOCKET_IFNAME": "lo", **more_env}
-    argv = [sys.executable, __file__, json.dumps([command_line(item) for item in jobs])]
+    argv = [sys.executable, __file__, json.dumps(lines)]
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -93,6 +84,12 @@ def command_line(item: TrainJob) -> list[str]:
             if value is not True:
                 words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return words
+
+
+def infer_words(item: InferJob) -> list[str]:
+    """The same for inference."""
+    words = ["infer", "--checkpoint", str(item.checkpoint), "--parts", str(item.parts), "--out", str(item.out)]
+    return [*words, "--nodes-at-once", str(item.nodes_at_once), "--timeout", str(item.timeout)]
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 120) -> Ended:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,16 @@ from torch import Tensor
 from trainer.config import TrainSettings
 from trainer.errors import CheckpointError
 from trainer.partition.format import Manifest
+from trainer.schema import NodeType, type_name
 
 FORMAT = "gnnfleet-checkpoint"
-VERSION = 1
+VERSION = 2
 KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
 
 #: Settings that change the loss curve; a run goes on only with the same.
 BINDING = (
-    "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "batch_size", "lr", "weight_decay", "seed",
+    "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
+    "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
 )  # fmt: skip
 
 
@@ -35,6 +37,7 @@ class Best:
     epoch: int
     val_accuracy: float
     model: Mapping[str, Tensor]
+    embedding: Mapping[NodeType, Tensor] | None = None  #: tables of featureless types; on rank 0 only
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ class Checkpoint:
     graph: Mapping[str, Any]  #: from ``graph_record``
     step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
     best: Best | None  #: None before the first evaluation
+    embedding: Mapping[str, Any] | None = None  #: from ``sharded_state.embedding_state``; on rank 0 only
+
+    def without_tables(self) -> Checkpoint:
+        """What every rank needs of it; tables are handed out row by row."""
+        return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
@@ -55,9 +63,15 @@ def settings_record(settings: TrainSettings) -> dict[str, Any]:
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
-def graph_record(manifest: Manifest) -> dict[str, Any]:
-    """What tells one dataset from another, however it is partitioned."""
-    return {name: getattr(manifest, name) for name in ("dataset", "num_nodes", "num_edges", "num_classes")}
+def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
+    """What tells one dataset and what is learnt of it from another, however it is partitioned."""
+    return {
+        "dataset": manifest.dataset,
+        "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
+        "num_edges": {type_name(of): spec.num_edges for of, spec in manifest.edges.items()},
+        "target": target,
+        "num_classes": manifest.nodes[target].num_classes,
+    }
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
@@ -92,9 +106,14 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(**values, best=Best(**best) if best else None)
 
 
-def check_fits(checkpoint: Checkpoint, settings: TrainSettings, manifest: Manifest, path: str | Path) -> None:
-    """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's."""
-    ours, graph = settings_record(settings), graph_record(manifest)
+def check_fits(
+    checkpoint: Checkpoint, settings: TrainSettings, graph: Mapping[str, Any], path: str | Path
+) -> None:  # fmt: skip
+    """Raise ``CheckpointError`` naming every setting and graph property that differs from this run's.
+
+    graph: from ``graph_record``.
+    """
+    ours = settings_record(settings)
     pairs = [(name, checkpoint.settings.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
     problems = [f"{name} is {new}, there {old}" for name, old, new in pairs if old != new]
@@ -106,7 +125,7 @@ def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
     """Dicts, tensors and numbers only, which ``weights_only`` reads."""
     values = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
     best = checkpoint.best
-    values["best"] = best and {"epoch": best.epoch, "val_accuracy": best.val_accuracy, "model": dict(best.model)}
+    values["best"] = best and {entry.name: getattr(best, entry.name) for entry in fields(best)}
     return {**values, "step_loss": list(checkpoint.step_loss)}
 
 

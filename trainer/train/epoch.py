@@ -6,18 +6,19 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import Batch
+from trainer.batch import Batch, HeteroBatch
 from trainer.errors import TrainingError
 from trainer.train.metrics import MetricsLog
+from trainer.train.optimize import Optimizers
 from trainer.train.task import Task
 from trainer.train.team import Team
 
-T = TypeVar("T")
+AnyBatch = Batch | HeteroBatch
 
 
 class Batches(Protocol):
@@ -26,7 +27,7 @@ class Batches(Protocol):
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
 
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """This rank's batch of every step."""
 
 
@@ -59,7 +60,7 @@ class _Tally:
     wait_s: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
-    def waited(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def waited(self, batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
         """The same batches, their waiting time counted."""
         while True:
             began = time.monotonic()
@@ -69,7 +70,7 @@ class _Tally:
                 return
             yield batch
 
-    def add(self, batch: Batch, loss: Tensor) -> None:
+    def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
         self.sizes.append(batch.global_seeds)
         self.seeds += batch.num_seeds
@@ -81,7 +82,7 @@ class _Tally:
 
 
 def train_epoch(
-    model: nn.Module, task: Task, optimizer: torch.optim.Optimizer, batches: Batches, epoch: int, team: Team,
+    model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, team: Team,
     metrics: MetricsLog,
 ) -> EpochReport:  # fmt: skip
     """Train one epoch. All ranks take part in every step, those without seeds too.
@@ -98,16 +99,14 @@ def train_epoch(
         due = metrics.step_due()
         if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
             _check_finite(float(loss.detach()), epoch, batch.step, team)
-        optimizer.zero_grad()
-        (loss * (team.size / batch.global_seeds)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        optimizers.step(loss * (team.size / batch.global_seeds))
         tally.add(batch, loss)
         if due:
             metrics.write("step", **_step_line(tally, batch, epoch, len(batches)))
     return _report(tally, epoch, team)
 
 
-def _step_line(tally: _Tally, batch: Batch, epoch: int, steps: int) -> dict[str, Any]:
+def _step_line(tally: _Tally, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
     return {
         "epoch": epoch,
         "step": batch.step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainSettings
+from trainer.nn.sharded import ShardedEmbedding
+from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
 from trainer.train.epoch import Batches, EpochReport, train_epoch
 from trainer.train.evaluate import Score, evaluate
 from trainer.train.metrics import MetricsLog
+from trainer.train.optimize import Optimizers
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -38,21 +41,26 @@ class Fit:
 
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], team: Team,
-        metrics: MetricsLog, folder: Path, graph: Mapping[str, Any],
+        metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
     ):  # fmt: skip
         self.settings, self.task, self.loaders, self.team = settings, task, loaders, team
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.model = model.to(team.device)
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        self.optimizers = Optimizers.of(settings, model, embedding)
         self.done = 0
         self.step_loss: tuple[torch.Tensor, ...] = ()
         self.best: Best | None = None
+        self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint that fits (``check_fits``)."""
+        """Go on from a checkpoint that fits (``check_fits``); on rank 0 it holds the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
-        self.optimizer.load_state_dict(dict(checkpoint.optimizer))
+        self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         self.done, self.step_loss, self.best = checkpoint.epoch, checkpoint.step_loss, checkpoint.best
+        if rows := self.optimizers.rows:
+            load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
+            if checkpoint.best is not None:
+                self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
@@ -64,7 +72,7 @@ class Fit:
             self._say(f"nothing to train: the checkpoint is at {at}; give more --epochs")
         for epoch in range(self.done + 1, self.settings.epochs + 1):
             report = train_epoch(
-                wrapped, self.task, self.optimizer, self.loaders["train"], epoch, self.team, self.metrics
+                wrapped, self.task, self.optimizers, self.loaders["train"], epoch, self.team, self.metrics
             )
             self.done, self.step_loss = epoch, (*self.step_loss, report.step_loss)
             seconds.append(report.seconds)
@@ -91,6 +99,8 @@ class Fit:
         if self.best is None or score.accuracy > self.best.val_accuracy:
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
             self.best = Best(self.done, score.accuracy, weights)
+            if rows := self.optimizers.rows:
+                self.best_rows = rows.embedding.weight.detach().clone()
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
@@ -114,28 +124,37 @@ class Fit:
         self._say("  ".join(words))
 
     def _save(self) -> Path:
-        """Write the checkpoint on rank 0; the path is the same on all."""
+        """Write the checkpoint on rank 0, which the others send their rows; the path is the same on all."""
         path = self.folder / f"epoch-{self.done:04d}.pt"
+        checkpoint = self._checkpoint()
         if self.team.rank == 0:
-            save_checkpoint(self.folder, self._checkpoint())
+            save_checkpoint(self.folder, checkpoint)
             self.metrics.write("checkpoint", epoch=self.done, path=str(path))
         return path
 
     def _checkpoint(self) -> Checkpoint:
+        best, state = self.best, None
+        if rows := self.optimizers.rows:
+            state = embedding_state(rows.embedding, rows.optimizer)
+            if best is not None and self.best_rows is not None:
+                best = replace(best, embedding=gather_tables(rows.embedding, self.best_rows))
         return Checkpoint(
             epoch=self.done,
             model=self.model.state_dict(),
-            optimizer=self.optimizer.state_dict(),
+            optimizer=self.optimizers.model.state_dict(),
             settings=settings_record(self.settings),
             graph=self.graph,
             step_loss=self.step_loss,
-            best=self.best,
+            best=best,
+            embedding=state,
         )
 
     def _finish(self, seconds: tuple[float, ...], path: Path | None) -> FitResult:
         best_epoch = self.best.epoch if self.best else self.done
         if self.best is not None:
             self.model.load_state_dict(dict(self.best.model))
+            if (rows := self.optimizers.rows) and self.best_rows is not None:
+                rows.embedding.weight.data.copy_(self.best_rows)
         test = self._score("test", best_epoch).accuracy if "test" in self.loaders else None
         val = self.best.val_accuracy if self.best else None
         result = FitResult(self.done, best_epoch, val, test, self.step_loss, seconds, path)

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.batch import Batch
-from trainer.errors import DataError
+from trainer.batch import Batch, HeteroBatch
+from trainer.errors import DataError, SettingsError
 from trainer.load.open import Graph
+from trainer.partition.format import Manifest, NodeSpec
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_NODE, NodeType
 from trainer.train.team import Team
 
 
 class Task(Protocol):
     """A model's output becomes sums over the batch's own seeds; sums of ranks add up to the global batch."""
 
-    def loss_sum(self, out: Tensor, batch: Batch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         """Loss summed over the seeds, differentiable; 0 for a batch without seeds."""
 
-    def correct(self, out: Tensor, batch: Batch) -> Tensor:
+    def correct(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         """Seeds predicted right, int64 []."""
 
 
@@ -32,42 +35,76 @@ class NodeClassification:
 
     num_classes: int
 
-    def loss_sum(self, out: Tensor, batch: Batch) -> Tensor:
+    def loss_sum(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         assert batch.y is not None
         return functional.cross_entropy(out, batch.y.long(), reduction="sum")
 
-    def correct(self, out: Tensor, batch: Batch) -> Tensor:
+    def correct(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         assert batch.y is not None
         return (out.argmax(1) == batch.y).sum()
 
 
-def node_classification(graph: Graph, splits: tuple[str, ...], team: Team) -> NodeClassification:
+def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
+    """The node type to classify: the one asked for, or else the only one with labels, classes and train seeds.
+
+    Raises ``SettingsError`` for a type that is not there, and when there is a choice, ``DataError`` when
+    there is none.
+    """
+    if wanted is not None:
+        if wanted not in manifest.nodes:
+            raise SettingsError(f"target is {wanted!r}; {manifest.dataset} has {', '.join(sorted(manifest.nodes))}")
+        return wanted
+    if not manifest.hetero:
+        return HOMO_NODE
+    able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and spec.num_classes and _trains(spec)]
+    if len(able) > 1:
+        raise SettingsError(f"{manifest.dataset}: {', '.join(able)} can all be classified; choose one as target")
+    if not able:
+        raise DataError(f"{manifest.dataset}: no node type has labels y, as classes, and a train split with seeds")
+    return able[0]
+
+
+def node_classification(
+    graph: Graph, target: NodeType, splits: tuple[str, ...], team: Team
+) -> NodeClassification:  # fmt: skip
     """The task of a graph whose seeds all have a label; each rank looks through its share of them.
 
-    Raises ``DataError`` for a graph without features, labels or train seeds, or a seed without a label.
+    Raises ``DataError`` for a target without labels or train seeds, a seed without a label, or a
+    homogeneous graph without features.
     """
     manifest = graph.manifest
-    for attr in ("x", "y"):
-        if attr not in manifest.attrs:
-            raise DataError(f"{manifest.dataset}: nodes have no {attr}; training needs features x and labels y")
-    if not manifest.splits.get("train"):
-        raise DataError(f"{manifest.dataset}: the train split has no seeds")
-    if len(manifest.attrs["y"].shape) != 1 or manifest.num_classes < 1:
-        raise DataError(f"{manifest.dataset}: y must be one class per node, not {list(manifest.attrs['y'].shape)}")
+    spec, nodes = manifest.nodes[target], f"nodes of type {target}" if manifest.hetero else "nodes"
+    for attr in ("y",) if manifest.hetero else ("x", "y"):
+        if attr not in spec.attrs:
+            needs = "labels y" if manifest.hetero else "features x and labels y"
+            raise DataError(f"{manifest.dataset}: {nodes} have no {attr}; training needs {needs}")
+    if not _trains(spec):
+        raise DataError(f"{manifest.dataset}: the train split{_of(manifest, target)} has no seeds")
+    if len(spec.attrs["y"].shape) != 1 or spec.num_classes < 1:
+        raise DataError(f"{manifest.dataset}: y must be one class per node, not {list(spec.attrs['y'].shape)}")
     for split in splits:
-        _check_labels(graph, split, team)
-    return NodeClassification(manifest.num_classes)
+        _check_labels(graph, target, split, team)
+    return NodeClassification(spec.num_classes)
 
 
-def _check_labels(graph: Graph, split: str, team: Team) -> None:
-    seeds = np.asarray(graph.store.seeds(split))[team.rank :: team.size]
-    rows = graph.access.gather(seeds, ["y", "orig_id"])
+def _trains(spec: NodeSpec) -> bool:
+    return spec.splits.get("train", 0) > 0
+
+
+def _of(manifest: Manifest, target: NodeType) -> str:
+    return f" of {target}" if manifest.hetero else ""
+
+
+def _check_labels(graph: Graph, target: NodeType, split: str, team: Team) -> None:
+    seeds = np.asarray(graph.store.seeds(target, split))[team.rank :: team.size]
+    rows = graph.access.gather([RowRequest(target, seeds, ("y", "orig_id"))])[0]
     labels = torch.from_numpy(np.asarray(rows["y"], np.float64))
-    bad = (~(labels >= 0) | (labels >= graph.manifest.num_classes) | (labels != labels.floor())).nonzero().flatten()
+    classes = graph.manifest.nodes[target].num_classes
+    bad = (~(labels >= 0) | (labels >= classes) | (labels != labels.floor())).nonzero().flatten()
     if len(bad):
         node, label = rows["orig_id"][int(bad[0])], labels[bad[0]].item()
         raise DataError(
-            f"{graph.manifest.dataset}: {len(bad)} seeds of the {split} split have no class in "
-            f"0 … {graph.manifest.num_classes - 1}, for instance node {node} with y = {label:g}; "
+            f"{graph.manifest.dataset}: {len(bad)} seeds of the {split} split{_of(graph.manifest, target)} have no "
+            f"class in 0 … {classes - 1}, for instance node {node} with y = {label:g}; "
             "take them out of the split, or label them"
         )

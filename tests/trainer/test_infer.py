@@ -1,0 +1,114 @@
+"""Full-graph inference gives what sampled inference gives with all neighbours, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from train_kit import finish, free_port, infer_words, job, metrics, start_words, write_parts
+from trainer.cli import main
+from trainer.config import InferJob
+from trainer.errors import CheckpointError
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.open import open_graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.format import read_manifest
+from trainer.ranks import Ranks
+from trainer.train.checkpoint import load_checkpoint
+from trainer.train.infer import infer
+from trainer.train.job import train
+from trainer.train.setup import trained_model
+
+MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, "rsage": True}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two partitions, ``homo`` and ``hetero``, and a run per model."""
+    folder = tmp_path_factory.mktemp("infer")
+    write_parts(folder / "homo", 3)
+    write_parts(folder / "hetero", 3, "synthetic-hetero", num_nodes=300)
+    for model, hetero in MODELS.items():
+        options: dict[str, Any] = {"model": model, "eval_fanouts": (-1, -1), "epochs": 2, "lr": 0.01}
+        train(job(parts_of(folder, hetero), folder / model, **options), Ranks())
+    return folder
+
+
+def parts_of(folder: Path, hetero: bool) -> Path:
+    return folder / ("hetero" if hetero else "homo")
+
+
+def sampled_logits(parts: Path, checkpoint: Path) -> dict[int, np.ndarray]:
+    """Original id -> logits, for the seeds of all splits, by batches with all neighbours."""
+    model, _ = trained_model(load_checkpoint(checkpoint), read_manifest(parts))
+    target = load_checkpoint(checkpoint).graph["target"]
+    found = {}
+    with open_graph(parts) as graph, torch.no_grad():
+        for split in ("train", "val", "test"):
+            settings = LoaderSettings(split, (-1, -1), 100, want_degree=True, shuffle=False, target=target)
+            for batch in BatchLoader(graph, settings, 0, RankLayout.single(3)).epoch(0):
+                ids = batch.n_id if isinstance(batch.n_id, torch.Tensor) else batch.n_id[target]
+                found |= dict(zip(ids.tolist(), model(batch).numpy(), strict=False))
+    return found
+
+
+def whole_logits(out: Path) -> np.ndarray:
+    """By original id, from the files of all parts."""
+    ids = np.concatenate([np.load(out / f"part{part}" / "orig_id.npy") for part in range(3)])
+    assert sorted(ids.tolist()) == list(range(len(ids)))
+    logits = np.concatenate([np.load(out / f"part{part}" / "logits.npy") for part in range(3)])
+    return logits[np.argsort(ids)]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_node_has_what_sampling_all_neighbours_gives(model: str, trained: Path, tmp_path: Path) -> None:
+    parts, checkpoint = parts_of(trained, MODELS[model]), trained / model / "checkpoints" / "last.pt"
+    result = infer(InferJob(checkpoint, parts, tmp_path, nodes_at_once=50), Ranks())
+    logits = whole_logits(tmp_path)
+    for node, row in sampled_logits(parts, checkpoint).items():
+        np.testing.assert_allclose(logits[node], row, atol=1e-4, rtol=1e-4)
+    ended = metrics(trained / model, "result")[0]
+    assert result.accuracy["test"] == pytest.approx(ended["test_accuracy"])
+    assert result.accuracy["val"] == pytest.approx(ended["val_accuracy"])
+    assert json.loads((tmp_path / "infer.json").read_text())["accuracy"] == dict(result.accuracy)
+    assert not list(tmp_path.glob(".layers*"))
+
+
+def test_ranks_change_nothing_but_rounding(trained: Path, tmp_path: Path) -> None:
+    """Two models by two processes, with chunks of one node and of all."""
+    chosen = {"gat": 10_000, "rgcn": 23}
+    runs = []
+    for model, at_once in chosen.items():
+        parts, checkpoint = parts_of(trained, MODELS[model]), trained / model / "checkpoints" / "last.pt"
+        infer(InferJob(checkpoint, parts, tmp_path / f"{model}-1"), Ranks())
+        runs.append(infer_words(InferJob(checkpoint, parts, tmp_path / f"{model}-2", nodes_at_once=at_once)))
+    port = free_port(len(runs))
+    for process in [start_words(runs, rank, 2, port) for rank in range(2)]:
+        ended = finish(process)
+        assert ended.returncode == 0, ended.output
+    for model in chosen:
+        one, two = (whole_logits(tmp_path / f"{model}-{size}") for size in (1, 2))
+        np.testing.assert_allclose(two, one, atol=1e-5, rtol=1e-5)
+
+
+def test_the_command_says_how_good_the_model_is(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = infer_words(InferJob(trained / "sage" / "checkpoints" / "last.pt", trained / "homo", tmp_path / "out"))
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    test = metrics(trained / "sage", "result")[0]["test_accuracy"]
+    assert said.startswith("600 node nodes, weights of epoch ") and f"test {test:.4f}" in said
+
+
+def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "sage" / "checkpoints" / "last.pt"
+    with pytest.raises(CheckpointError, match="is of another graph: dataset is None, there synthetic; num_nodes"):
+        infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())

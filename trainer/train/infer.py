@@ -1,0 +1,152 @@
+"""``python -m trainer infer``: a checkpoint's model on every node of a partitioned graph."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.arrays import Array
+from trainer.config import InferJob
+from trainer.errors import CheckpointError, SettingsError
+from trainer.load.open import Graph
+from trainer.nn.facts import facts_of
+from trainer.partition.format import Manifest
+from trainer.ranks import Ranks
+from trainer.sample.types import RowRequest
+from trainer.schema import NodeType
+from trainer.train.checkpoint import Checkpoint, graph_record
+from trainer.train.setup import check_same_partition, layout_of, open_places, read_on_first, trained_model
+from trainer.train.shares import LayerRows, Range
+from trainer.train.stack import stack_of
+from trainer.train.team import Team, join_team, pick_device
+from trainer.train.whole import WholeGraph
+
+
+@dataclass(frozen=True)
+class InferResult:
+    """What was found over all ranks."""
+
+    target: NodeType
+    epoch: int  #: whose weights were used
+    accuracy: Mapping[str, float]  #: by split
+    nodes: int
+
+
+def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
+    """Logits of all nodes of the target type, into ``out/part<p>/logits.npy`` beside ``orig_id.npy``.
+
+    float32 [nodes of the part, num_classes], rows by original id. Every rank returns the same result; rank 0
+    writes it to ``out/infer.json``. Raises ``TrainerError`` for what a user can act on, on every rank.
+    """
+    ranks = ranks or Ranks.from_env(os.environ)
+    with join_team(ranks, pick_device(ranks), "gloo", job.timeout) as team, ExitStack() as stack:
+        check_same_partition(job, team)
+        graph = team.agree(lambda: stack.enter_context(open_places(job, ranks)))
+        scratch = team.agree(lambda: _scratch(job.out, team.rank))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        check = partial(_check_graph, manifest=graph.manifest, path=job.checkpoint)
+        saved = read_on_first(job.checkpoint, check, team)
+        model, _ = trained_model(saved, graph.manifest, team.device)
+        target, epoch = saved.graph["target"], saved.best.epoch if saved.best else saved.epoch
+        whole = WholeGraph(graph, layout_of(graph, team), team, scratch, job.nodes_at_once)
+        rows = whole.run(stack_of(model, facts_of(graph.manifest, target)))[target]
+        _write_parts(job.out, graph, target, rows, team)
+        result = InferResult(
+            target, epoch, _accuracy(graph, target, rows, team), graph.manifest.nodes[target].num_nodes
+        )
+        if team.rank == 0:
+            _tell(result, job)
+        team.barrier()  # this node's graph server must outlive the slowest rank
+    return result
+
+
+def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
+    target = saved.graph["target"]
+    here: Mapping[str, Any] = graph_record(manifest, target) if target in manifest.nodes else {}
+    if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
+        told = "; ".join(f"{name} is {here.get(name)}, there {saved.graph[name]}" for name in differing)
+        raise CheckpointError(f"checkpoint {path} is of another graph: {told}")
+
+
+def _scratch(out: Path, rank: int) -> Path:
+    folder = out / f".layers-rank{rank}"
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
+    return folder
+
+
+def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, team: Team) -> None:
+    """Each part's file is made by the rank with its first nodes; the others beside the part write into it."""
+    own, offsets = rows.shares.own(team.rank), graph.manifest.nodes[target].offsets
+    for piece in own:
+        if piece.first == offsets[piece.part_id]:
+            _new_part(out, graph, target, piece.part_id, rows.values.shape[1])
+    team.barrier()
+    for piece in own:
+        logits = _shared_file(out, piece)
+        begin = piece.first - offsets[piece.part_id]
+        logits[begin : begin + piece.last - piece.first] = rows.values[piece.row : piece.row + piece.last - piece.first]
+        logits.flush()
+
+
+def _new_part(out: Path, graph: Graph, target: NodeType, part_id: int, width: int) -> None:
+    folder = out / f"part{part_id}"
+    folder.mkdir(parents=True, exist_ok=True)
+    offsets = graph.manifest.nodes[target].offsets
+    ids = np.arange(offsets[part_id], offsets[part_id + 1])
+    (found,) = graph.access.gather([RowRequest(target, ids, ("orig_id",))])
+    np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
+    np.lib.format.open_memmap(folder / "logits.npy", mode="w+", dtype=np.float32, shape=(len(ids), width)).flush()
+
+
+def _shared_file(out: Path, piece: Range) -> np.memmap[Any, Any]:
+    path = out / f"part{piece.part_id}" / "logits.npy"
+    if not path.exists():
+        raise SettingsError(
+            f"{path} is not there: ranks that share part {piece.part_id} must see the same --out; "
+            "give a shared folder, or each host parts of its own (--part-ids, --cluster)"
+        )
+    return np.lib.format.open_memmap(path, mode="r+")
+
+
+def _accuracy(graph: Graph, target: NodeType, rows: LayerRows, team: Team) -> dict[str, float]:
+    """Share of each split's labelled nodes that are predicted right."""
+    spec = graph.manifest.nodes[target]
+    splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
+    sums = torch.zeros(len(splits), 2, dtype=torch.float64)
+    for number, split in enumerate(splits):
+        seeds = np.asarray(graph.store.seeds(target, split))
+        seeds = seeds[rows.shares.owners(seeds) == team.rank]
+        (found,) = graph.access.gather([RowRequest(target, seeds, ("y",))])
+        sums[number, 0] = _right(rows.values[rows.shares.rows(seeds)], found["y"])
+        sums[number, 1] = len(seeds)
+    return {split: right / count for split, (right, count) in zip(splits, team.sum(sums).tolist(), strict=True)}
+
+
+def _right(logits: Array, y: Array) -> int:
+    return int((logits.argmax(1) == y).sum()) if len(y) else 0
+
+
+def _tell(result: InferResult, job: InferJob) -> None:
+    """The result for people, and for programs."""
+    record = {
+        "target": result.target, "nodes": result.nodes, "epoch": result.epoch, "accuracy": dict(result.accuracy),
+        "checkpoint": str(job.checkpoint),
+    }  # fmt: skip
+    (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
+    scores = "".join(f"  {split} {accuracy:.4f}" for split, accuracy in result.accuracy.items())
+    print(f"{result.nodes:,} {result.target} nodes, weights of epoch {result.epoch}:{scores}", flush=True)
+    print(f"logits are in {job.out}/part*/logits.npy, original ids beside them", flush=True)

@@ -1,0 +1,96 @@
+"""What training and inference begin with: the same partition everywhere, opened, and the model as it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trainer.config import InferJob, TrainJob, TrainSettings
+from trainer.errors import PartitionError
+from trainer.load.open import Graph, open_graph
+from trainer.load.seeds import RankLayout
+from trainer.nn.facts import facts_of, layer_needs
+from trainer.nn.models import build_model
+from trainer.nn.sharded import ShardedEmbedding
+from trainer.nn.sharded_state import scatter_tables
+from trainer.partition.format import Manifest, manifest_digest
+from trainer.ranks import Ranks
+from trainer.schema import NodeType
+from trainer.train.checkpoint import Checkpoint, load_checkpoint
+from trainer.train.team import Team
+
+
+def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
+    """The job's parts opened here, the hosts of the others connected. Raises as ``open_graph`` does."""
+    return open_graph(
+        job.parts, job.part_ids, cluster_file=job.cluster, node_rank=ranks.node_rank, key_file=job.key_file,
+        deadline=job.timeout,
+    )  # fmt: skip
+
+
+def check_same_partition(job: TrainJob | InferJob, team: Team) -> None:
+    """Refuse, naming the hosts, when a rank holds another manifest than rank 0."""
+    digests = team.gather((str(team.ranks), team.agree(lambda: manifest_digest(job.parts))))
+    others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
+    if others:
+        team.settle()
+        raise PartitionError(
+            f"manifest.json in {job.parts} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
+            f"{', '.join(others)}. Bring all nodes the same partition"
+        )
+
+
+def layout_of(graph: Graph, team: Team) -> RankLayout:
+    """Which ranks read which part from their own disk."""
+    owned = team.gather(tuple(graph.store.parts))
+    parts = range(graph.manifest.num_parts)
+    return RankLayout(team.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+
+
+def make_model(
+    settings: TrainSettings, manifest: Manifest, target: NodeType, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """The model as it begins, and rows, as wide as its layers, of the node types that reach it without features."""
+    facts = facts_of(manifest, target)
+    reached = layer_needs(facts.node_types, facts.edge_types, target, len(settings.fanouts))[0].sources
+    bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
+    embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None
+    return build_model(settings, facts, embedding), embedding
+
+
+def trained_model(
+    saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """A checkpoint's best model, or its last where none was scored, in evaluation; and the rows it looks up.
+
+    Under torch.distributed all ranks call this; ``saved`` holds embedding tables on rank 0.
+    """
+    settings, best = TrainSettings(**saved.settings), saved.best
+    model, embedding = make_model(settings, manifest, saved.graph["target"], device)
+    model.load_state_dict(dict(best.model if best else saved.model))
+    if embedding is not None:
+        last = saved.embedding and saved.embedding["tables"]
+        embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
+    return model.to(device or "cpu").eval(), embedding
+
+
+def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], team: Team) -> Checkpoint:
+    """The checkpoint that rank 0 reads and checks, on every rank; embedding tables stay on rank 0.
+
+    Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` that says so.
+    """
+
+    def read() -> Checkpoint | None:
+        if team.rank != 0:
+            return None
+        checkpoint = load_checkpoint(path)
+        check(checkpoint)
+        return checkpoint
+
+    own = team.agree(read)
+    checkpoint = team.from_first(own and own.without_tables())
+    assert checkpoint is not None
+    return own or checkpoint

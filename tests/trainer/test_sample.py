@@ -1,27 +1,20 @@
-"""Sampling: the picks of one hop, and the subgraph grown from them."""
+"""The picks of one hop: prefixes, distributions, conditions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
 from partitions import random_graph, store_of
-from trainer.errors import DataError, PartitionError, SettingsError
+from plain_sampler import Rule, pick
+from sample_kit import CITES, HOLDS, KINDS, LIKES, WRITES, typed_graph
+from trainer.errors import DataError, PartitionError
 from trainer.rng import batch_key, mix, shuffled
-from trainer.sample import kernels
-from trainer.sample.multi_hop import RelabelTable, SampledSubgraph, sample_multi_hop
+from trainer.sample import candidates, kernels, pairs
 from trainer.sample.one_hop import LocalGraph
-from trainer.sample.types import HopRequest
-
-
-def sample_one(edge_index, num_nodes, node, fanout, key, *, replace=False, shuffle=0):
-    """Original source ids picked for one node of an unpartitioned graph."""
-    graph = LocalGraph(store_of(edge_index, num_nodes))
-    request = HopRequest(np.array([node]), fanout, shuffle, key, replace)
-    return graph.sample_hop(request).src
+from trainer.sample.types import HopRequest, RowRequest, TimeBound
+from trainer.schema import HOMO_EDGE, HOMO_NODE, edge_salt
 
 
 def star(degree):
@@ -29,8 +22,24 @@ def star(degree):
     return np.stack([np.arange(1, degree + 1), np.zeros(degree, np.int64)])
 
 
-def sample(store, seeds, fanouts, key=7, **more):
-    return sample_multi_hop(LocalGraph(store), seeds, fanouts, key, RelabelTable(store.manifest.num_nodes), **more)
+def star_graph(degree, weights=None, times=None):
+    attrs = {"w": weights, "t": times}
+    given = {name: np.asarray(values) for name, values in attrs.items() if values is not None}
+    return LocalGraph(store_of(star(degree), degree + 1, edge_attrs=given))
+
+
+def picked(graph, fanout, key, *, node=0, shuffle=0, **more):
+    """Sources picked for one node; of a star's middle, edge e comes from e + 1."""
+    request = HopRequest(HOMO_EDGE, np.array([node]), fanout, shuffle, key, **more)
+    return graph.sample_hops([request])[0].src
+
+
+def counts_of(graph, degree, fanout, draws, **more):
+    """How often each neighbour came at each place: [fanout, degree]."""
+    seen = np.zeros((fanout, degree))
+    for step in range(draws):
+        seen[np.arange(fanout), picked(graph, fanout, batch_key(0, 0, 0, step), **more) - 1] += 1
+    return seen
 
 
 def test_mixer_is_splitmix64():
@@ -53,31 +62,49 @@ def test_shuffled_is_a_permutation_that_depends_on_the_key():
 
 
 @pytest.mark.parametrize(("degree", "fanout"), [(12, 4), (100, 10), (100, 90), (5000, 20)])
-def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout):
-    """Whatever way the shuffle is carried out: whole row, list of displaced places, scratch row."""
-    graph, key = star(degree), 99
-    picks = sample_one(graph, degree + 1, 0, fanout, key)
-    whole = sample_one(graph, degree + 1, 0, -1, key, shuffle=fanout)
+@pytest.mark.parametrize("kind", ["uniform", "filtered", "weighted", "last"])
+def test_smaller_fanout_is_a_prefix_of_a_larger_one(degree, fanout, kind):
+    """Whatever way it is carried out: whole row, list of displaced places, scratch row, heap."""
+    rng = np.random.default_rng(degree)
+    graph = star_graph(degree, weights=rng.random(degree) + 0.1, times=rng.integers(0, 9, degree))
+    bound = TimeBound(np.array([9]), "t", "edge", last=kind == "last")
+    more = {"weight": "w"} if kind == "weighted" else {} if kind == "uniform" else {"bound": bound}
+    picks = picked(graph, fanout, 99, **more)
+    whole = picked(graph, -1, 99, shuffle=fanout, **more)
     assert len(set(picks)) == fanout
     assert np.array_equal(whole[:fanout], picks)
+    assert np.array_equal(picked(graph, fanout + 1, 99, **more)[:fanout], picks)
     assert np.array_equal(np.sort(whole), np.arange(1, degree + 1))
 
 
+def test_conditions_that_nothing_fails_change_no_draw():
+    graph = star_graph(300, times=np.zeros(300, np.int64))
+    for fanout, replace in ((5, False), (200, False), (-1, False), (7, True)):
+        plain = picked(graph, fanout, 4, replace=replace, shuffle=3)
+        bound = TimeBound(np.array([0]), "t", "edge")
+        for condition in (
+            {"bound": bound},
+            {"sources": np.arange(301)},
+            {"exclude": (np.zeros(1, int), np.zeros(1, int))},
+        ):
+            assert np.array_equal(picked(graph, fanout, 4, replace=replace, shuffle=3, **condition), plain)
+
+
 def test_row_taken_whole_keeps_edge_order_when_nobody_wants_a_prefix():
-    assert np.array_equal(sample_one(star(9), 10, 0, -1, 3), np.arange(1, 10))
+    graph = star_graph(9, weights=np.arange(1, 10), times=np.arange(9)[::-1].copy())
+    for more in ({}, {"weight": "w"}, {"bound": TimeBound(np.array([9]), "t", "edge", last=True)}):
+        assert np.array_equal(picked(graph, -1, 3, **more), np.arange(1, 10))
 
 
 @pytest.mark.parametrize("degree", [12, 80])
-def test_picks_are_uniform_and_independent_of_place(degree):
+@pytest.mark.parametrize("kind", ["plain", "filtered"])
+def test_picks_are_uniform_and_independent_of_place(degree, kind):
     """Chi-square of every (place, neighbour) count, against uniform and against numpy's sampler."""
     fanout, draws = 4, 6000
-    graph = LocalGraph(store_of(star(degree), degree + 1))
-    ours = np.zeros((fanout, degree))
-    theirs = np.zeros(degree)
-    rng = np.random.default_rng(0)
-    for step in range(draws):
-        picks = graph.sample_hop(HopRequest(np.array([0]), fanout, 0, batch_key(0, 0, 0, step))).src - 1
-        ours[np.arange(fanout), picks] += 1
+    graph = star_graph(degree, times=np.zeros(degree, np.int64))
+    bound = TimeBound(np.array([0]), "t", "edge") if kind == "filtered" else None
+    ours, theirs, rng = counts_of(graph, degree, fanout, draws, bound=bound), np.zeros(degree), np.random.default_rng(0)
+    for _ in range(draws):
         theirs[rng.choice(degree, fanout, replace=False)] += 1
     assert stats.chisquare(ours.ravel()).pvalue > 1e-4
     assert stats.chi2_contingency(np.stack([ours.sum(axis=0), theirs])).pvalue > 1e-4
@@ -85,149 +112,155 @@ def test_picks_are_uniform_and_independent_of_place(degree):
 
 def test_pairs_of_picks_are_uniform():
     """Both picks together: all ordered pairs of five neighbours come equally often."""
-    graph = LocalGraph(store_of(star(5), 6))
-    seen = np.zeros((5, 5))
-    for step in range(8000):
-        a, b = graph.sample_hop(HopRequest(np.array([0]), 2, 0, batch_key(1, 0, 0, step))).src - 1
-        seen[a, b] += 1
+    seen = pair_counts(star_graph(5), 5)
     assert np.all(np.diag(seen) == 0)
     assert stats.chisquare(seen[~np.eye(5, dtype=bool)]).pvalue > 1e-4
 
 
 def test_replacement_draws_independently():
-    graph = LocalGraph(store_of(star(6), 7))
-    seen = np.zeros((6, 6))
-    for step in range(8000):
-        a, b = graph.sample_hop(HopRequest(np.array([0]), 2, 0, batch_key(2, 0, 0, step), True)).src - 1
+    assert stats.chisquare(pair_counts(star_graph(6), 6, replace=True).ravel()).pvalue > 1e-4
+
+
+WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5, 4.0, 0.0, 0.25])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32])
+def test_weighted_replacement_draws_each_by_its_weight(dtype):
+    weights = (WEIGHTS * 4).astype(dtype)
+    seen = pair_counts(star_graph(7, weights=weights), 7, replace=True, weight="w")
+    share = weights[weights > 0].astype(np.float64) / weights.sum()
+    assert seen[weights == 0].sum() == seen[:, weights == 0].sum() == 0
+    both = seen[np.ix_(weights > 0, weights > 0)]
+    assert stats.chisquare(both.ravel(), np.outer(share, share).ravel() * both.sum()).pvalue > 1e-4
+
+
+def test_weighted_draws_without_replacement_are_those_of_an_urn():
+    """P(a, then b) = w_a / W * w_b / (W - w_a), and as often as numpy's sampler takes each."""
+    seen = pair_counts(star_graph(7, weights=WEIGHTS), 7, weight="w")
+    total = WEIGHTS.sum()
+    expected = np.outer(WEIGHTS / total, WEIGHTS) / (total - WEIGHTS)[:, None]
+    np.fill_diagonal(expected, 0)
+    assert np.all(seen[expected == 0] == 0)
+    assert stats.chisquare(seen[expected > 0], expected[expected > 0] * seen.sum()).pvalue > 1e-4
+    rng, theirs = np.random.default_rng(0), np.zeros(7)
+    for _ in range(8000):
+        theirs[rng.choice(7, 2, replace=False, p=WEIGHTS / total)] += 1
+    used = WEIGHTS > 0
+    both = np.stack([seen.sum(axis=0) + seen.sum(axis=1), theirs])[:, used]
+    assert stats.chi2_contingency(both).pvalue > 1e-4
+
+
+def pair_counts(graph, degree, draws=8000, **more):
+    seen = np.zeros((degree, degree))
+    for step in range(draws):
+        a, b = picked(graph, 2, batch_key(2, 0, 0, step), **more) - 1
         seen[a, b] += 1
-    assert stats.chisquare(seen.ravel()).pvalue > 1e-4
+    return seen
 
 
 def test_replacement_fills_the_fanout_from_few_neighbours():
-    assert len(sample_one(star(2), 3, 0, 10, 5, replace=True)) == 10
-    assert len(sample_one(star(2), 3, 1, 10, 5, replace=True)) == 0
+    graph = star_graph(2, weights=[0.0, 1.0])
+    assert len(picked(graph, 10, 5, replace=True)) == 10
+    assert picked(graph, 10, 5, replace=True, weight="w").tolist() == [2] * 10
+    assert len(picked(graph, 10, 5, node=1, replace=True)) == 0
+    assert picked(graph, -1, 5, replace=True).tolist() == [1, 2], "-1 takes the row"
 
 
-def test_hub_with_a_million_neighbours():
-    picks = sample_one(star(1_000_000), 1_000_001, 0, 15, 11)
-    assert len(set(picks)) == 15 and picks.min() >= 1
+def test_excluded_edges_are_made_up_for_by_others():
+    graph = star_graph(20)
+    exclude = np.zeros(17, np.int64), np.arange(1, 18)
+    for key in range(50):
+        assert sorted(picked(graph, 3, key, exclude=exclude)) == [18, 19, 20]
+        assert set(picked(graph, 5, key, replace=True, exclude=exclude)) <= {18, 19, 20}
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), hops=st.integers(1, 3))
-def test_full_fanout_is_the_exact_neighbourhood(seed, hops):
-    edge_index, num_nodes = random_graph(seed, num_nodes=40, num_edges=70)
-    store = store_of(edge_index, num_nodes)
-    seeds = np.unique(np.random.default_rng(seed).integers(0, num_nodes, 4))
-    subgraph = sample(store, seeds, (-1,) * hops, edges=True)
-    reached, edges = neighbourhood(edge_index, seeds, hops)
-    assert set(subgraph.nodes.tolist()) == reached
-    assert sorted(np.concatenate([hop.edge_id for hop in subgraph.hops]).tolist()) == sorted(edges)
+@pytest.mark.parametrize("wrong", [-1.0, np.nan, np.inf])
+def test_wrong_weight_is_named_with_its_edge(wrong):
+    weights = np.ones(6)
+    weights[4] = wrong
+    with pytest.raises(DataError, match=rf"edge 4 of .* has the weight {wrong} in 'w'"):
+        picked(star_graph(6, weights=weights), 2, 0, weight="w")
 
 
-def neighbourhood(edge_index, seeds, hops):
-    """Nodes within ``hops`` in-edges of the seeds, and the edges on the way."""
-    reached, edges, frontier = set(seeds.tolist()), set(), set(seeds.tolist())
-    for _ in range(hops):
-        taken = np.flatnonzero(np.isin(edge_index[1], sorted(frontier)))
-        edges |= set(taken.tolist())
-        frontier = set(edge_index[0][taken].tolist()) - reached
-        reached |= frontier
-    return reached, edges
-
-
-FANOUTS = [(15, 10, 5), (3, 3), (4, 9, 2), (2, -1, 3), (-1, 2), (1,)]
+@pytest.mark.parametrize("case", range(40))
+def test_one_hop_is_as_the_plain_sampler_draws_it(case):
+    """Edge ids in order, for random requests that combine conditions."""
+    rng = np.random.default_rng(case)
+    graph = typed_graph(case, num_edges=80)
+    e = (WRITES, CITES, HOLDS, LIKES)[case % 4]
+    kind = KINDS[list(KINDS)[case % len(KINDS)]]
+    rule = kind.get("time")
+    if rule is not None and rule.attr not in (
+        graph.node_attrs.get(e[0], {}) if rule.on == "node" else graph.edge_attrs.get(e, {})
+    ):
+        rule = None
+    weight = kind.get("weight") if e in graph.edge_attrs else None
+    sources = np.unique(rng.integers(0, graph.num_nodes[e[0]], 12)) if case % 3 == 0 else None
+    barred = rng.permutation(80)[:20] if case % 2 else np.empty(0, np.int64)
+    fanout, shuffle, replace = int(rng.choice([-1, 1, 2, 4, 9])), int(rng.integers(0, 4)), kind.get("replace", False)
+    nodes = rng.integers(0, graph.num_nodes[e[2]], 20)
+    trees, times = rng.integers(0, 99, 20), rng.integers(-3, 8, 20)
+    request = HopRequest(
+        e, nodes, fanout, shuffle, case ^ edge_salt(e), replace, True, trees,
+        TimeBound(times, rule.attr, rule.on, rule.last) if rule else None, weight,
+        (graph.edges[e][1][barred], graph.edges[e][0][barred]), sources,
+    )  # fmt: skip
+    sample = LocalGraph(graph.store()).sample_hops([request])[0]
+    rows = np.split(graph.store().parts[0].edges[e].orig_id[sample.edge], np.cumsum(sample.counts)[:-1])
+    for i, row in enumerate(rows):
+        not_these = frozenset(graph.edges[e][0][edge] for edge in barred if graph.edges[e][1][edge] == nodes[i])
+        allowed = None if sources is None else frozenset(sources.tolist())
+        how = Rule(fanout, shuffle, replace, weight, rule, int(times[i]), not_these, allowed)
+        assert row.tolist() == pick(graph, e, int(nodes[i]), how, case, int(trees[i]))[0]
 
 
 @pytest.mark.parametrize(
-    ("fanouts", "replace"), [(f, False) for f in FANOUTS] + [(f, True) for f in FANOUTS if -1 not in f]
-)
-def test_every_edge_exists_and_every_row_is_bounded(fanouts, replace):
-    edge_index, num_nodes = random_graph(3, num_nodes=300, num_edges=3000)
-    store = store_of(edge_index, num_nodes)
-    subgraph = sample(store, np.arange(0, 60, 3), fanouts, edges=True, replace=replace)
-    for hop in subgraph.hops:
-        assert np.array_equal(subgraph.nodes[hop.src], edge_index[0][hop.edge_id])
-        assert np.array_equal(subgraph.nodes[hop.dst], edge_index[1][hop.edge_id])
-    degree = np.bincount(edge_index[1], minlength=num_nodes)
-    for hop, fanout in enumerate(fanouts):
-        indptr, indices, num_src = subgraph.block(hop)
-        width = degree[subgraph.nodes[: len(indptr) - 1]]
-        if fanout >= 0:
-            width = np.where(width > 0, fanout, 0) if replace else np.minimum(width, fanout)
-        assert np.array_equal(np.diff(indptr), width)
-        assert len(indices) == 0 or indices.max() < num_src
+    "more",
+    [
+        {}, {"weight": "w"}, {"weight": "w", "replace": True}, {"bound": TimeBound(np.array([50]), "t", "edge")},
+        {"bound": TimeBound(np.array([50]), "t", "edge", True)}, {"sources": np.arange(500_000)},
+        {"exclude": (np.zeros(1000, np.int64), np.arange(1000))},
+    ],
+)  # fmt: skip
+def test_hub_with_a_million_neighbours(more):
+    size = 1_000_000
+    graph = star_graph(size, weights=np.ones(size, np.float32), times=np.arange(size) % 100)
+    picks = picked(graph, 15, 11, **more)
+    assert len(picks) == 15 and picks.min() >= 1 and len(set(picks)) == 15
+    if "bound" in more:
+        assert ((picks - 1) % 100).max() <= 50
+    if "sources" in more:
+        assert picks.max() < 500_000
+    if "exclude" in more:
+        assert picks.min() >= 1000
 
 
-@pytest.mark.parametrize("fanouts", FANOUTS)
-def test_a_seed_sees_the_same_whatever_else_is_in_its_batch(fanouts):
-    """The computation tree below each seed, as original ids, is equal alone, in thirds and together."""
-    edge_index, num_nodes = random_graph(5, num_nodes=200, num_edges=2500)
-    store = store_of(edge_index, num_nodes)
-    seeds = np.arange(0, 30)
-    together = trees(sample(store, seeds, fanouts))
-    apart = [tree for third in np.split(seeds, 3) for tree in trees(sample(store, third, fanouts))]
-    assert together == apart
-
-
-def trees(subgraph: SampledSubgraph):
-    """For each seed the nested neighbour lists that blocks let a model see, as global ids."""
-    depth = len(subgraph.fanouts)
-    levels = [(int(node),) for node in subgraph.nodes]
-    for hop in reversed(range(depth)):
-        indptr, indices, _ = subgraph.block(hop)
-        levels = [
-            (int(subgraph.nodes[row]), levels[row], *(levels[i] for i in indices[indptr[row] : indptr[row + 1]]))
-            if hop < depth
-            else ()
-            for row in range(len(indptr) - 1)
-        ]
-        levels = [(tree[0], tuple(sorted(map(repr, tree[1:])))) for tree in levels]
-    return levels[: subgraph.num_seeds]
-
-
-def test_duplicate_seeds_keep_their_places_and_see_the_same():
-    edge_index, num_nodes = random_graph(6, num_nodes=50, num_edges=400)
-    subgraph = sample(store_of(edge_index, num_nodes), np.array([4, 7, 4]), (5, 3))
-    assert subgraph.nodes[:3].tolist() == [4, 7, 4]
-    first, _, again = trees(subgraph)
-    assert first == again
-
-
-def test_table_is_clean_for_the_next_batch():
-    edge_index, num_nodes = random_graph(8, num_nodes=100, num_edges=900)
-    table = RelabelTable(num_nodes)
-    graph = LocalGraph(store_of(edge_index, num_nodes))
-    once = sample_multi_hop(graph, np.arange(10), (4, 4), 1, table)
-    again = sample_multi_hop(graph, np.arange(10), (4, 4), 1, table)
-    assert np.array_equal(once.nodes, again.nodes) and np.all(table.positions == -1)
-
-
-def test_graph_without_edges_and_no_seeds():
-    store = store_of(np.empty((2, 0), np.int64), 5)
-    lonely = sample(store, np.array([3]), (5, 5), edges=True)
-    assert lonely.nodes.tolist() == [3] and lonely.num_sampled_nodes == (1, 0, 0)
-    nobody = sample(store, np.empty(0, np.int64), (5, 5), edges=True)
-    assert len(nobody.nodes) == 0 and nobody.block(0)[0].tolist() == [0]
-
-
-def test_whole_rows_and_draws_do_not_mix():
-    with pytest.raises(SettingsError, match="use -1 for every hop, or for none"):
-        sample(store_of(star(3), 4), np.array([0]), (2, -1), replace=True)
-
-
-def test_seed_that_is_no_node_is_named():
-    with pytest.raises(DataError, match="seed 5 at position 1 is no node; ids go from 0 to 4"):
-        sample(store_of(np.empty((2, 0), np.int64), 5), np.array([3, 5]), (5,))
-
-
-def test_foreign_node_and_unknown_attribute_are_refused():
+def test_unknown_and_foreign_things_are_refused():
     edge_index, num_nodes = random_graph(1, num_nodes=20, num_edges=50)
-    half = store_of(edge_index, num_nodes, num_parts=2, only=[0])
-    with pytest.raises(PartitionError, match=r"parts \[1\]; this process holds parts \[0\]"):
-        LocalGraph(half).sample_hop(HopRequest(np.array([19]), 2, 0, 0))
-    with pytest.raises(PartitionError, match="no node attribute 'color'"):
-        LocalGraph(half).gather(np.array([0]), ["color"])
+    half = LocalGraph(store_of(edge_index, num_nodes, num_parts=2, only=[0], edge_attrs={"x": np.ones((50, 2))}))
+    first, last = np.array([0]), np.array([19])
+
+    def hop(nodes, edge_type=HOMO_EDGE, **more):
+        return half.sample_hops([HopRequest(edge_type, nodes, 2, 0, 0, **more)])
+
+    with pytest.raises(PartitionError, match=r"ids of parts \[1\] of 'node'; this process holds parts \[0\]"):
+        hop(last)
+    with pytest.raises(PartitionError, match=r"ids outside 0\.\.19"):
+        hop(np.array([20]))
+    with pytest.raises(PartitionError, match=r"no edge type \('a', 'b', 'c'\)"):
+        hop(first, ("a", "b", "c"))
+    with pytest.raises(PartitionError, match="no attribute 'w'"):
+        hop(first, weight="w")
+    with pytest.raises(PartitionError, match=r"'x' of .* is float64 \[\d+, 2\], not weights"):
+        hop(first, weight="x")
+    with pytest.raises(PartitionError, match="no time 'when' of the nodes"):
+        hop(first, bound=TimeBound(first, "when", "node"))
+    with pytest.raises(PartitionError, match=r"sources outside 0\.\.19 of 'node'"):
+        hop(first, sources=np.array([3, 20]))
+    with pytest.raises(PartitionError, match="no attribute 'color' of 'node'"):
+        half.gather([RowRequest(HOMO_NODE, first, ("color",))])
+    with pytest.raises(PartitionError, match="no node type 'paper'"):
+        half.gather([RowRequest("paper", first, ("x",))])
 
 
 def test_gather_brings_rows_of_any_dtype_and_rank():
@@ -236,18 +269,53 @@ def test_gather_brings_rows_of_any_dtype_and_rank():
         "x": np.arange(30 * 3, dtype=np.float16).reshape(30, 3),
         "flag": np.arange(30) % 2 == 0,
         "cube": np.arange(30 * 4, dtype=np.float64).reshape(30, 2, 2),
+        "nothing": np.empty((30, 0, 4), np.float32),
     }
-    store = store_of(edge_index, num_nodes, num_parts=3, attrs=attrs)
-    nodes = np.array([29, 0, 17, 17])
-    rows = LocalGraph(store).gather(nodes, ["x", "flag", "cube", "orig_id", "in_degree"])
-    orig = rows["orig_id"]
-    for name, values in attrs.items():
-        assert rows[name].dtype == values.dtype and np.array_equal(rows[name], values[orig])
-    assert np.array_equal(rows["in_degree"], np.bincount(edge_index[1], minlength=30)[orig])
+    edge_attrs = {"w": np.arange(200, dtype=np.uint8), "e": np.arange(600.0).reshape(200, 3)}
+    store = store_of(edge_index, num_nodes, num_parts=3, attrs=attrs, edge_attrs=edge_attrs)
+    graph, ids = LocalGraph(store), np.array([29, 0, 17, 17])
+    nodes, edges = graph.gather(
+        [
+            RowRequest(HOMO_NODE, ids, (*attrs, "orig_id", "in_degree")),
+            RowRequest(HOMO_EDGE, ids * 5, (*edge_attrs, "orig_id")),
+        ]
+    )
+    for found, given in ((nodes, attrs), (edges, edge_attrs)):
+        for name, values in given.items():
+            assert found[name].dtype == values.dtype and np.array_equal(found[name], values[found["orig_id"]])
+    assert np.array_equal(nodes["in_degree"], np.bincount(edge_index[1], minlength=30)[nodes["orig_id"]])
+    assert nodes["orig_id"].dtype == edges["orig_id"].dtype == np.int64
+
+
+def test_in_degree_counts_every_edge_type_that_ends_there():
+    graph = typed_graph(4)
+    store = graph.store()
+    rows = LocalGraph(store).gather([RowRequest(of, np.arange(n), ("in_degree",)) for of, n in graph.num_nodes.items()])
+    for of, found in zip(graph.num_nodes, rows, strict=True):
+        ends = np.concatenate([np.empty(0, int), *(index[1] for e, index in graph.edges.items() if e[2] == of)])
+        assert np.array_equal(found["in_degree"], np.bincount(ends, minlength=graph.num_nodes[of]))
+
+
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_edges_are_found_and_listed(num_parts):
+    edge_index, num_nodes = random_graph(2, num_nodes=40, num_edges=300)
+    store = store_of(edge_index, num_nodes, num_parts)
+    graph = LocalGraph(store)
+    listed = graph.edge_list(HOMO_EDGE)
+    order = np.argsort(listed.orig_id)
+    gid = store.to_global(HOMO_NODE, np.arange(num_nodes))
+    assert np.array_equal(np.stack([listed.src, listed.dst])[:, order], gid[edge_index])
+    src, dst = np.repeat(np.arange(40), 40), np.tile(np.arange(40), 40)
+    exists = np.zeros((40, 40), bool)
+    exists[edge_index[0], edge_index[1]] = True
+    assert np.array_equal(graph.has_edges(HOMO_EDGE, gid[src], gid[dst]), exists[src, dst])
+    assert len(graph.has_edges(HOMO_EDGE, src[:0], dst[:0])) == 0
 
 
 def test_kernels_release_the_gil():
     """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
-    assert all(
-        kernel.targetoptions["nogil"] for kernel in (kernels.pick_positions, kernels.relabel, kernels.block_rows)
-    )
+    used = (
+        kernels.pick_positions, kernels.relabel, kernels.block_rows, candidates.pick_candidates, pairs.relabel,
+        kernels.find_edges, kernels.take_rows,
+    )  # fmt: skip
+    assert all(kernel.targetoptions["nogil"] for kernel in used)

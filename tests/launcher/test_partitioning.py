@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
 from launcher.partitioning import PartitionFailed, run_partitioner
+from launcher.plan import partition_command
 from launcher.script import Command
 
 
@@ -39,3 +42,20 @@ def test_a_failure_without_a_message_points_to_the_output() -> None:
     shown, failure = partitioner("{}['missing']")
     assert "partition | KeyError: 'missing'" in shown
     assert failure == "partitioning failed (exit status 1): its output stands above"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, "--method metis --seed 0 --balance types+seeds"),
+        ({"method": "metis", "balance": "nodes", "seed": 3}, "--method metis --seed 3 --balance nodes"),
+        ({"method": "frequency"}, "--method frequency --seed 0 --balance types+seeds --fanouts 7,-1"),
+        ({"method": "random", "balance": "nodes"}, "--method random --seed 0"),
+        ({"method": "hash", "clusters": 50}, "--method hash --seed 0 --clusters 50"),
+    ],
+)
+def test_the_partitioner_is_told_what_its_method_uses(how: dict[str, Any], words: str) -> None:
+    data = DataConfig("synthetic", folder="/parts", partition=PartitionConfig(**how))
+    config = ClusterConfig((NodeConfig("a"), NodeConfig("b")), data, TrainConfig(fanouts=(7, -1)))
+    argv = partition_command(config).argv
+    assert " ".join(argv[1:]) == f"-m trainer partition make --dataset synthetic --num-parts 2 {words} --out /parts"

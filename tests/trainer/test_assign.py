@@ -7,14 +7,17 @@ import typing
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, empty, graph, odd, ring, skewed, star
-from launcher.config import PartitionConfig
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.plan import partition_command
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.errors import PartitionError
 from trainer.partition.assign import assign_parts
+from trainer.partition.cli import partition
 from trainer.partition.hashing import hash_part
 from trainer.partition.methods import BALANCES, METHODS, fanouts_of, method_options
 from trainer.schema import HOMO_EDGE, HOMO_NODE
@@ -236,6 +239,17 @@ def test_choices_and_defaults_are_the_launchers():
     assert typing.get_args(hints["method"]) == METHODS
     assert typing.get_args(hints["balance"]) == BALANCES
     assert method_options(default.method) == {"balance": default.balance}
+
+
+def test_what_the_launcher_says_is_understood(monkeypatch):
+    made = []
+    monkeypatch.setattr("trainer.partition.cli.make_partition", lambda spec, say: made.append(spec))
+    how = PartitionConfig(method="frequency", balance="types", clusters=3, seed=2)
+    config = ClusterConfig((NodeConfig("a"),), DataConfig("synthetic", partition=how), TrainConfig(fanouts=(7, -1)))
+    result = CliRunner().invoke(partition, partition_command(config).argv[4:])
+    assert result.exit_code == 0, result.output
+    assert (made[0].method, made[0].balance, made[0].clusters, made[0].seed) == ("frequency", "types", 3, 2)
+    assert made[0].told()["fanouts"] == [7, -1]
 
 
 # Real data

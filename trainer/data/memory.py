@@ -25,9 +25,11 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     that has them. Types keep PyG's names, whatever they are.
     Raises ``DataError`` for an edge type without ``edge_index``, or whose node type has no nodes.
     """
+    from torch_geometric.data import HeteroData
+
     nodes: dict[NodeType, NodeData] = {}
     edges: dict[EdgeType, EdgeData] = {}
-    hetero = hasattr(data, "node_types")
+    hetero = isinstance(data, HeteroData)
     for store in data.node_stores:
         nodes[store._key if hetero else HOMO_NODE] = _node_data(store, name)
     for store in data.edge_stores:

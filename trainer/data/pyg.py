@@ -123,13 +123,15 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
 
     ``source`` is the download folder. Raises ``DataError`` when it cannot be had, or is not one graph.
     """
+    from torch_geometric.data import HeteroData
+
     with reported(name, source):
         dataset = _pyg_dataset(name, source)
         data, size = dataset[0], len(dataset)
     if size != 1:
         raise DataError(f"dataset {name} holds {size} graphs; one graph is expected")
     values = data.to_dict()
-    if not hasattr(data, "node_types"):
+    if not isinstance(data, HeteroData):
         values["num_nodes"] = data.num_nodes
     return raw_graph(name, values, f"dataset {name}")
 

@@ -67,6 +67,14 @@ def rows_of(graph, ids, attrs=("x",), of=HOMO_NODE):
     return graph.gather([RowRequest(of, ids, tuple(attrs))])[0]
 
 
+def assert_same_sample(there, here) -> None:
+    np.testing.assert_array_equal(there.counts, here.counts)
+    np.testing.assert_array_equal(there.src, here.src)
+    assert (there.edge is None) == (here.edge is None)
+    if here.edge is not None:
+        np.testing.assert_array_equal(there.edge, here.edge)
+
+
 @contextlib.contextmanager
 def serving(graph=None, keys=None, **options):
     """A server in this process."""

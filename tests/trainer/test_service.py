@@ -15,6 +15,7 @@ import zmq
 from service_kit import (
     INFO,
     ArithmeticGraph,
+    assert_same_sample,
     client_of,
     free_endpoint,
     new_keys,
@@ -42,14 +43,6 @@ def one_hop(graph, request: HopRequest):
 
 def submit_rows(client, nodes, attr="x"):
     return client.submit_gather([RowRequest(HOMO_NODE, nodes, (attr,))])
-
-
-def assert_same_sample(there, here) -> None:
-    np.testing.assert_array_equal(there.counts, here.counts)
-    np.testing.assert_array_equal(there.src, here.src)
-    assert (there.edge is None) == (here.edge is None)
-    if here.edge is not None:
-        np.testing.assert_array_equal(there.edge, here.edge)
 
 
 @pytest.fixture

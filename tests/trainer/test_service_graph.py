@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 
 from partitions import random_graph, store_of
-from service_kit import client_of, rows_of, serving
+from service_kit import assert_same_sample, client_of, rows_of, serving
 from trainer.errors import ServiceError
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.sample.types import HopRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 from trainer.store.part import EdgePart, NodePart, Part, PartStore
-
-
-def assert_same_sample(there, here) -> None:
-    np.testing.assert_array_equal(there.counts, here.counts)
-    np.testing.assert_array_equal(there.src, here.src)
-    assert (there.edge is None) == (here.edge is None)
-    if here.edge is not None:
-        np.testing.assert_array_equal(there.edge, here.edge)
 
 
 def test_a_homogeneous_graph_answers_the_same_over_the_wire() -> None:

@@ -79,7 +79,7 @@ class DistGraph:
         split = Split(self._by_host)
         shares: _Shares[HopRequest] = defaultdict(list)
         for number, request in enumerate(requests):
-            check_type(self.local.store, request.edge_type)
+            self._check_hop(request)
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
                 shares[host].append(_Share(number, at, split.hop(request, host, at)))
         answers: list[list[tuple[Ids, HopSample]]] = [[] for _ in requests]
@@ -93,7 +93,7 @@ class DistGraph:
         """Rows of any nodes and edges, in request order. Raises ``ServiceError`` and ``PartitionError``."""
         if not self.remotes:
             return self.local.gather(requests)
-        specs = [{name: row_spec(self.local.store, asked.of, name) for name in asked.attrs} for asked in requests]
+        specs = [self._row_specs(request) for request in requests]
         split = Split(self._by_host)
         shares: _Shares[RowRequest] = defaultdict(list)
         for number, request in enumerate(requests):
@@ -107,7 +107,7 @@ class DistGraph:
                 self._check_rows(host, rows, specs[share.number])
             answers[share.number].append((share.at, rows))
         return [
-            {name: _merged_rows(name, request, found, *spec) for name, spec in columns.items()}
+            found[0][1] if len(found) == 1 else _merged_rows(len(request.ids), found, columns)
             for request, found, columns in zip(requests, answers, specs, strict=True)
         ]
 
@@ -195,6 +195,19 @@ class DistGraph:
             return {_HERE: np.arange(len(ids))}
         return group_by(self._host_of_part[self.books[of].part_of(ids) + 1])
 
+    def _check_hop(self, request: HopRequest) -> None:
+        """Raise ``PartitionError`` for an unknown type or attribute, whoever owns the rows."""
+        check_type(self.local.store, request.edge_type)
+        if request.weight is not None:
+            row_spec(self.local.store, request.edge_type, request.weight)
+        if request.bound is not None and request.bound.on == "edge":
+            row_spec(self.local.store, request.edge_type, request.bound.attr)
+
+    def _row_specs(self, request: RowRequest) -> dict[str, _RowSpec]:
+        """What each attribute has to be. Raises ``PartitionError`` for an unknown type or attribute."""
+        check_type(self.local.store, request.of)
+        return {name: row_spec(self.local.store, request.of, name) for name in request.attrs}
+
     def _check_rows(self, host: int, rows: Mapping[str, Array], specs: Mapping[str, _RowSpec]) -> None:
         for name, (dtype, shape) in specs.items():
             found = rows[name]
@@ -221,11 +234,13 @@ def _merged(request: HopRequest, answers: Sequence[tuple[Ids, HopSample]]) -> Ho
 
 
 def _merged_rows(
-    name: str, request: RowRequest, answers: Sequence[tuple[Ids, Mapping[str, Array]]], dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-) -> Array:  # fmt: skip
-    found = [(at, rows[name], np.arange(len(at))) for at, rows in answers]
-    return found[0][1] if len(found) == 1 else merge_rows(len(request.ids), found, dtype, shape)
+    num_rows: int, answers: Sequence[tuple[Ids, Mapping[str, Array]]], specs: Mapping[str, _RowSpec]
+) -> dict[str, Array]:
+    found = [(at, np.arange(len(at)), rows) for at, rows in answers]
+    return {
+        name: merge_rows(num_rows, [(at, rows[name], order) for at, order, rows in found], *spec)
+        for name, spec in specs.items()
+    }
 
 
 def _put(whole: EdgeList, at: int, edges: EdgeList) -> None:

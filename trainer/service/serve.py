@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,23 +64,19 @@ def serve(
 
 
 def warm_up(graph: LocalGraph) -> None:
-    """Run the kernels of plain sampling and gathering once, so that no request waits for the compiler."""
+    """Run the kernels once, so that no request waits for the compiler (but for unusual weights or times)."""
     for part in graph.store.parts.values():
-        hops = [
-            HopRequest(edge_type, np.array([nodes.start]), fanout, 1, 0, replace=replace, with_edge=True)
-            for edge_type in part.edges
-            for nodes in [part.nodes[edge_type[2]]]
-            if nodes.num_nodes
-            for fanout, replace in ((-1, False), (1, False), (1, True))
-        ]
-        graph.sample_hops(hops)
+        first = {of: np.array([nodes.start]) for of, nodes in part.nodes.items() if nodes.num_nodes}
         graph.gather(
-            [
-                RowRequest(of, np.array([nodes.start]), ("orig_id", "in_degree", *nodes.attrs))
-                for of, nodes in part.nodes.items()
-                if nodes.num_nodes
-            ]
+            [RowRequest(of, ids, ("orig_id", "in_degree", *part.nodes[of].attrs)) for of, ids in first.items()]
         )
+        for edge_type in part.edges:
+            if edge_type[2] in first:
+                nodes = first[edge_type[2]]
+                whole = HopRequest(edge_type, nodes, -1, 1, 0, with_edge=True, trees=nodes)
+                chosen = replace(whole, exclude=(nodes, nodes))
+                graph.sample_hops([whole, replace(whole, fanout=1), replace(whole, fanout=1, replace=True), chosen])
+                graph.has_edges(edge_type, nodes, nodes)
 
 
 def _catch_signals() -> threading.Event:

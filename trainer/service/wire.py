@@ -38,6 +38,7 @@ _HEADER = struct.Struct("<4sHBBQIII4s")
 _MAX_NDIM = 8
 _DESCRIPTOR = struct.Struct(f"<BBB5s{_MAX_NDIM}Q")
 _ALIGN = 8
+_ZEROS = bytes(5)
 _INT32_MAX = np.iinfo(np.int32).max
 _DTYPES: tuple[npt.DTypeLike, ...] = (
     "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16",
@@ -141,7 +142,7 @@ def decode(frames: Sequence[Any], max_frame: int = MAX_FRAME) -> Message:
     if len(head) < _HEADER.size:
         raise WireError(f"a head of {len(frames[0])} bytes")
     magic, version, kind, status, request_id, count, records_len, text_len, zeros = _HEADER.unpack_from(head)
-    if magic != _MAGIC or version != VERSION or any(zeros):
+    if magic != _MAGIC or version != VERSION or zeros != bytes(4):
         raise WireError(f"magic {magic!r} version {version}; expected {_MAGIC!r} version {VERSION}")
     if count > MAX_ARRAYS or records_len > MAX_RECORDS or text_len > MAX_TEXT:
         raise WireError(f"{count} arrays, {records_len} bytes of records, {text_len} of text announced")
@@ -162,16 +163,16 @@ def _arrays(head: bytes, count: int, end: int, frames: Sequence[Any], max_frame:
     arrays, used = [], 0
     for position in range(count):
         code, ndim, small, zeros, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
-        if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or small > 1 or any(zeros) or any(dims[ndim:]):
-            raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, place {small}, shape {dims}")
-        dtype, shape = _DTYPE_OF_CODE[code], tuple(dims[:ndim])
+        if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or zeros != _ZEROS or any(dims[ndim:]):
+            raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
+        dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
         size = _num_bytes(shape, dtype, max_frame)
         if small != (size <= SMALL):
             raise WireError(f"array {position}: {size} bytes at place {small}")
         if small:
             begin = end + -end % _ALIGN
             end = begin + size
-            arrays.append(_array(memoryview(head)[begin:end], size, dtype, shape).copy())  # frees the head
+            arrays.append(_array(head[begin:end], size, dtype, shape).copy())  # writable
         else:
             used += 1
             arrays.append(_array(frames[used - 1] if used <= len(frames) else b"", size, dtype, shape))
@@ -180,15 +181,15 @@ def _arrays(head: bytes, count: int, end: int, frames: Sequence[Any], max_frame:
     return tuple(arrays)
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int) -> int:
+def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     """Bytes of an array. Raises ``WireError`` beyond ``limit``; an empty array's other dimensions must fit it too."""
-    room = math.prod(size for size in shape if size) * dtype.itemsize
-    if room > limit:
+    size = math.prod(shape) * dtype.itemsize
+    if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
         raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
-    return 0 if 0 in shape else room
+    return size
 
 
-def _array(buffer: Any, size: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+def _array(buffer: Any, size: int, dtype: np.dtype[Any], shape: list[int]) -> Array:
     if len(buffer) != size:
         raise WireError(f"{len(buffer)} bytes for shape {shape} of {dtype} ({size} bytes)")
     if not size:

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
-from trainer.load.env import open_run
-from trainer.load.pyg import DistNeighborLoader
+import trainer
+from trainer import DistNeighborLoader
 
 
 def main() -> None:
@@ -23,20 +23,20 @@ def main() -> None:
     options = args.parse_args()
 
     dist.init_process_group("gloo")
-    graph, ranks, layout = open_run()
+    graph = trainer.open()
     torch.manual_seed(0)
-    model = GraphSAGE(graph.manifest.attrs["x"].shape[1], 64, num_layers=2, out_channels=graph.manifest.num_classes)
+    nodes = graph.manifest.nodes["node"]
+    model = GraphSAGE(nodes.attrs["x"].shape[1], 64, num_layers=2, out_channels=nodes.num_classes)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    share = {"batch_size": options.batch_size, "rank": ranks.rank, "layout": layout}
-    train = DistNeighborLoader(graph, [10, 5], "train", shuffle=True, **share)
-    test = DistNeighborLoader(graph, [10, 5], "test", **share)
+    train = DistNeighborLoader(graph, [10, 5], "train", batch_size=options.batch_size, shuffle=True)
+    test = DistNeighborLoader(graph, [10, 5], "test", batch_size=options.batch_size)
 
     for epoch in range(options.epochs):
         model.train()
         for batch in train:  # as many on every rank, so that DDP never waits for one that has none
             out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
-            loss = cross_entropy(out, batch.y[: batch.batch_size], reduction="sum") / max(batch.batch_size, 1)
+            loss = cross_entropy(out, batch.y[: batch.batch_size])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -47,7 +47,7 @@ def main() -> None:
                 out = model.module(batch.x.float(), batch.edge_index)[: batch.batch_size]
                 right += torch.tensor([(out.argmax(1) == batch.y[: batch.batch_size]).sum(), batch.batch_size])
         dist.all_reduce(right)
-        if ranks.rank == 0:
+        if dist.get_rank() == 0:
             print(f"epoch {epoch + 1}: loss {loss:.4f}, test accuracy {right[0] / right[1]:.4f}")
     dist.barrier()  # the graph server of this node must outlive the slowest rank
     graph.close()

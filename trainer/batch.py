@@ -27,8 +27,10 @@ class Block:
     def num_dst(self) -> int:
         return len(self.indptr) - 1
 
-    def to(self, device: torch.device) -> Block:
-        return replace(self, indptr=self.indptr.to(device), indices=self.indices.to(device))
+    def to(self, device: torch.device, non_blocking: bool = False) -> Block:
+        """The block on ``device``; torch_geometric's ``Data.to`` calls this too."""
+        indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
+        return replace(self, indptr=indptr, indices=indices)
 
 
 @dataclass(frozen=True)

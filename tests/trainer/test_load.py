@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -12,17 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_geometric.data import Data
 
+from load_kit import CITES, REV, WRITES, assert_same_blocks, hetero_data, parts_of
 from partitions import random_graph, store_of
+from trainer import DistNeighborLoader
 from trainer.errors import PartitionError, ServiceError, SettingsError
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.pyg import DistNeighborLoader
 from trainer.load.seeds import RankLayout, SeedOrder, split_step
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
+from trainer.schema import HOMO_NODE
 from trainer.service.client import HostClient
 from trainer.service.protocol import HelloInfo
 from trainer.service.server import GraphServer
@@ -38,24 +38,10 @@ def graph_store(num_parts, only=None):
         "y": rng.integers(0, 5, num_nodes).astype(np.int16),
     }
     owner = rng.integers(0, num_parts, num_nodes)
-    return WithSeeds.of(store_of(edge_index, num_nodes, num_parts, attrs=attrs, only=only, assignment=owner), owner)
-
-
-class WithSeeds(type(store_of(np.empty((2, 0), np.int64), 1))):
-    """A store whose train seeds are the first original ids, as global ids."""
-
-    @classmethod
-    def of(cls, store, owner):
-        fields = {field.name: getattr(store, field.name) for field in dataclasses.fields(store)}
-        made = cls(**fields)
-        gid = np.empty(NUM_NODES, np.int64)
-        gid[np.argsort(owner, kind="stable")] = np.arange(NUM_NODES)
-        object.__setattr__(made, "_seeds", gid[np.random.default_rng(0).permutation(NUM_NODES)[:NUM_SEEDS]])
-        return made
-
-    def seeds(self, split):
-        assert split == "train"
-        return self._seeds
+    seeds = np.random.default_rng(0).permutation(NUM_NODES)[:NUM_SEEDS]
+    return store_of(
+        edge_index, num_nodes, num_parts, attrs=attrs, only=only, assignment=owner, splits={(HOMO_NODE, "train"): seeds}
+    )
 
 
 @contextmanager
@@ -119,7 +105,9 @@ def test_pyg_view_is_bit_identical_by_every_road(replace):
     views = []
     for num_parts, here in ROADS.values():
         with opened(num_parts, here) as graph:
-            views.append(list(DistNeighborLoader(graph, [5, 3], batch_size=40, replace=replace, shuffle=True, seed=1)))
+            views.append(
+                list(DistNeighborLoader(graph, [5, 3], "train", batch_size=40, replace=replace, shuffle=True, seed=1))
+            )
     for other in views[1:]:
         for ours, theirs in zip(views[0], other, strict=True):
             assert all(
@@ -198,6 +186,9 @@ def test_seed_order_counts_the_short_last_step():
     assert order.num_steps == 3
     assert [len(order.step(order.epoch(0), step)) for step in range(3)] == [4, 4, 2]
     assert order.key(0, 0) != order.key(0, 1) != order.key(1, 1)
+    assert SeedOrder(10, 4, 0, drop_last=True).num_steps == 2
+    joined = SeedOrder(10, 4, 0, least=3)
+    assert [len(joined.step(joined.epoch(0), step)) for step in range(joined.num_steps)] == [4, 6]
     with pytest.raises(SettingsError, match="at least 1"):
         SeedOrder(10, 0, 0)
 
@@ -229,16 +220,65 @@ def test_an_epoch_left_early_ends_its_threads_and_the_next_is_whole(road):
         while sampler_threads():
             assert time.monotonic() < until, "sampler threads go on after the iterator was closed"
             time.sleep(0.01)
-        for _ in DistNeighborLoader(graph, [4, 3], batch_size=16):
+        for _ in DistNeighborLoader(graph, [4, 3], "train", batch_size=16):
             break
         assert [batch.input_id.tolist() for batch in loader.epoch(1)] == expected
 
 
-def test_fanouts_that_cannot_be_sampled_are_refused_before_the_first_batch():
-    with pytest.raises(SettingsError, match=r"fanouts \[-1, 5\] with replacement"):
-        LoaderSettings("val", (-1, 5), 10, replace=True)
+def test_settings_that_cannot_be_sampled_are_refused_before_the_first_batch():
+    graph, layout = hetero_graph(), RankLayout.single(1)
+
+    def loader(split="train", fanouts=(2,), target="paper"):
+        BatchLoader(graph, LoaderSettings(split, fanouts, 10, target=target), 0, layout)
+
     with pytest.raises(SettingsError, match="fanout 2147483648; it must be below 2147483648"):
-        LoaderSettings("train", (5, 2**31), 10)
+        loader(fanouts=(5, 2**31))
+    with pytest.raises(SettingsError, match="fanouts for edge type .*'sees'.*, which is not there"):
+        loader(fanouts={("paper", "sees", "paper"): (2,)})
+    with pytest.raises(SettingsError, match="no node type 'book'; there are"):
+        loader(target="book")
+    with pytest.raises(PartitionError, match=r"no split 'test' of 'paper'; there are \['train'\]"):
+        loader(split="test")
+
+
+def hetero_graph(num_parts=1):
+    return parts_of(hetero_data(), num_parts)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_typed_batches_are_bit_identical_over_parts_and_threads(num_parts, threads):
+    settings_ = LoaderSettings("train", (4, 6), 10, seed=3, target="paper", threads=threads)
+    got, expected = (
+        list(BatchLoader(hetero_graph(n), settings_, 0, RankLayout.single(n)).epoch(1)) for n in (num_parts, 1)
+    )
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.target == "paper" and (ours.step, ours.key, ours.num_seeds) == (
+            theirs.step, theirs.key, theirs.num_seeds,
+        )  # fmt: skip
+        assert ours.num_nodes == theirs.num_nodes
+        assert torch.equal(ours.y, theirs.y) and torch.equal(ours.input_id, theirs.input_id)
+        for mine, other in ((ours.n_id, theirs.n_id), (ours.x, theirs.x)):
+            assert mine.keys() == other.keys() and all(torch.equal(mine[of], other[of]) for of in other)
+        assert_same_blocks(ours, theirs)
+
+
+def test_a_typed_batch_holds_rows_of_the_types_that_have_them_and_exact_blocks():
+    data = hetero_data()
+    fanouts = {WRITES: (3, -1), CITES: (2, 4), REV: (1, 1)}
+    loader = BatchLoader(hetero_graph(2), LoaderSettings("train", fanouts, 16, target="paper"), 0, RankLayout.single(2))
+    for batch in loader.epoch(0):
+        assert set(batch.x) == {"paper", "venue"} and batch.x["paper"].dtype == torch.float32
+        assert set(batch.n_id) == {"author", "paper", "venue"}
+        assert torch.equal(batch.x["paper"], data["paper"].x[batch.n_id["paper"]])
+        assert torch.equal(batch.y, data["paper"].y[batch.n_id["paper"][: batch.num_seeds]])
+        for layer, blocks in enumerate(batch.blocks):
+            hop = 1 - layer
+            for of, block in blocks.items():
+                assert (block.num_src, block.num_dst) == (batch.num_nodes[of[0]][hop + 1], batch.num_nodes[of[2]][hop])
+                degree = torch.bincount(data[of].edge_index[1], minlength=70)[batch.n_id[of[2]][: block.num_dst]]
+                fanout = fanouts[of][hop]
+                assert torch.equal(block.indptr.diff().long(), degree if fanout < 0 else degree.clamp(max=fanout))
 
 
 def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path, monkeypatch):
@@ -284,35 +324,3 @@ def test_a_lost_server_fails_the_epoch_with_its_name():
         assert host.part_ids == gone.part_ids
         with broken, pytest.raises(ServiceError, match=r"node1 \(dead.example"):
             batches(broken, deadline=0.5)
-
-
-def test_pyg_batch_has_what_a_neighborloader_batch_has():
-    edge_index, _ = random_graph(11, NUM_NODES, NUM_EDGES)
-    with opened(2, [0]) as graph:
-        loader = DistNeighborLoader(graph, [4, 3], batch_size=16, shuffle=True)
-        assert len(loader) == 7
-        data = next(iter(loader))
-    assert isinstance(data, Data)
-    assert data.batch_size == 16 and data.x.shape == (data.num_nodes, 6) and len(data.y) == data.num_nodes
-    assert sum(data.num_sampled_nodes) == data.num_nodes and sum(data.num_sampled_edges) == data.num_edges
-    picked = torch.from_numpy(edge_index)[:, data.e_id]
-    assert torch.equal(data.n_id[data.edge_index], picked)
-    assert data.edge_index[1, : data.num_sampled_edges[0]].max() < 16
-    assert len(data.blocks) == 2 and data.blocks[1].num_dst == 16
-
-
-def test_pyg_view_at_full_fanout_equals_neighborloaders_subgraph():
-    """Same node and edge sets as torch_geometric's own k-hop subgraph."""
-    from torch_geometric.utils import k_hop_subgraph
-
-    edge_index, num_nodes = random_graph(11, NUM_NODES, 600)
-    store = WithSeeds.of(store_of(edge_index, num_nodes, attrs={"x": np.zeros((num_nodes, 1))}), np.zeros(num_nodes))
-    graph = Graph(store, DistGraph(LocalGraph(store), {}))
-    data = next(iter(DistNeighborLoader(graph, [-1, -1], batch_size=8)))
-    seeds = data.n_id[:8]
-    nodes, _, _, edges = k_hop_subgraph(seeds, 2, torch.from_numpy(edge_index), num_nodes=num_nodes)
-    one_hop, *_ = k_hop_subgraph(seeds, 1, torch.from_numpy(edge_index), num_nodes=num_nodes)
-    into_one_hop = torch.isin(torch.from_numpy(edge_index[1]), one_hop).nonzero().ravel()
-    assert sorted(data.n_id.tolist()) == sorted(nodes.tolist())
-    assert sorted(data.e_id.tolist()) == sorted(into_one_hop.tolist())
-    assert set(data.e_id.tolist()) <= set(edges.nonzero().ravel().tolist())

@@ -1,0 +1,170 @@
+"""Loaders in several processes, and opening a graph by what the environment says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import trainer
+from load_kit import hetero_data, homo_data, parts_of
+from partitions import write_store
+from train_kit import REPOSITORY
+from trainer import DistNeighborLoader
+from trainer.errors import PartitionError, SettingsError
+from trainer.load.env import open_any, open_run, this_process
+from trainer.load.seeds import RankLayout
+
+#: As torch_geometric's documentation has it, but for the import and the data argument.
+SCRIPT = """
+    import sys
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from torch_geometric.nn import GraphSAGE
+    import trainer
+    from trainer import DistNeighborLoader as NeighborLoader
+
+    dist.init_process_group("gloo")
+    data = trainer.open(sys.argv[1])
+    train_idx = eval(sys.argv[2])
+    torch.manual_seed(12345)
+    model = DistributedDataParallel(GraphSAGE(4, 8, num_layers=2, out_channels=5))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train_loader = NeighborLoader(data, num_neighbors=[5, 5], input_nodes=train_idx, batch_size=4, shuffle=True)
+
+    def train():
+        model.train()
+        total_loss = total_examples = 0
+        for batch in train_loader:
+            optimizer.zero_grad()
+            out = model(batch.x, batch.edge_index)[:batch.batch_size]
+            loss = F.cross_entropy(out, batch.y[:batch.batch_size])
+            loss.backward()
+            optimizer.step()
+            total_loss += float(loss) * batch.batch_size
+            total_examples += batch.batch_size
+            seen.extend(batch.input_id.tolist())
+        return total_loss / total_examples
+
+    for epoch in range(2):
+        seen = []
+        loss = train()
+    weights = sum(p.double().sum().item() for p in model.parameters())
+    print(f"RESULT rank {dist.get_rank()} loss {loss:.4f} weights {weights:.9f} seeds {sorted(seen)}", flush=True)
+    dist.destroy_process_group()
+"""
+
+
+def run_script(tmp_path, seeds, world_size=2):
+    write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world_size}",
+        "script.py",
+        "parts",
+        seeds,
+    ]
+    return subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_for_torch_geometrics_loader_runs_distributed_with_the_loader_line_changed(tmp_path):
+    done = run_script(tmp_path, "torch.arange(17)")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"RESULT rank (\d) loss ([\d.]+) weights (\S+) seeds \[([\d, ]*)\]", done.stdout)
+    assert sorted(rank for rank, *_ in found) == ["0", "1"]
+    assert found[0][2] == found[1][2], "DDP keeps the ranks' weights equal"
+    seeds = [int(seed) for *_, seen in found for seed in seen.split(",")]
+    assert sorted(seeds) == list(range(17))
+
+
+def test_seeds_split_by_rank_are_refused_with_the_reason(tmp_path):
+    done = run_script(tmp_path, "torch.arange(16).split(8)[dist.get_rank()]")
+    assert done.returncode != 0
+    assert re.search(r"SettingsError: loader 0 has other seeds, .* on rank \d than on rank \d", done.stderr)
+    assert "Do not split them by rank" in done.stderr
+
+
+def test_rank_and_layout_of_the_graph_are_the_default(tmp_path):
+    write_store(tmp_path, parts_of(homo_data(), 2).store)
+    environ = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    graph = open_any(tmp_path, environ=environ)
+    assert graph.ranks.rank == 1 and graph.layout == RankLayout.everywhere(3, 2)
+    loader = DistNeighborLoader(graph, [2], torch.arange(30), batch_size=10)
+    assert (loader.rank, len(loader)) == (1, 1)
+    assert len(next(iter(loader)).input_id) == 10
+
+
+def test_open_takes_a_part_a_list_or_all(tmp_path):
+    write_store(tmp_path, parts_of(hetero_data(), 3).store)
+    with trainer.open(tmp_path) as graph:
+        assert sorted(graph.store.parts) == [0, 1, 2] and graph.layout == RankLayout.single(3)
+    with pytest.raises(PartitionError, match=r"parts \[0, 2\] of .* are neither opened here nor served"):
+        trainer.open(tmp_path, 1)
+    with pytest.raises(PartitionError, match=r"parts \[2\] of"):
+        trainer.open(tmp_path, part=[0, 1])
+    with pytest.raises(PartitionError, match="is missing"):
+        trainer.open(tmp_path / "nowhere")
+
+
+CLUSTER = (
+    '{"run_id": "r", "num_parts": 2, "nodes": ['
+    '{"node_rank": 0, "host": "a", "endpoint": null, "parts": [0, 1], "ranks": [0, 1]},'
+    '{"node_rank": 1, "host": "b", "endpoint": null, "parts": [], "ranks": [2]}]}'
+)
+
+
+def environ_of(tmp_path, **more):
+    write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
+    (tmp_path / "cluster.json").write_text(CLUSTER)
+    run = {"GNNFLEET_PARTS": str(tmp_path / "parts"), "GNNFLEET_PART_IDS": "0,1"}
+    run |= {"GNNFLEET_CLUSTER": str(tmp_path / "cluster.json"), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    return run | more
+
+
+def test_inside_a_run_nothing_has_to_be_named(tmp_path):
+    environ = environ_of(tmp_path, RANK="1", WORLD_SIZE="3", NODE_RANK="0")
+    with open_any(environ=environ) as graph:
+        assert sorted(graph.store.parts) == [0, 1] and graph.ranks.rank == 1
+        assert graph.layout == RankLayout(3, ((0, 1), (0, 1)))
+    graph, ranks, layout = open_run(environ)
+    assert (ranks, layout) == (graph.ranks, graph.layout)
+
+
+def test_a_process_beside_the_run_loads_everything_and_a_wrong_number_of_ranks_is_refused(tmp_path):
+    environ = environ_of(tmp_path)
+    with open_any(environ=environ) as graph:
+        assert graph.layout == RankLayout.single(2)
+    with pytest.raises(SettingsError, match="places 3 ranks, but 2 were started"):
+        open_any(environ={**environ, "RANK": "1", "WORLD_SIZE": "2"})
+    with pytest.raises(SettingsError, match="has no node 7"):
+        open_any(environ=environ, node_rank=7)
+
+
+def test_outside_a_run_the_folder_has_to_be_named():
+    with pytest.raises(SettingsError, match="GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER not set"):
+        open_any(environ={})
+    assert this_process({}).world_size == 1
+
+
+def test_importing_trainer_alone_does_not_import_torch():
+    code = "import trainer, sys; before = 'torch' in sys.modules; trainer.DistNeighborLoader; assert not before"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=60)
+    with pytest.raises(AttributeError, match="has no attribute 'NeighborLoader'"):
+        trainer.NeighborLoader  # noqa: B018
+
+
+def test_blocks_move_with_the_batch():
+    batch = DistNeighborLoader(hetero_data(), [2], "paper", batch_size=5)([1, 2]).to("meta")
+    assert batch["paper"].x.is_meta and all(block.indices.is_meta for block in batch.blocks[0].values())

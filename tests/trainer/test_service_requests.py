@@ -170,6 +170,13 @@ def test_rows_that_do_not_fit_are_refused() -> None:
             protocol.read_rows(reply(*arrays), [RowRequest("a", NODES, ("x",))])
 
 
+def test_more_rows_than_an_answer_holds_are_refused() -> None:
+    most = [RowRequest("a", NODES, ("x",))] * wire.MAX_ARRAYS
+    assert len(protocol.read_gather_request(protocol.gather_request(most))[0].attrs) == wire.MAX_ARRAYS
+    with pytest.raises(WireError, match="4097 arrays asked for"):
+        protocol.read_gather_request(protocol.gather_request([*most, most[0]]))
+
+
 def test_a_name_with_a_line_break_cannot_be_asked_for() -> None:
     with pytest.raises(WireError, match="is no name"):
         protocol.gather_request([RowRequest("a", NODES, ("x\ny",))])

@@ -18,7 +18,7 @@ from trainer.sample.edge_slice import EDGES_AT_ONCE
 from trainer.sample.types import EdgeList, RowRequest
 from trainer.schema import EdgeType
 from trainer.service.tables import TableReader, TableWriter
-from trainer.service.wire import Kind, Message, check_ids, narrow_ids, widen_ids
+from trainer.service.wire import MAX_ARRAYS, Kind, Message, check_ids, narrow_ids, widen_ids
 
 _ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
 _PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
@@ -62,6 +62,8 @@ def gather_request(requests: Sequence[RowRequest]) -> Message:
 
 def read_gather_request(message: Message) -> list[RowRequest]:
     """Neighbouring records of the same rows as one request. Raises ``WireError`` for anything else than requests."""
+    if len(message.records) > MAX_ARRAYS * _ROW_RECORD.size:
+        raise WireError(f"{len(message.records) // _ROW_RECORD.size} arrays asked for; an answer holds {MAX_ARRAYS}")
     table, requests = TableReader(message), []
     for (of, ids), records in groupby(table.records(_ROW_RECORD), key=lambda record: record[:2]):
         names = tuple(table.name(place) for _, _, place in records)

@@ -124,22 +124,40 @@ class DataConfig:
 class TrainConfig:
     """The bundled trainer's settings; each becomes one flag of `python -m trainer train`."""
 
-    model: Literal["sage", "gcn", "gat"] = setting("GraphSAGE, GCN or GAT.", "sage")
+    model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
+        "GraphSAGE, GCN or GAT; for heterogeneous graphs RGCN, HGT or GraphSAGE per edge type.", "sage"
+    )
+    target: str | None = setting(
+        "Vertex type to classify; default: the only one with labels, classes and train seeds.", None
+    )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
         "Number of layers; follows from fanouts, and must equal its length if given.", None, at_least=1
     )
-    heads: int = setting("Attention heads (gat only).", 4, at_least=1)
+    heads: int = setting("Attention heads (gat and hgt).", 4, at_least=1)
     dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting(
         "Neighbours sampled per vertex and hop, first hop first; -1 takes all.", (15, 10, 5)
     )
     eval_fanouts: tuple[int, ...] | None = setting("The same for evaluation; default: as fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
+    weight_attr: str | None = setting(
+        "Edge attribute: a neighbour's chance to be sampled goes with it; 0: never.", None
+    )
+    time_attr: str | None = setting(
+        "Integer vertex attribute: no neighbour that is later than its seed is sampled.", None
+    )
+    temporal_strategy: Literal["uniform", "last"] = setting(
+        "With time_attr: `uniform` draws among the earlier neighbours, `last` takes the latest of them.", "uniform"
+    )
+    disjoint: bool = setting("Sample a subgraph for each seed that shares no vertex with the others.", False)
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
     epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
+    embedding_lr: float | None = setting(
+        "Learning rate of the trainable rows of vertices without features (SparseAdam); default: lr.", None, above=0
+    )
     weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
     seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on the val split every so many epochs; 0: only at the end.", 1, at_least=0)

@@ -44,7 +44,7 @@ class TrainSettings:
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting("Edge attribute: a neighbour's chance goes with it.", None)
-    time_attr: str | None = setting("Integer node or edge attribute: no neighbour later than its seed.", None)
+    time_attr: str | None = setting("Integer node attribute: no neighbour later than its seed.", None)
     temporal_strategy: Literal["uniform", "last"] = setting(
         "With time_attr: draw neighbours, or the latest.", "uniform"
     )

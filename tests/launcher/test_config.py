@@ -88,7 +88,7 @@ MISTAKES = {
     NODES + "  - {host: a, env: [A]}\n": ["3: nodes.0.env: expected a section of keys, found a list"],
     NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
     TWO + "train: {model: sagee}\n": [
-        "3: train.model: expected one of sage, gcn, gat, found the text `sagee`; did you mean `sage`?"
+        "3: train.model: expected one of sage, gcn, gat, rgcn, hgt, rsage, found the text `sagee`; did you mean `sage`?"
     ],
     TWO + "host_keys: no\n": ["3: host_keys: expected one of strict, accept-new, insecure, found `no`"],
     TWO + "run: {master_port: free}\n": [

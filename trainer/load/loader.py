@@ -13,13 +13,15 @@ from torch import Tensor
 from trainer.arrays import Array, Ids
 from trainer.batch import Batch, HeteroBatch
 from trainer.errors import SettingsError
+from trainer.load.arguments import time_level
 from trainer.load.convert import as_label, as_tensor, hetero_blocks, homo_blocks
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
 from trainer.load.sampler import Sampled, SubgraphSampler
 from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.sample.multi_hop import check_settings
-from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.sample.subgraph import SampleSettings, SeedSet, TimeRule
+from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
@@ -40,6 +42,10 @@ class LoaderSettings:
     want_degree: bool = False  #: also bring whole-graph in-degrees (GCN); homogeneous graphs only
     deadline: float = 120.0  #: seconds
     target: NodeType = HOMO_NODE  #: node type of the seeds
+    weight: str | None = None  #: edge attribute that a neighbour's chance goes with
+    time_attr: str | None = None  #: no neighbour later than its seed, by the attribute of this name
+    last: bool = False  #: with ``time_attr``: the latest neighbours rather than drawn ones
+    disjoint: bool = False  #: a subgraph per seed
 
 
 class BatchLoader:
@@ -58,6 +64,10 @@ class BatchLoader:
         self.order = SeedOrder(len(self._seeds), settings.global_batch, settings.seed, settings.shuffle, stream)
         sampling = sampling_of(graph, settings)
         check_settings(graph.manifest, sampling)
+        if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
+            raise SettingsError(
+                f"seeds, of type {settings.target!r}, have no {settings.time_attr!r} to compare times with"
+            )
         self._patience = settings.deadline * (sampling.num_hops + 2)  # every request has its own deadline
         self.sampler = SubgraphSampler(graph, sampling, _attrs(graph, settings), _labels(graph, settings))
 
@@ -80,7 +90,12 @@ class BatchLoader:
 
     def sample(self, share: Share) -> Sampled:
         """Subgraph and rows of one share, still numpy."""
-        return self.sampler.sample(SeedSet({self.settings.target: self._seeds[share.positions]}), share.key)
+        target, seeds = self.settings.target, self._seeds[share.positions]
+        trees, attr = {target: share.places}, self.settings.time_attr
+        if attr is None:
+            return self.sampler.sample(SeedSet({target: seeds}, trees), share.key)
+        (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
+        return self.sampler.sample(SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)}), share.key)
 
     def _part_of(self, positions: Ids) -> Ids:
         return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
@@ -131,7 +146,11 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     """How the neighbours of a bundled trainer's batch are drawn: exact blocks, no edge ids."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
-    return SampleSettings(every, replace=settings.replace)
+    time = None
+    if settings.time_attr is not None:
+        time = TimeRule(settings.time_attr, time_level(graph.manifest, settings.time_attr), settings.last)
+    disjoint = settings.disjoint or time is not None
+    return SampleSettings(every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time)
 
 
 def _attrs(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:

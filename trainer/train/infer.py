@@ -56,9 +56,10 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         check = partial(_check_graph, manifest=graph.manifest, path=job.checkpoint)
         saved = read_on_first(job.checkpoint, check, team)
+        weight = saved.settings["weight_attr"]
         model, _ = trained_model(saved, graph.manifest, team.device)
         target, epoch = saved.graph["target"], saved.best.epoch if saved.best else saved.epoch
-        whole = WholeGraph(graph, layout_of(graph, team), team, scratch, job.nodes_at_once)
+        whole = WholeGraph(graph, layout_of(graph, team), team, scratch, job.nodes_at_once, weight)
         rows = whole.run(stack_of(model, facts_of(graph.manifest, target)))[target]
         _write_parts(job.out, graph, target, rows, team)
         result = InferResult(
@@ -76,6 +77,11 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         told = "; ".join(f"{name} is {here.get(name)}, there {saved.graph[name]}" for name in differing)
         raise CheckpointError(f"checkpoint {path} is of another graph: {told}")
+    if saved.settings["time_attr"] is not None:
+        raise CheckpointError(
+            f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, seeing no later "
+            "neighbour; full-graph inference has no such bound. Score it by sampling, as training does"
+        )
 
 
 def _scratch(out: Path, rank: int) -> Path:

@@ -52,6 +52,7 @@ class WholeGraph:
     team: Team
     scratch: Path  #: folder for the rows of layers; 4 bytes * own nodes * width for each of two layers
     nodes_at_once: int = 4096
+    weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in sampling by it
     shares: dict[NodeType, Shares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
@@ -97,7 +98,7 @@ class WholeGraph:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
             return Chunk({of: ids}, {}, num_dst)
-        settings = SampleSettings(dict.fromkeys(need.edge_types, (-1,)))
+        settings = SampleSettings(dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need))
         found = sample_multi_hop(
             self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
         )  # fmt: skip
@@ -106,6 +107,10 @@ class WholeGraph:
             indptr, indices, num_src = cut_block(found, edge_type, 0)
             blocks[edge_type] = Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
         return Chunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
+
+    def _weight(self, need: LayerNeed) -> str | None:
+        specs = self.graph.manifest.edges
+        return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: Chunk) -> HeteroBatch:
         """A chunk's original ids and features."""

@@ -2,71 +2,150 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 
-from graphs import BATCH, FANOUTS, partitioned
+from graphs import BATCH, CACHE, FANOUTS, partitioned
 from table import Row, median_seconds
-from trainer.load.loader import BatchLoader, LoaderSettings, Share
+from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout
-from trainer.sample.multi_hop import RelabelTable, sample_multi_hop
+from trainer.load.seeds import RankLayout, Share
+from trainer.partition.format import AttrSpec
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.store.part import PartStore
+
+Work = Callable[[Share], SampledSubgraph]
 
 
 def run(small: bool) -> list[Row]:
     with open_graph(partitioned(small, 1)) as graph:
-        settings = LoaderSettings("train", FANOUTS, BATCH)
-        loader = BatchLoader(graph, settings, 0, RankLayout.single(1))
-        shares = list(islice(loader.shares(0), 8))
-        return [*sampling(graph, shares), *gathering(graph, shares), *epoch(graph)]
+        shares = shares_of(graph, HOMO_NODE)
+        return [
+            *sampling(graph, shares), *steered(graph, shares), *hetero(small), *gathering(graph, shares), *epoch(graph)
+        ]  # fmt: skip
+
+
+def shares_of(graph: Graph, target: NodeType) -> list[Share]:
+    settings = LoaderSettings("train", FANOUTS, BATCH, target=target)
+    return list(islice(BatchLoader(graph, settings, 0, RankLayout.single(1)).shares(0), 8))
+
+
+def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[int, ...]], **kind: Any) -> Work:
+    """Samples a share's seeds; for one thread. Temporal seeds may see half of the edges."""
+    graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
+    settings = SampleSettings(fanouts, **kind)
+
+    def sample(share: Share) -> SampledSubgraph:
+        seeds, times = split[share.positions], np.full(len(share.positions), 500)
+        chosen = SeedSet({target: seeds}, {target: share.places}, {target: times} if settings.time else {})
+        return sample_multi_hop(graph, store.manifest, chosen, settings, share.key, tables)
+
+    return sample
+
+
+def speed(work: Work, shares: list[Share]) -> float:
+    """Million edges per second."""
+    edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
+    return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
 
 def sampling(graph: Graph, shares: list[Share]) -> list[Row]:
     """Edges per second of multi-hop sampling, against numpy doing the same hops with whole-array operations."""
-    table = RelabelTable(graph.manifest.num_nodes)
-    edges = sum(len(sample_multi_hop(graph.access, s.seeds, FANOUTS, s.key, table).edges) for s in shares)
-    ours = median_seconds(lambda: [sample_multi_hop(graph.access, s.seeds, FANOUTS, s.key, table) for s in shares])
-    theirs = median_seconds(lambda: [numpy_sample(graph, s.seeds) for s in shares], repeats=3)
-    tables = [RelabelTable(graph.manifest.num_nodes) for _ in range(2)]
+    fanouts = {HOMO_EDGE: FANOUTS}
+    works = [sampler(graph.store, HOMO_NODE, fanouts) for _ in range(2)]
+    million = sum(len(works[0](share).edges[HOMO_EDGE].src) for share in shares) / 1e6
+    ours = median_seconds(lambda: [works[0](share) for share in shares])
+    split = graph.store.seeds(HOMO_NODE, "train")
+    theirs = median_seconds(lambda: [numpy_sample(graph, split[share.positions]) for share in shares], repeats=3)
 
     def half(which: int) -> None:
         for share in shares[which::2]:
-            sample_multi_hop(graph.access, share.seeds, FANOUTS, share.key, tables[which])
+            works[which](share)
 
     with ThreadPoolExecutor(2) as pool:
         two = median_seconds(lambda: list(pool.map(half, range(2))))
-    million = edges / 1e6
     return [
         Row("sampling, 1 thread", million / ours, "M edges/s", "numpy, with replacement", million / theirs, "more"),
         Row("sampling, 2 threads", million / two, "M edges/s", "1 thread", million / ours, "more"),
     ]
 
 
+def steered(graph: Graph, shares: list[Share]) -> list[Row]:
+    """Conditional draws look at every edge of a row; beside the plain draws of the same run."""
+    store = with_columns(graph.store)
+    kinds: dict[str, dict[str, Any]] = {
+        "weighted": {"weight": "weight"},
+        "weighted, with replacement": {"weight": "weight", "replace": True},
+        "disjoint": {"disjoint": True},
+        "temporal, disjoint": {"time": TimeRule("time", "edge")},
+        "temporal, last": {"time": TimeRule("time", "edge", last=True)},
+        "induced": {"induced": True},
+    }
+    plain = speed(sampler(store, HOMO_NODE, {HOMO_EDGE: FANOUTS}), shares)
+    return [
+        Row(f"sampling, {name}", speed(sampler(store, HOMO_NODE, {HOMO_EDGE: FANOUTS}, **kind), shares), "M edges/s",
+            "plain", plain, "more")
+        for name, kind in kinds.items()
+    ]  # fmt: skip
+
+
+def with_columns(store: PartStore) -> PartStore:
+    """The store with a weight and a time for every edge, in memory."""
+    (part,) = store.parts.values()
+    edges, spec, rng = part.edges[HOMO_EDGE], store.manifest.edges[HOMO_EDGE], np.random.default_rng(0)
+    columns = {
+        "weight": rng.random(edges.num_edges, np.float32),
+        "time": rng.integers(0, 1000, edges.num_edges),
+    }
+    specs = {name: AttrSpec(values.dtype.name, values.shape) for name, values in columns.items()}
+    manifest = replace(store.manifest, edges={HOMO_EDGE: replace(spec, attrs=specs)})
+    return replace(store, manifest=manifest, parts={0: replace(part, edges={HOMO_EDGE: replace(edges, attrs=columns)})})
+
+
+def hetero(small: bool) -> list[Row]:
+    """Papers, authors and fields: eight edge types, one call per hop."""
+    folder = CACHE / f"{'small' if small else 'large'}-hetero"
+    options = {"num_nodes": "10000" if small else "200000", "avg_degree": "20", "all_features": "true"}
+    make_partition(PartitionSpec("synthetic-hetero", str(folder), None, options, 1, "random"))
+    with open_graph(folder) as graph:
+        work = sampler(graph.store, "paper", dict.fromkeys(graph.manifest.edges, (10, 5)))
+        return [Row("sampling, 8 edge types", speed(work, shares_of(graph, "paper")), "M edges/s")]
+
+
 def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
     """The same fanouts by whole-array numpy, which has to draw with replacement."""
     (part,) = graph.store.parts.values()
+    indptr, indices = part.edges[HOMO_EDGE].indptr, part.edges[HOMO_EDGE].indices
     rng = np.random.default_rng(0)
     nodes = frontier = seeds
     for fanout in FANOUTS:
-        degree = part.indptr[frontier + 1] - part.indptr[frontier]
+        degree = indptr[frontier + 1] - indptr[frontier]
         frontier, degree = frontier[degree > 0], degree[degree > 0]
-        picks = part.indptr[frontier, None] + (rng.random((len(frontier), fanout)) * degree[:, None]).astype(np.int64)
-        frontier = np.setdiff1d(part.indices[picks.ravel()], nodes)
+        picks = indptr[frontier, None] + (rng.random((len(frontier), fanout)) * degree[:, None]).astype(np.int64)
+        frontier = np.setdiff1d(indices[picks.ravel()], nodes)
         nodes = np.concatenate([nodes, frontier])
     return nodes
 
 
 def gathering(graph: Graph, shares: list[Share]) -> list[Row]:
     """GB/s of feature rows, against torch's index_select on the same memory."""
-    table = RelabelTable(graph.manifest.num_nodes)
-    nodes = [sample_multi_hop(graph.access, s.seeds, FANOUTS, s.key, table).nodes for s in shares]
+    work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
+    nodes = [work(share).nodes[HOMO_NODE].ids for share in shares]
     (part,) = graph.store.parts.values()
-    x = torch.from_numpy(np.array(part.attrs["x"]))
+    x = torch.from_numpy(np.array(part.nodes[HOMO_NODE].attrs["x"]))
     size = sum(map(len, nodes)) * x.shape[1] * x.element_size() / 1e9
-    ours = median_seconds(lambda: [graph.access.gather(ids, ["x"]) for ids in nodes])
+    ours = median_seconds(lambda: [graph.access.gather([RowRequest(HOMO_NODE, ids, ("x",))]) for ids in nodes])
     torch.set_num_threads(1)
     theirs = median_seconds(lambda: [x.index_select(0, torch.from_numpy(ids)) for ids in nodes])
     return [Row("gather, 1 thread", size / ours, "GB/s", "torch index_select, 1 thread", size / theirs, "more")]

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trainer.partition.format import FORMAT, MANIFEST, Manifest, read_manifest
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_SYNCS = 8  #: at once: a file system commits together what is waiting
 _OUR_NOTES = ".gnnfleet-"  #: begins the names of the launcher's stamp and digest caches
 
 
@@ -137,8 +139,8 @@ def _glob_escaped(text: str) -> str:
 
 
 def _sync_folders(root: Path) -> None:
-    for path, _, _ in os.walk(root):
-        _sync(path)
+    with ThreadPoolExecutor(_SYNCS) as pool:
+        list(pool.map(_sync, [path for path, _, _ in os.walk(root)]))
 
 
 def _sync(path: str | Path) -> None:

@@ -8,16 +8,20 @@ from itertools import islice
 import torch
 from torch import nn
 from torch.nn import functional
+from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
 from graphs import BATCH, FANOUTS, partitioned
 from table import Row
 from trainer.config import TrainSettings
 from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.nodes import DistNeighborLoader
 from trainer.load.open import Graph, open_graph
-from trainer.load.pyg import DistNeighborLoader
 from trainer.load.seeds import RankLayout
+from trainer.nn.facts import facts_of
 from trainer.nn.models import build_model
+from trainer.nn.trim import Trimmed
+from typed_step import typed_step
 
 HIDDEN = 256
 
@@ -26,29 +30,34 @@ def run(small: bool) -> list[Row]:
     steps = 4 if small else 8
     torch.set_num_threads(2)
     with open_graph(partitioned(small, 1)) as graph:
-        (ours, our_losses), (theirs, their_losses) = on_blocks(graph, steps), on_edges(graph, steps)
+        (ours, our_losses), (theirs, their_losses) = on_blocks(graph, steps), on_edges(graph, steps, trim=False)
+        trimmed, _ = on_edges(graph, steps, trim=True)
     return [
         Row("training step on blocks", ours, "s", "model(x, edge_index)[:batch_size]", theirs),
+        Row("Trimmed(model)(batch)", trimmed, "s", "model(x, edge_index)[:batch_size]", theirs),
         Row("loss after those steps", our_losses[-1], "", "same loop, other weights", their_losses[-1], "equal"),
+        *[typed_step(name, small) for name in ("rgcn", "rsage", "hgt")],
     ]
 
 
 def on_blocks(graph: Graph, steps: int) -> tuple[float, list[float]]:
     loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH), 0, RankLayout.single(1))
-    features = graph.manifest.attrs["x"].shape[1]
     settings = TrainSettings(hidden=HIDDEN, fanouts=FANOUTS, dropout=0.0)
-    model = build_model(settings, features, graph.manifest.num_classes)
+    model = build_model(settings, facts_of(graph.manifest))
     return timed(model, ((model, batch, batch.y) for batch in islice(loader.epoch(0), steps + 1)))
 
 
-def on_edges(graph: Graph, steps: int) -> tuple[float, list[float]]:
-    """What torch_geometric's tutorials do: every layer on every edge of the batch."""
-    loader = DistNeighborLoader(graph, FANOUTS, batch_size=BATCH, shuffle=True)
-    features = graph.manifest.attrs["x"].shape[1]
-    model = GraphSAGE(features, HIDDEN, len(FANOUTS), graph.manifest.num_classes)
+def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:
+    """What torch_geometric's tutorials do: every layer on every edge of the batch; or each on those it needs."""
+    loader = DistNeighborLoader(graph, list(FANOUTS), "train", batch_size=BATCH, shuffle=True)
+    facts = facts_of(graph.manifest)
+    model = GraphSAGE(facts.in_dims[facts.target], HIDDEN, len(FANOUTS), facts.num_classes)
+    trimmed = Trimmed(model)
 
-    def forward(batch: object) -> torch.Tensor:
-        return model(batch.x.float(), batch.edge_index)[: batch.batch_size]  # type: ignore[attr-defined]
+    def forward(batch: Data) -> torch.Tensor:
+        batch.x = batch.x.float()
+        out = trimmed(batch) if trim else model(batch.x, batch.edge_index)
+        return out[: batch.batch_size]  # type: ignore[no-any-return]
 
     batches = islice(iter(loader), steps + 1)
     return timed(model, ((forward, batch, batch.y[: batch.batch_size]) for batch in batches))

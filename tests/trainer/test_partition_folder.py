@@ -18,6 +18,7 @@ from trainer.partition import make, write
 from trainer.partition.format import read_manifest
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
+from trainer.schema import HOMO_EDGE
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -28,6 +29,19 @@ def test_an_equal_partition_is_found_before_data_is_read(tmp_path, monkeypatch):
     said = []
     assert make_partition(spec(tmp_path / "parts"), say=said.append) == made
     assert said == [f"{tmp_path / 'parts'} is up to date: synthetic, 2 parts by random"]
+
+
+def test_time_attributes_are_known_before_data_is_read(tmp_path):
+    np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
+    np.save(tmp_path / "age.npy", np.array([30, 20, 10]))
+    np.save(tmp_path / "y.npy", np.array([0, 1, 0]))
+    for options, times in [({}, ()), ({"time_attrs": "age"}, ("age",))]:
+        source = PartitionSpec("file", str(tmp_path / "parts"), source=str(tmp_path), options=options, method="random")
+        made = make_partition(source, say=lambda line: None)
+        assert made.edges[HOMO_EDGE].src_times == times
+        said = []
+        assert make_partition(source, say=said.append) == made
+        assert "is up to date" in said[0]
 
 
 def test_a_partition_that_lacks_a_file_is_made_again(tmp_path):

@@ -7,15 +7,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
 from trainer.data.file import read_files, source_files
+from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
 from trainer.data.raw import RawGraph
 from trainer.data.synthetic import make_synthetic
 from trainer.data.synthetic_hetero import make_synthetic_hetero
+
+Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
 _GENERATION = 2  #: raise when the same name and options begin to give another graph
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
@@ -28,11 +31,16 @@ def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
-    if isinstance(parsed, SyntheticOptions):
-        return make_synthetic(parsed, fingerprint)
-    if isinstance(parsed, SyntheticHeteroOptions):
-        return make_synthetic_hetero(parsed, fingerprint)
-    return build_dataset(_read(name, source, parsed), parsed, fingerprint)
+    return hold_out_links(_whole(name, source, parsed, fingerprint), parsed)
+
+
+def _whole(name: str, source: str | None, options: Options, fingerprint: str) -> Dataset:
+    """The graph with all its edges."""
+    if isinstance(options, SyntheticOptions):
+        return make_synthetic(options, fingerprint)
+    if isinstance(options, SyntheticHeteroOptions):
+        return make_synthetic_hetero(options, fingerprint)
+    return build_dataset(_read(name, source, options), options, fingerprint)
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
@@ -44,8 +52,8 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _options(name: str, options: Mapping[str, Any] | None) -> SyntheticOptions | SyntheticHeteroOptions | SourceOptions:
-    kind: type[SyntheticOptions | SyntheticHeteroOptions | SourceOptions] = _KINDS.get(name, SourceOptions)
+def _options(name: str, options: Mapping[str, Any] | None) -> Options:
+    kind: type[Options] = _KINDS.get(name, SourceOptions)
     return parse_options(kind, options or {}, name)
 
 

@@ -31,6 +31,9 @@ class SyntheticOptions:
     test: float = 0.2
     edge_weight: bool = False  #: edge attribute `edge_weight`, larger inside a class
     time: bool = False  #: node attribute `time`, edge attribute `edge_time`, edges mostly from earlier to later nodes
+    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
+    hold_out_val: float = 0.05
+    hold_out_test: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class SyntheticHeteroOptions:
     test: float = 0.2
     edge_weight: bool = False
     time: bool = False
+    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
+    hold_out_val: float = 0.05
+    hold_out_test: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,9 @@ class SourceOptions:
     hetero: bool | None = None  #: read typed names, also those in the sub-folder hetero/; None: names tell
     target: str | None = None  #: node type that arrays without a type belong to
     reverse_types: bool = False  #: undirected keeps relations within one node type apart too, as rev_<relation>
+    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
+    hold_out_val: float = 0.05
+    hold_out_test: float = 0.1
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:

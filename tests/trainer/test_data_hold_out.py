@@ -1,0 +1,118 @@
+"""Held-out links: disjoint, gone from the edges both ways, known to every host."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import trainer
+from data_kit import save_arrays
+from trainer.data import load_dataset
+from trainer.data.load import dataset_fingerprint
+from trainer.errors import DataError
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.schema import HOMO_EDGE
+
+SMALL = {"num_nodes": 2000}
+CITES, BACK = ("paper", "cites", "paper"), ("paper", "rev_cites", "paper")
+WRITES, WRITTEN = ("author", "writes", "paper"), ("paper", "rev_writes", "author")
+
+
+def pairs(edge_index: np.ndarray) -> set[tuple[int, int]]:
+    return set(zip(*edge_index.tolist(), strict=True))
+
+
+def turned(links: set[tuple[int, int]]) -> set[tuple[int, int]]:
+    return {(b, a) for a, b in links}
+
+
+def held_out(name: str, **options):
+    """(val, test, dataset, all edges of each type before)."""
+    whole = load_dataset(name, None, {**SMALL, **{k: v for k, v in options.items() if not k.startswith("hold_out")}})
+    dataset = load_dataset(name, None, {**SMALL, **options})
+    val, test = (pairs(dataset.graph_attrs[f"{split}_links"]) for split in ("val", "test"))
+    return val, test, dataset, {of: pairs(data.edge_index) for of, data in whole.edges.items()}
+
+
+def test_links_of_a_homogeneous_graph_go_with_their_opposites():
+    val, test, dataset, before = held_out("synthetic", hold_out="node__to__node")
+    edges = pairs(dataset.edges[HOMO_EDGE].edge_index)
+    assert not val & test and val and test
+    assert val == turned(val) and test == turned(test)
+    assert not (val | test) & edges and edges | val | test == before[HOMO_EDGE]
+    assert len(val) / len(before[HOMO_EDGE]) == pytest.approx(0.05, abs=0.01)
+    assert len(test) / len(before[HOMO_EDGE]) == pytest.approx(0.1, abs=0.01)
+
+
+def test_a_relation_within_one_type_and_its_reverse_type_lose_both_directions():
+    val, test, dataset, before = held_out("synthetic-hetero", hold_out="paper__cites__paper")
+    for links in (val, test):
+        assert links <= before[CITES]
+        for of in (CITES, BACK):
+            assert not (links | turned(links)) & pairs(dataset.edges[of].edge_index)
+    assert pairs(dataset.edges[CITES].edge_index) | val | test == before[CITES]
+    assert pairs(dataset.edges[BACK].edge_index) == turned(pairs(dataset.edges[CITES].edge_index))
+    assert pairs(dataset.edges[WRITES].edge_index) == before[WRITES]
+
+
+@pytest.mark.parametrize("of,back", [(WRITES, WRITTEN), (WRITTEN, WRITES)])
+def test_a_relation_between_two_types_and_its_reverse(of, back):
+    options = {"hold_out": "__".join(of), "hold_out_val": 0, "hold_out_test": 0.3, "edge_weight": True, "time": True}
+    val, test, dataset, before = held_out("synthetic-hetero", **options)
+    assert not val and len(test) / len(before[of]) == pytest.approx(0.3, abs=0.03)
+    assert pairs(dataset.edges[of].edge_index) == before[of] - test
+    assert pairs(dataset.edges[back].edge_index) == before[back] - turned(test)
+    assert {len(rows) for rows in dataset.edges[of].attrs.values()} == {dataset.edges[of].num_edges}
+
+
+def test_copies_of_an_edge_go_together_and_loops_stay(tmp_path):
+    rng = np.random.default_rng(0)
+    edge_index = rng.integers(30, size=(2, 4000))
+    weight = np.arange(4000.0)
+    source = save_arrays(tmp_path / "g", edge_index=edge_index, edge_weight=weight, x=np.ones((30, 2), np.float32))
+    dataset = load_dataset("file", source, {"hold_out": "node__to__node", "hold_out_test": 0.4})
+    edges = dataset.edges[HOMO_EDGE]
+    links = pairs(dataset.graph_attrs["test_links"]) | pairs(dataset.graph_attrs["val_links"])
+    assert links and not (links | turned(links)) & pairs(edges.edge_index)
+    assert all(a != b for a, b in links)
+    loops = edge_index[:, edge_index[0] == edge_index[1]]
+    assert pairs(loops) <= pairs(edges.edge_index)
+    kept = edges.attrs["edge_weight"].astype(int)
+    assert np.array_equal(edge_index[:, kept], edges.edge_index), "attributes stay with their edges"
+
+
+def test_the_choice_does_not_depend_on_the_other_edges():
+    few = held_out("synthetic-hetero", hold_out="author__writes__paper", undirected=False)
+    many = held_out("synthetic-hetero", hold_out="author__writes__paper")
+    assert few[:2] == many[:2]
+
+
+def test_the_fingerprint_says_what_was_held_out():
+    wanted = [{}, {"hold_out": "node__to__node"}, {"hold_out": "node__to__node", "hold_out_test": 0.2}]
+    assert len({dataset_fingerprint("synthetic", None, options) for options in wanted}) == 3
+
+
+def test_parts_carry_the_links(tmp_path):
+    options = {**SMALL, "hold_out": "paper__cites__paper"}
+    dataset = load_dataset("synthetic-hetero", None, options)
+    spec = PartitionSpec("synthetic-hetero", str(tmp_path / "parts"), options=options, num_parts=2)
+    make_partition(spec, say=lambda line: None)
+    with trainer.open(tmp_path / "parts") as graph:
+        for name in ("val_links", "test_links"):
+            assert np.array_equal(graph.store.graph_attrs[name], dataset.graph_attrs[name])
+            src, dst = (graph.store.to_global("paper", end) for end in graph.store.graph_attrs[name])
+            assert not graph.access.has_edges(CITES, src, dst).any()
+            assert not graph.access.has_edges(BACK, dst, src).any()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"hold_out": "paper__likes__paper"}, "edge types are: author__writes__paper"),
+        ({"hold_out": "paper__cites__paper", "hold_out_test": 1.0}, "shares"),
+        ({"hold_out": "paper__cites__paper", "hold_out_val": -0.1}, "shares"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(DataError, match=message):
+        load_dataset("synthetic-hetero", None, {**SMALL, **options})

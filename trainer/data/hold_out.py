@@ -1,0 +1,111 @@
+"""Links that are held out for validation and test: no longer edges, so that no model has seen them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.arrays import Array
+from trainer.data.dataset import Dataset, EdgeData
+from trainer.errors import DataError
+from trainer.rng import GOLDEN, hashed
+from trainer.schema import EdgeType, type_name
+
+VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: attributes of the graph, int64 [2, n] original ids
+
+_Flags = npt.NDArray[np.bool_]
+_REVERSE = "rev_"
+
+
+class HoldOut(Protocol):
+    """The options that say what is held out; those of every dataset have them."""
+
+    @property
+    def hold_out(self) -> str | None: ...
+    @property
+    def hold_out_val(self) -> float: ...
+    @property
+    def hold_out_test(self) -> float: ...
+
+
+def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
+    """``dataset`` without a share of one edge type's links, which become the graph's ``val_links`` and ``test_links``.
+
+    A hash of its two ends decides about a link, so all copies of an edge go together, and within one node type both
+    directions. ``rev_<relation>`` (of a ``rev_<relation>`` the relation) loses the same links. Self loops stay.
+    Raises ``DataError`` for an edge type that is not there and for shares that are none.
+    """
+    if options.hold_out is None:
+        return dataset
+    _check(dataset, options)
+    of = _edge_type(dataset, options.hold_out)
+    chosen = _Chosen(of[0] == of[2], options.hold_out_val, options.hold_out_test)
+    edges = dict(dataset.edges)
+    val, test = chosen.of(edges[of].edge_index)
+    links = {VAL_LINKS: _distinct(edges[of].edge_index, val), TEST_LINKS: _distinct(edges[of].edge_index, test)}
+    edges[of] = _kept(edges[of], ~(val | test))
+    back = _reverse(of)
+    if back in edges:
+        val, test = chosen.of(edges[back].edge_index[::-1])
+        edges[back] = _kept(edges[back], ~(val | test))
+    return replace(dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **links})
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Which links are held out, by their ends."""
+
+    either_way: bool  #: a link and its opposite are one
+    val: float
+    test: float
+
+    def of(self, ends: Array) -> tuple[_Flags, _Flags]:
+        """bool [E] each: held out for validation, for test."""
+        first, second = np.asarray(ends[0], np.int64), np.asarray(ends[1], np.int64)
+        loops: _Flags = np.zeros(len(first), bool)
+        if self.either_way:
+            loops = first == second
+            first, second = np.minimum(first, second), np.maximum(first, second)
+        with np.errstate(over="ignore"):
+            key = hashed(hashed(first.astype(np.uint64) + GOLDEN) + second.astype(np.uint64))
+        place = (key >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+        test: _Flags = (place < self.test) & ~loops
+        return (place < self.test + self.val) & ~test & ~loops, test
+
+
+def _check(dataset: Dataset, options: HoldOut) -> None:
+    shares = options.hold_out_val, options.hold_out_test
+    if min(shares) < 0 or not 0 < sum(shares) < 1:
+        raise DataError(
+            f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
+            "links, none negative, together more than 0 and less than 1"
+        )
+    if taken := {VAL_LINKS, TEST_LINKS} & set(dataset.graph_attrs):
+        raise DataError(f"{dataset.name}: has {sorted(taken)[0]} already; leave out option hold_out, or rename it")
+
+
+def _edge_type(dataset: Dataset, name: str) -> EdgeType:
+    found: Mapping[str, EdgeType] = {type_name(of): of for of in dataset.edges}
+    if name not in found:
+        raise DataError(f"{dataset.name}: option hold_out={name}, but the edge types are: {', '.join(sorted(found))}")
+    return found[name]
+
+
+def _reverse(of: EdgeType) -> EdgeType:
+    relation = of[1].removeprefix(_REVERSE) if of[1].startswith(_REVERSE) else _REVERSE + of[1]
+    return of[2], relation, of[0]
+
+
+def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
+    attrs = {name: values[keep] for name, values in data.attrs.items()}
+    return EdgeData(np.ascontiguousarray(data.edge_index[:, keep]), attrs, data.bfloat16)
+
+
+def _distinct(edge_index: Array, chosen: _Flags) -> Array:
+    """The chosen links, each once, by source then target: int64 [2, n]."""
+    links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
+    return links

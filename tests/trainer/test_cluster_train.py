@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,11 @@ import numpy as np
 import pytest
 
 from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_cluster
-from train_kit import curve, finish, free_port, job, metrics, start_rank, write_parts
-from trainer.config import TrainJob
+from train_kit import command_line, curve, finish, free_port, infer_words, job, metrics, start_words, write_parts
+from trainer.config import InferJob, TrainJob
 from trainer.ranks import Ranks
 from trainer.service.keys import write_key_file
+from trainer.train.infer import infer
 from trainer.train.job import train
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -44,6 +46,11 @@ class Node:
         plain = job(self.parts, run_dir, **settings)
         return replace(plain, part_ids=(self.rank,), cluster=self.cluster, key_file=self.key_file)
 
+    def infer_job(self, checkpoint: Path, out: Path) -> InferJob:
+        """Results stay on each node; only the first one has the checkpoint."""
+        seen = checkpoint if self.rank == 0 else Path("/nowhere.pt")
+        return InferJob(seen, self.parts, out / f"node{self.rank}", (self.rank,), self.cluster, self.key_file)
+
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[list[Node]]:
@@ -65,22 +72,24 @@ def two_nodes(folder: Path) -> Iterator[list[Node]]:
         yield [Node(rank, parts, server, cluster, key_file) for rank, parts, server, _ in nodes]
 
 
-def start(nodes: list[Node], *settings: tuple[Path, dict[str, Any]]) -> list[subprocess.Popen[str]]:
-    """One rank on each node; each does all runs, one after the other."""
-    port = free_port(len(settings))
-    return [
-        start_rank([node.job(run_dir, **more) for run_dir, more in settings], node.rank, 2, port,
-                   NODE_RANK=str(node.rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        for node in nodes
-    ]  # fmt: skip
+def start(nodes: list[Node], lines: Callable[[Node], list[list[str]]]) -> list[subprocess.Popen[str]]:
+    """One rank on each node; each does all its command lines, one after the other."""
+    port = free_port(len(lines(nodes[0])))
+    where = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [start_words(lines(node), node.rank, 2, port, NODE_RANK=str(node.rank), **where) for node in nodes]
 
 
 @pytest.fixture(scope="module")
 def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folders of two nodes, one per entry of ``RUNS``."""
+    """The run folders of two nodes, one per entry of ``RUNS``, and what gat's best weights give, in ``inferred``."""
     folder = tmp_path_factory.mktemp("two-nodes")
+
+    def lines(node: Node) -> list[list[str]]:
+        runs = [command_line(node.job(folder / name, **settings)) for name, settings in RUNS.items()]
+        return [*runs, infer_words(node.infer_job(folder / "gat" / "checkpoints" / "last.pt", folder / "inferred"))]
+
     with two_nodes(folder / "nodes") as nodes:
-        for process in start(nodes, *((folder / name, settings) for name, settings in RUNS.items())):
+        for process in start(nodes, lines):
             ended = finish(process)
             assert ended.returncode == 0, ended.output
     return folder
@@ -96,10 +105,21 @@ def test_two_nodes_train_as_one_process_does(name: str, on_two_nodes: Path, tmp_
     assert all(metrics(on_two_nodes / name, "epoch", rank)[0]["remote_bytes"] > 0 for rank in (0, 1))
 
 
+def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path) -> None:
+    parts, checkpoint = write_parts(tmp_path / "parts", 2), on_two_nodes / "gat" / "checkpoints" / "last.pt"
+    alone = infer(InferJob(checkpoint, parts, tmp_path / "out"), Ranks())
+    for part in (0, 1):
+        ours, theirs = on_two_nodes / "inferred" / f"node{part}" / f"part{part}", tmp_path / "out" / f"part{part}"
+        assert np.array_equal(np.load(ours / "orig_id.npy"), np.load(theirs / "orig_id.npy"))
+        np.testing.assert_allclose(np.load(ours / "logits.npy"), np.load(theirs / "logits.npy"), atol=1e-5, rtol=1e-5)
+    told = json.loads((on_two_nodes / "inferred" / "node0" / "infer.json").read_text())
+    assert told["accuracy"] == pytest.approx(dict(alone.accuracy))
+
+
 def test_a_graph_server_killed_in_mid_epoch_ends_every_rank_with_one_line(tmp_path: Path) -> None:
     endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
     with two_nodes(tmp_path / "nodes") as nodes:
-        processes = start(nodes, (tmp_path, endless))
+        processes = start(nodes, lambda node: [command_line(node.job(tmp_path, **endless))])
         until = time.monotonic() + 60
         while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():
             assert time.monotonic() < until, "the run did not get going"

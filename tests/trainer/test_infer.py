@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from graphs import graph
 from train_kit import finish, free_port, infer_words, job, metrics, start_words, write_parts
 from trainer.cli import main
 from trainer.config import InferJob
@@ -17,7 +18,9 @@ from trainer.errors import CheckpointError
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import open_graph
 from trainer.load.seeds import RankLayout
+from trainer.partition.assign import assign_parts
 from trainer.partition.format import read_manifest
+from trainer.partition.write import write_partition
 from trainer.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.infer import infer
@@ -112,3 +115,26 @@ def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path)
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
     with pytest.raises(CheckpointError, match="is of another graph: dataset is None, there synthetic; num_nodes"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
+
+
+def test_a_model_bound_by_time_is_refused(tmp_path: Path) -> None:
+    parts = write_parts(tmp_path / "parts", 1, "synthetic-hetero", num_nodes=100, time=True)
+    train(job(parts, tmp_path / "run", model="rsage", time_attr="time"), Ranks())
+    with pytest.raises(CheckpointError, match="trained with time_attr 'time', seeing no later neighbour"):
+        infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
+
+
+def test_edges_of_no_weight_are_not_there(tmp_path: Path) -> None:
+    """As in sampling by weight."""
+    edges = [(v, (v + d) % 12) for v in range(12) for d in (1, 5)]
+    weights = {"w": np.tile(np.array([1.0, 0.0]), 12)}
+    found = {}
+    for name, chosen, attrs in (("some", edges, weights), ("fewer", edges[::2], {"w": np.ones(12)})):
+        data = graph(chosen, 12, edge_attrs=attrs)
+        write_partition(data, assign_parts(data, 2, "random"), tmp_path / name)
+        train(job(tmp_path / name, tmp_path / f"run-{name}", weight_attr="w", fanouts=(-1, -1)), Ranks())
+        checkpoint = tmp_path / f"run-{name}" / "checkpoints" / "last.pt"
+        infer(InferJob(checkpoint, tmp_path / name, tmp_path / f"out-{name}"), Ranks())
+        found[name] = [np.load(tmp_path / f"out-{name}" / f"part{part}" / "logits.npy") for part in (0, 1)]
+    for some, fewer in zip(found["some"], found["fewer"], strict=True):
+        np.testing.assert_allclose(some, fewer, atol=1e-6)

@@ -146,7 +146,12 @@ def test_help_lists_every_command_and_needs_no_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert "--sampler-threads" in ended.stdout and "torch loaded: False" in ended.stdout
     listed = CliRunner().invoke(cli, ["--help"]).output
-    assert all(f"  {name} " in listed for name in ("inspect", "partition", "serve", "train"))
+    assert all(f"  {name} " in listed for name in ("infer", "inspect", "partition", "serve", "train"))
+
+
+def test_help_of_infer_says_what_is_written() -> None:
+    said = CliRunner().invoke(cli, ["infer", "--help"]).output
+    assert "--nodes-at-once" in said and "logits.npy" in said and "infer.json" in said
 
 
 def test_inspect_shows_a_partition(tmp_path: Path) -> None:

@@ -74,10 +74,7 @@ def start_words(
 
 def command_line(item: TrainJob) -> list[str]:
     """The job as arguments of ``python -m trainer``."""
-    words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir)]
-    words += ["--part-ids", ",".join(map(str, item.part_ids))] if item.part_ids else []
-    words += ["--cluster", str(item.cluster)] if item.cluster else []
-    words += ["--key-file", str(item.key_file)] if item.key_file else []
+    words = ["train", "--parts", str(item.parts), "--run-dir", str(item.run_dir), *_places(item)]
     for name, value in asdict(item.settings).items():
         if value is not None and value is not False:
             words.append("--" + name.replace("_", "-"))
@@ -89,7 +86,14 @@ def command_line(item: TrainJob) -> list[str]:
 def infer_words(item: InferJob) -> list[str]:
     """The same for inference."""
     words = ["infer", "--checkpoint", str(item.checkpoint), "--parts", str(item.parts), "--out", str(item.out)]
-    return [*words, "--nodes-at-once", str(item.nodes_at_once), "--timeout", str(item.timeout)]
+    words += ["--nodes-at-once", str(item.nodes_at_once), "--timeout", str(item.timeout)]
+    return [*words, *_places(item)]
+
+
+def _places(item: TrainJob | InferJob) -> list[str]:
+    words = ["--part-ids", ",".join(map(str, item.part_ids))] if item.part_ids else []
+    words += ["--cluster", str(item.cluster)] if item.cluster else []
+    return words + (["--key-file", str(item.key_file)] if item.key_file else [])
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 120) -> Ended:

@@ -82,9 +82,7 @@ class Reference(nn.Module):
             rows = rows if self.name == "hgt" else {of: h.relu() for of, h in rows.items()}
         return self.head(rows[batch.target][: batch.num_seeds])  # type: ignore[no-any-return]
 
-    def _joined(
-        self, conv: nn.Module, rows: dict[str, Tensor], edges: dict[tuple[str, str, str], Tensor]
-    ) -> dict[str, Tensor]:
+    def _joined(self, conv: nn.Module, rows: Rows, edges: dict[EdgeType, Tensor]) -> Rows:
         """``RGCNConv`` wants the nodes of all types in one array."""
         sizes = [len(h) for h in rows.values()]
         first = dict(zip(rows, [0, *torch.tensor(sizes).cumsum(0).tolist()], strict=False))

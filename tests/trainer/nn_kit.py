@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,17 @@ class Config:
     dropout: float = 0.3
     fanouts: tuple[int, ...] = (15, 10, 5)
     seed: int = 0
+
+
+@contextmanager
+def one_thread():
+    """Many small steps: on a busy machine threads that wait for each other cost far more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def homogeneous(in_dim=5, num_classes=4):

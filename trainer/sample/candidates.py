@@ -18,6 +18,8 @@ from trainer.sample.kernels import first_at_least
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
+_ROUNDING = 1.0 + 1e-12
+
 
 class Conditions(NamedTuple):
     """What an edge must pass; an array without entries asks for nothing. Rows as in the request."""
@@ -93,26 +95,23 @@ def _collect(indptr: Any, indices: Any, row: int, i: int, must: Any, weighted: b
     low, high = 0, 0
     if len(must.barred):
         low, high = must.barred_begin[i], must.barred_end[i]
+    until = must.bounds[i] if timed else 0
     found = 0
     for slot in range(indptr[row], indptr[row + 1]):
-        if timed and np.int64(must.times[slot]) > must.bounds[i]:
-            continue
-        src = indices[slot]
-        if low < high:
-            at = first_at_least(must.barred, low, high, src)
-            if at < high and must.barred[at] == src:
-                continue
-        if chosen and not (must.allowed[src >> 3] >> (src & 7)) & 1:
-            continue
-        if weighted:
+        taken = not timed or np.int64(must.times[slot]) <= until
+        if low < high and taken:
+            at = first_at_least(must.barred, low, high, indices[slot])
+            taken = at == high or must.barred[at] != indices[slot]
+        if chosen and taken:
+            taken = (must.allowed[indices[slot] >> 3] >> (indices[slot] & 7)) & 1 == 1
+        if weighted and taken:
             weight = np.float64(must.weights[slot])
             if not 0.0 <= weight < np.inf:
                 return -1 - slot
-            if weight == 0.0:
-                continue
             values[found] = weight
-        slots[found] = slot
-        found += 1
+            taken = weight > 0.0
+        slots[found] = slot  # written either way: whether an edge is taken cannot be foretold
+        found += int(taken)
     return found
 
 
@@ -151,39 +150,69 @@ def _take_again(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any)
 @_jit
 def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
     """The edges that arrive first, when the one at place p has exponential time of rate weight, drawn by p."""
-    if len(picks) < len(slots) or shuffle > 0:
-        for k in range(len(slots)):
-            number = fraction(mix(drawn + np.uint64(slots[k] - begin) * GOLDEN))
-            values[k] = -math.log1p(-number) / values[k]  # not negative, so its bits in ``ranks`` are in order
-        _order_first(ranks, slots, len(picks))
-    for j in range(len(picks)):
+    wanted = len(picks)
+    if wanted and (wanted < len(slots) or shuffle > 0):
+        for k in range(wanted):
+            values[k] = (
+                _arrival(drawn, slots[k] - begin) / values[k]
+            )  # not negative: its bits in ``ranks`` are in order
+        _make_heap(ranks, slots, wanted)
+        for k in range(wanted, len(slots)):
+            # -log(1 - u) is at least u, so most need no logarithm; the factor covers rounding
+            if _number(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
+                values[k] = _arrival(drawn, slots[k] - begin) / values[k]
+                _keep_smaller(ranks, slots, k, wanted)
+        _sort_heap(ranks, slots, wanted)
+    for j in range(wanted):
         picks[j] = slots[j]
+
+
+@numba.njit(inline="always")
+def _number(drawn: Any, place: Any) -> Any:
+    return fraction(mix(drawn + np.uint64(place) * GOLDEN))
+
+
+@numba.njit(inline="always")
+def _arrival(drawn: Any, place: Any) -> Any:
+    return -math.log1p(-_number(drawn, place))
 
 
 @_jit
 def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
     """The latest edges, latest first; of equal ones the later in the row."""
-    if len(picks) < len(slots) or shuffle > 0:
+    wanted = len(picks)
+    if wanted and (wanted < len(slots) or shuffle > 0):
         for k in range(len(slots)):
             ranks[k] = ~np.int64(times[slots[k]])
             slots[k] = ~slots[k]
-        _order_first(ranks, slots, len(picks))
-        for j in range(len(picks)):
+        _make_heap(ranks, slots, wanted)
+        for k in range(wanted, len(slots)):
+            _keep_smaller(ranks, slots, k, wanted)
+        _sort_heap(ranks, slots, wanted)
+        for j in range(wanted):
             slots[j] = ~slots[j]
-    for j in range(len(picks)):
+    for j in range(wanted):
         picks[j] = slots[j]
 
 
 @_jit
-def _order_first(ranks: Any, slots: Any, wanted: int) -> None:
-    """Bring the ``wanted`` smallest (rank, slot) to the front, ascending, by a heap with the largest on top."""
-    for top in range(wanted // 2 - 1, -1, -1):
-        _sift(ranks, slots, top, wanted)
-    for k in range(wanted, len(slots)):
-        if wanted and (ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0])):
-            ranks[0], slots[0] = ranks[k], slots[k]
-            _sift(ranks, slots, 0, wanted)
-    for end in range(wanted - 1, 0, -1):
+def _make_heap(ranks: Any, slots: Any, size: int) -> None:
+    """Order the first ``size`` (rank, slot) as a heap with the largest on top."""
+    for top in range(size // 2 - 1, -1, -1):
+        _sift(ranks, slots, top, size)
+
+
+@_jit
+def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
+    """Put entry ``k`` in place of the heap's largest, if it is smaller."""
+    if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
+        ranks[0], slots[0] = ranks[k], slots[k]
+        _sift(ranks, slots, 0, size)
+
+
+@_jit
+def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
+    for end in range(size - 1, 0, -1):
         ranks[0], ranks[end] = ranks[end], ranks[0]
         slots[0], slots[end] = slots[end], slots[0]
         _sift(ranks, slots, 0, end)

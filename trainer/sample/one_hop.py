@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ from trainer.errors import PartitionError
 from trainer.sample import kernels
 from trainer.sample.draw import sample_rows
 from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
+from trainer.sample.specs import check_type, row_spec
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 from trainer.store.part import EdgePart, NodePart, Part, PartStore
@@ -41,7 +41,7 @@ class LocalGraph:
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Whether there is an edge ``src[i]`` -> ``dst[i]`` (owned): bool [n]. Raises ``PartitionError``."""
-        self._known(edge_type)
+        check_type(self.store, edge_type)
         found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
         for part_id, at in self._by_part(edge_type[2], dst).items():
             nodes, edges = _ends(self.store.parts[part_id], edge_type)
@@ -51,7 +51,7 @@ class LocalGraph:
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         """All edges of a type that end in the opened parts. Raises ``PartitionError``."""
-        self._known(edge_type)
+        check_type(self.store, edge_type)
         ends = [_ends(part, edge_type) for part in self.store.parts.values()]
         nothing = [np.empty(0, np.int64)]
         return EdgeList(
@@ -61,7 +61,7 @@ class LocalGraph:
         )
 
     def _sample(self, request: HopRequest) -> HopSample:
-        self._known(request.edge_type)
+        check_type(self.store, request.edge_type)
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
         groups = self._by_part(request.edge_type[2], request.nodes)
         answers = [
@@ -83,12 +83,12 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        self._known(request.of)
+        check_type(self.store, request.of)
         groups = self._by_part(request.of, request.ids)
         return {name: self._rows(request, name, groups) for name in request.attrs}
 
     def _rows(self, request: RowRequest, name: str, groups: Mapping[int, Ids]) -> Array:
-        dtype, shape = self._spec(request.of, name)
+        dtype, shape = row_spec(self.store, request.of, name)
         answers = [(at, *_column(self.store.parts[p], request.of, name, request.ids[at])) for p, at in groups.items()]
         return merge_rows(len(request.ids), answers, dtype, shape)
 
@@ -108,22 +108,6 @@ class LocalGraph:
         unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
         what = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
         return PartitionError(f"asked for {what} of {of!r}; this process holds parts {sorted(self.store.parts)}")
-
-    def _known(self, of: AnyType) -> None:
-        manifest = self.store.manifest
-        known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
-        if of not in known:
-            kind = "node" if isinstance(of, str) else "edge"
-            raise PartitionError(f"no {kind} type {of!r} in {self.store.folder}; there are {list(known)}")
-
-    def _spec(self, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
-            return np.dtype(np.int64), ()
-        manifest = self.store.manifest
-        attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs
-        if name not in attrs:
-            raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
-        return attrs[name].stored, tuple(attrs[name].shape[1:])
 
 
 def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:

@@ -6,6 +6,7 @@ process group. A single process communicates with nobody.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +64,13 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
     return Route(order, _ints(counts), asked, asked_counts, group)
 
 
-def exchange_rows(ids: Tensor, owners: Tensor, rows: Tensor, first: int, group: Any = None) -> Tensor:
-    """The row of each id, where rank ``owners[i]`` holds ``ids[i]`` and ``rows`` are this rank's, from id ``first`` on.
+def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
+    """The row of each id [n, …]; ``answer`` gives the rows [m, …] of ids that this rank is asked for.
 
-    ids, owners: int64 [n]; rows [own, …]. Returns [n, …].
+    ids and owners (ranks): int64 [n], repeats allowed.
     """
     route = plan_route(ids, owners, group)
-    return route.fetch(rows[(route.asked - first).to(rows.device)])
+    return route.fetch(answer(route.asked))
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Array, Ids
-from trainer.exchange import plan_route
+from trainer.exchange import exchange_rows
 from trainer.load.seeds import RankLayout
 
 
@@ -76,5 +76,8 @@ class LayerRows:
 
     def fetch(self, ids: Ids) -> Tensor:
         """Rows of any nodes, float32 [n, f]; all ranks take part."""
-        route = plan_route(torch.from_numpy(ids), torch.from_numpy(self.shares.owners(ids)))
-        return route.fetch(torch.from_numpy(self.values[self.shares.rows(route.asked.numpy())]))
+        owners = torch.from_numpy(self.shares.owners(ids))
+        return exchange_rows(torch.from_numpy(ids), owners, self._answer)
+
+    def _answer(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(self.values[self.shares.rows(ids.numpy())])

@@ -35,7 +35,9 @@ class PlainSampler(BaseSampler):
         self.rows = {e: self._rows_of(store) for e, store in stores.items()}
         self.sources = {e: store.edge_index[0].tolist() for e, store in stores.items()}
         self.weight = {e: s[weight_attr].tolist() for e, s in stores.items()} if weight_attr else None
-        self.node_time = {t: s[time_attr] for t, s in self.nodes.items() if time_attr in s and s.is_node_attr(time_attr)}
+        self.node_time = {
+            t: s[time_attr] for t, s in self.nodes.items() if time_attr in s and s.is_node_attr(time_attr)
+        }
         by_edge = time_attr and not self.node_time
         self.edge_time = {e: s[time_attr].tolist() for e, s in stores.items() if by_edge and time_attr in s}
 
@@ -144,7 +146,9 @@ class _Found:
 
     def output(self):
         node = {t: _ids(node for _, node in nodes) for t, nodes in self.node.items()}
-        batch = {t: _ids(tree for tree, _ in nodes) for t, nodes in self.node.items()} if self.sampler.disjoint else None
+        batch = (
+            {t: _ids(tree for tree, _ in nodes) for t, nodes in self.node.items()} if self.sampler.disjoint else None
+        )
         row, col, edge = ({e: _ids(item[k] for item in found) for e, found in self.edges.items()} for k in range(3))
         if self.sampler.homo:
             return SamplerOutput(

@@ -22,6 +22,7 @@ from nn_kit import (
     Config,
     homogeneous,
     node_rows,
+    one_thread,
     typed_batch,
     typed_edges,
     whole_graph_block,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def test_partition_with_a_config_takes_graph_and_folder_from_it(
     assert ("--num-parts" in seen[0]) == (what == "make")
 
 
-def test_dry_run_of_64_hosts_takes_under_a_second_and_imports_no_ssh(tmp_path: Path) -> None:
+def test_dry_run_of_64_hosts_costs_under_a_second_and_imports_no_ssh(tmp_path: Path) -> None:
     nodes = "".join(f"  - {{host: gpu{k}.example.org, devices: [0, 1, 2, 3]}}\n" for k in range(64))
     config = tmp_path / "big.yml"
     config.write_text(f"nodes:\n{nodes}data: {{dataset: ogbn-products, folder: parts}}\n")
@@ -194,11 +194,10 @@ def test_dry_run_of_64_hosts_takes_under_a_second_and_imports_no_ssh(tmp_path: P
         f"status = run(['--config', {str(config)!r}, '--dry-run']); "
         "heavy = {'paramiko', 'fabric', 'torch', 'libtmux', 'numpy'} & set(sys.modules); sys.exit(f'{status} {heavy}')"
     )
-    took = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        took.append(time.perf_counter() - started)
-        assert done.stderr.strip() == "0 set()"
-        assert "gpu63.example.org" in done.stdout
-    assert min(took) < 1.0, took
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stderr.strip() == "0 set()"
+    assert "gpu63.example.org" in done.stdout
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 1.0, "seconds of processor time: a busy machine makes it no slower"

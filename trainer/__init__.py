@@ -18,15 +18,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.load.clusters import DistClusterLoader
     from trainer.load.link_loader import DistLinkNeighborLoader
     from trainer.load.nodes import DistNeighborLoader
     from trainer.load.open import Graph
+    from trainer.load.saint import (
+        DistGraphSAINTEdgeSampler,
+        DistGraphSAINTNodeSampler,
+        DistGraphSAINTRandomWalkSampler,
+    )
+    from trainer.load.shadow import DistShaDowKHopSampler
 
 __version__ = "0.1.0"
-__all__ = ["DistLinkNeighborLoader", "DistNeighborLoader", "open"]
+__all__ = [
+    "DistClusterLoader",
+    "DistGraphSAINTEdgeSampler",
+    "DistGraphSAINTNodeSampler",
+    "DistGraphSAINTRandomWalkSampler",
+    "DistLinkNeighborLoader",
+    "DistNeighborLoader",
+    "DistShaDowKHopSampler",
+    "open",
+]
 
 #: So that ``import trainer`` alone does not import torch.
-_LAZY = {"DistNeighborLoader": "trainer.load.nodes", "DistLinkNeighborLoader": "trainer.load.link_loader"}
+_LAZY = {
+    "DistClusterLoader": "trainer.load.clusters",
+    "DistGraphSAINTEdgeSampler": "trainer.load.saint",
+    "DistGraphSAINTNodeSampler": "trainer.load.saint",
+    "DistGraphSAINTRandomWalkSampler": "trainer.load.saint",
+    "DistLinkNeighborLoader": "trainer.load.link_loader",
+    "DistNeighborLoader": "trainer.load.nodes",
+    "DistShaDowKHopSampler": "trainer.load.shadow",
+}
 
 
 def open(

@@ -51,6 +51,8 @@ class _Made:
 class PyGLoader(ABC):
     """Yields this rank's ``Data`` or ``HeteroData`` of every step; each iteration is the next epoch."""
 
+    sampler_class = SubgraphSampler  #: what finds the subgraph of a batch
+
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
@@ -64,7 +66,7 @@ class PyGLoader(ABC):
         self.order = SeedOrder(
             num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
         )
-        self.sampler = SubgraphSampler(graph, settings, gathered_attrs(graph, attrs))
+        self.sampler = self.sampler_class(graph, settings, gathered_attrs(graph, attrs))
         self._join = join_of(graph, attrs, output.custom_cls)
         self._same = SameOnAllRanks(_digest(digest, settings, self.order), self.rank, world)
         self._epoch = 0
@@ -120,10 +122,18 @@ class PyGLoader(ABC):
         share = Share(_CALLED, key, n, own, np.arange(n), own)
         return self._finished(self._worked(share))
 
+    def shares(self, epoch: int) -> Iterator[Share]:
+        """This rank's share of every step of an epoch."""
+        return shares(self.order, self.part_of, self.rank, self.layout, epoch)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests one after the other a batch may take: each has its own deadline."""
+        return self.settings.num_hops + 2
+
     def _batches(self, epoch: int) -> Iterator[Any]:
-        work = shares(self.order, self.part_of, self.rank, self.layout, epoch)
-        o = self.options
-        patience = o.deadline * (self.settings.num_hops + 2)  # every request has its own deadline
+        work, o = self.shares(epoch), self.options
+        patience = o.deadline * self.num_requests
         for made in ordered_ahead(self._worked, work, threads=o.threads, ahead=o.prefetch, deadline=patience):
             yield self._finished(made)
 

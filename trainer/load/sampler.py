@@ -40,12 +40,20 @@ class SubgraphSampler:
         """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
         access = self.graph.access
         access.take_remote_bytes()
-        subgraph = sample_multi_hop(access, self.graph.manifest, seeds, self.settings, key, self._tables())
+        subgraph = self.subgraph(seeds, key)
         requests = self._requests(subgraph)
         labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
         answers = access.gather([*requests, *labels])
         rows = {request.of: answer for request, answer in zip(requests, answers, strict=False)}
         return Sampled(subgraph, rows, answers[-1] if labels else {}, access.take_remote_bytes())
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Nodes and edges alone. Raises ``ServiceError``."""
+        return self.multi_hop(seeds, self.settings, key)
+
+    def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
+        """``sample_multi_hop`` on this graph, with this thread's tables."""
+        return sample_multi_hop(self.graph.access, self.graph.manifest, seeds, settings, key, self._tables())
 
     def _requests(self, subgraph: SampledSubgraph) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}

@@ -291,6 +291,12 @@ def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], tim
     """One request to ``launcher/node/files.py`` on a node; raises SyncError when it cannot be done there."""
     python = Command(node.start.argv[:1], setup=node.start.setup)
     answer: dict[str, Any] = call(transport, python, program_source("files"), request, timeout)
+    if answer.get("errno") == errno.ENOSPC:
+        place = request.get("dest", node.code_dir)
+        raise SyncError(
+            f"{node.label}: disk full at {place}: no room to {request['op']}. "
+            "Make room or choose another workdir, then run again to resume"
+        )
     if answer.get("error"):
         raise SyncError(f"{node.label}: {request['op']}: {answer['error']}")
     return answer

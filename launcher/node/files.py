@@ -206,7 +206,7 @@ def main(request: Entry) -> Entry:
     try:
         return operations[request["op"]]()
     except OSError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "errno": error.errno}
 
 
 def _is_dir(path: str) -> bool:

@@ -49,15 +49,17 @@ def made_parts(scene: Scene) -> None:
     subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), *words], check=True, capture_output=True)
 
 
-def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene) -> None:
+@pytest.mark.parametrize(("size", "place"), [("1000k", "code"), ("2M", "data")])
+def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, size: str, place: str) -> None:
     scene.parts = scene.folder / "parts"  # not made yet, so that preflight cannot know their size
-    mount(scene, "700k")
+    scene.data = {"options": {"num_nodes": 40_000}}  # parts larger than the code
+    mount(scene, size)
     scene.nodes[1]["workdir"] = "/mnt/small/home"
     try:
         done = scene.launch("--", "python", "waits.py")
     finally:
         unmount(scene)
-    said_once(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/data/", "Make room")
+    said_once(done, 1, f"node1 (root@{scene.host(1)}): disk full at /mnt/small/home/{place}/", "Make room")
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 

@@ -124,7 +124,7 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     """
 
     def prepare(self) -> Ends:
-        self._check_samples(1)
+        self._check_edges()
         ends = Ends.of(self.graph)
         self._nodes = NodeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
@@ -132,23 +132,22 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     def draw_nodes(self, key: int) -> Ids:
         return self.graph.store.to_global(HOMO_NODE, self._nodes(key, self.num_samples))
 
-    def _check_samples(self, least: int) -> None:
-        if (num_edges := self.graph.manifest.edges[HOMO_EDGE].num_edges) < least:
+    def _check_edges(self) -> None:
+        if self.graph.manifest.edges[HOMO_EDGE].num_edges == 0:
             raise SettingsError(
-                f"{type(self).__name__}: {self.num_samples} edges are to be drawn, but the graph has {num_edges};"
-                " lower batch_size, or use DistGraphSAINTRandomWalkSampler"
+                f"{type(self).__name__} draws edges, but the graph has none; use DistGraphSAINTRandomWalkSampler"
             )
 
 
 class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
-    """torch_geometric's ``GraphSAINTEdgeSampler``: both ends of ``batch_size`` distinct edges.
+    """torch_geometric's ``GraphSAINTEdgeSampler``: both ends of ``batch_size`` edges drawn with replacement.
 
-    As there, an edge's weight is the in-degree of its source plus the out-degree of its target. Each rank reads
+    As there, an edge's chance goes with the in-degree of its source plus the out-degree of its target. Each rank reads
     all edges once, and keeps 16 bytes an edge (24 beyond 2^31 nodes). The arguments are those of ``GraphSAINTSampler``.
     """
 
     def prepare(self) -> Ends:
-        self._check_samples(self.num_samples)
+        self._check_edges()
         ends = Ends.of(self.graph)
         self._edges = EdgeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends

@@ -1,4 +1,4 @@
-"""Finite fanouts: neighbours come as often as they should, by chi-square; exact probabilities and torch_geometric's own.
+"""Finite fanouts: neighbours come as often as they should, by chi-square, and as often as in torch_geometric.
 
 Samples are drawn from fixed seeds, so a test that passes keeps passing; with p < 1e-4 as its bound a true bias of
 a few percent at these numbers of draws does not.

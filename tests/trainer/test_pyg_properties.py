@@ -60,7 +60,7 @@ def test_no_edge_is_later_than_its_seed_and_last_takes_the_latest(case, fanouts,
     how = {"time_attr": attr, "temporal_strategy": "last" if last else "uniform", "input_time": times}
     for batch in DistNeighborLoader(source_of(data, case), fanouts, "paper", batch_size=7, seed=case, **how):
         until = times[batch["paper"].input_id]
-        for of, edges, src, dst, tree in edges_of(data, batch):
+        for of, edges, _, dst, tree in edges_of(data, batch):
             stamps = data[of].when if attr == "when" else data[of[0]].time[data[of].edge_index[0]]
             assert (stamps[edges] <= until[tree]).all()
             if last:

@@ -12,26 +12,27 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
 import trainer
-from trainer import DistNeighborLoader
 
 
 def main() -> None:
     args = argparse.ArgumentParser()
+    args.add_argument("--parts", help="partition folder, where torchrun or nothing started this; else the run's")
     args.add_argument("--lr", type=float, default=0.01)
     args.add_argument("--epochs", type=int, default=3)
     args.add_argument("--batch-size", type=int, default=512, help="seeds per step and process")
     options = args.parse_args()
 
-    dist.init_process_group("gloo")
-    graph = trainer.open()
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    graph = trainer.open(options.parts)
     torch.manual_seed(0)
     nodes = graph.manifest.nodes["node"]
-    model = GraphSAGE(nodes.attrs["x"].shape[1], 64, num_layers=2, out_channels=nodes.num_classes)
-    model = DistributedDataParallel(model)
+    model = DistributedDataParallel(GraphSAGE(nodes.attrs["x"].shape[1], 64, 2, nodes.num_classes))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    train = DistNeighborLoader(graph, [10, 5], "train", batch_size=options.batch_size, shuffle=True)
-    test = DistNeighborLoader(graph, [10, 5], "test", batch_size=options.batch_size)
-
+    train, test = (
+        trainer.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
+        for split in ("train", "test")
+    )
     for epoch in range(options.epochs):
         model.train()
         for batch in train:  # as many on every rank, so that DDP never waits for one that has none

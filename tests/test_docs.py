@@ -86,8 +86,9 @@ def test_launch_commands_are_valid(
 def put_named_files(words: list[str], folder: Path) -> None:
     for word in words:
         path = folder / word
-        if path.suffix in (".yml", ".yaml"):
+        if path.suffix in (".yml", ".yaml", ".py"):
             path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix in (".yml", ".yaml"):
             path.write_text(
                 (REPOSITORY / word).read_text() if (REPOSITORY / word).exists() else yaml.safe_dump(MINIMAL)
             )

@@ -1,0 +1,61 @@
+"""What the examples share: meeting the other ranks, sums over them, one command line.
+
+Send it along when launching: --set run.files=[examples], or as templates/heterogeneous.yml has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import trainer
+
+
+def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """``--parts`` and what most examples let one choose; ``defaults`` are theirs."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--parts", help="partition folder; default: that of the run which launch.py started")
+    known = {"epochs": 3, "batch_size": 512, "lr": 0.005, "hidden": 64, "fanouts": "10,5", "dropout": 0.2} | defaults
+    for name, default in known.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=f"{default}")
+    return parser
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+@contextmanager
+def opened(parts: str | None) -> Iterator[Any]:
+    """The graph, and torch.distributed over all ranks; a group of one where no launcher started this process."""
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("gloo", **alone)
+    torch.manual_seed(0)
+    with trainer.open(parts) as graph:
+        yield graph
+        dist.barrier()  # the graph server of this node must outlive the slowest rank
+    dist.destroy_process_group()
+
+
+def total(*values: Any) -> list[float]:
+    """Sums over all ranks."""
+    sums = torch.tensor([float(value) for value in values], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return sums.tolist()  # type: ignore[no-any-return]
+
+
+def divisor(seeds: int) -> float:
+    """What to divide a loss summed over own seeds by, so that DDP's mean over ranks is that of the global batch."""
+    return total(seeds)[0] / dist.get_world_size()
+
+
+def say(text: str) -> None:
+    """Once, not by every rank."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)

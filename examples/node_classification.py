@@ -1,0 +1,76 @@
+"""Node classification on a homogeneous graph: torch_geometric's GraphSAGE, trimmed, best validation weights.
+
+python -m trainer partition make --dataset synthetic --out parts/synthetic
+python examples/node_classification.py --parts parts/synthetic
+python launch.py --config templates/local.yml --set run.files=[examples] -- python examples/node_classification.py
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import torch
+from common import arguments, divisor, numbers, opened, say, total
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GraphSAGE
+
+from trainer import DistNeighborLoader
+from trainer.nn.trim import Trimmed
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    with opened(options.parts) as graph:
+        train(graph, options)
+
+
+def train(graph, options, **sampling):
+    """The trained model and its test accuracy; ``sampling``: more arguments of the loaders."""
+    nodes, fanouts = graph.manifest.nodes["node"], numbers(options.fanouts)
+    gnn = GraphSAGE(nodes.attrs["x"].shape[1], options.hidden, len(fanouts), nodes.num_classes, options.dropout)
+    model = DistributedDataParallel(Trimmed(gnn))  # each layer computes only what later layers read
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    loaders = {
+        split: DistNeighborLoader(
+            graph, fanouts, split, batch_size=options.batch_size, shuffle=split == "train", **sampling
+        )
+        for split in ("train", "val", "test")
+    }
+
+    def logits(batch):
+        batch.x = batch.x.float()
+        return model(batch)[: batch.batch_size], batch.y[: batch.batch_size]
+
+    @torch.no_grad()
+    def accuracy(split):
+        model.eval()
+        results = [(out.argmax(1) == y).float() for out, y in map(logits, loaders[split])]
+        right, count = total(sum(hit.sum() for hit in results), sum(map(len, results)))
+        return right / count
+
+    best, weights = -1.0, None
+    for epoch in range(options.epochs):
+        model.train()
+        begin, loss_sum, seeds = time.monotonic(), 0.0, 0
+        for batch in loaders["train"]:
+            out, y = logits(batch)
+            loss = cross_entropy(out, y, reduction="sum")
+            optimizer.zero_grad()
+            (loss / divisor(len(y))).backward()
+            optimizer.step()
+            loss_sum, seeds = loss_sum + loss.item(), seeds + len(y)
+        seconds, (loss_sum, seeds) = time.monotonic() - begin, total(loss_sum, seeds)
+        val = accuracy("val")
+        if val > best:
+            best, weights = val, copy.deepcopy(model.state_dict())
+        say(f"epoch {epoch + 1}: loss {loss_sum / seeds:.4f}, val accuracy {val:.4f}, {seconds:.1f} s")
+    model.load_state_dict(weights)
+    test = accuracy("test")
+    say(f"test accuracy {test:.4f}")
+    return model.module, test
+
+
+if __name__ == "__main__":
+    main()

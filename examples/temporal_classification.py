@@ -1,0 +1,42 @@
+"""Temporal node classification: a seed sees no neighbour later than itself, in no hop.
+
+    python -m trainer partition make --dataset synthetic --option time=true --out parts/temporal
+    python examples/temporal_classification.py --parts parts/temporal
+
+Each seed has a subgraph of its own then (disjoint), since what it may see depends on its time. With --strategy last
+the latest neighbours are taken instead of drawn ones. Validation and test nodes of the synthetic graph are later than
+the train nodes. Full-graph inference does not apply to such a model: score it by sampling, as here.
+"""
+
+from __future__ import annotations
+
+from common import arguments, numbers, opened, say, total
+from node_classification import train
+
+from trainer import DistNeighborLoader
+
+
+def main() -> None:
+    options = arguments(__doc__, time="time", strategy="uniform", batch_size=256).parse_args()
+    with opened(options.parts) as graph:
+        sampling = {"time_attr": options.time, "temporal_strategy": options.strategy}
+        train(graph, options, **sampling)
+        for name, rule in [("with time_attr", sampling), ("without", {"disjoint": True})]:
+            later, neighbours = look_ahead(graph, options, rule)
+            say(f"{name}: {later:.0f} of {neighbours:.0f} sampled nodes are later than their seed")
+
+
+def look_ahead(graph, options, rule):
+    """Sampled nodes later than the seed of their subgraph, and all sampled nodes, over the test seeds."""
+    later = neighbours = 0
+    for batch in DistNeighborLoader(
+        graph, numbers(options.fanouts), "test", batch_size=options.batch_size, attrs=[options.time], **rule
+    ):
+        time = batch[options.time]
+        later += int((time > time[: batch.batch_size][batch.batch]).sum())  # batch.batch: the seed of each node
+        neighbours += len(time) - batch.batch_size
+    return total(later, neighbours)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Unsupervised GraphSAGE: neighbours become alike, drawn nodes differ; then a linear classifier on the frozen rows.
+
+    python -m trainer partition make --dataset synthetic --out parts/synthetic
+    python examples/unsupervised_sage.py --parts parts/synthetic
+
+Labels are used only to judge the rows at the end. Edges of the graph are the positives; each has one drawn negative.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from common import arguments, divisor, numbers, opened, say, total
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GraphSAGE
+
+from trainer import DistLinkNeighborLoader, DistNeighborLoader
+from trainer.nn.trim import Trimmed
+from trainer.nn.unsupervised import UnsupervisedLoss
+
+
+def main() -> None:
+    options = arguments(__doc__, batch_size=1024, epochs=2, temperature=0.2, links=1 << 20).parse_args()
+    with opened(options.parts) as graph:
+        model = learn(graph, options)
+        classify(graph, options, model)
+
+
+def learn(graph, options):
+    """An encoder from links alone."""
+    fanouts = numbers(options.fanouts)
+    gnn = GraphSAGE(graph.manifest.nodes["node"].attrs["x"].shape[1], options.hidden, len(fanouts))
+    model, loss_of = DistributedDataParallel(Trimmed(gnn)), UnsupervisedLoss()
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    links = DistLinkNeighborLoader(
+        graph, fanouts, neg_sampling="binary", exclude="both", attrs=["x"], batch_size=options.batch_size, shuffle=True
+    )
+    steps = min(len(links), -(-options.links // links.order.global_batch))
+    for epoch in range(options.epochs):
+        begin, loss_sum, count = time.monotonic(), 0.0, 0
+        for _, batch in zip(range(steps), links, strict=False):
+            batch.x = batch.x.float()
+            rows = normalize(model(batch)) / options.temperature**0.5
+            positives = int(batch.edge_label.sum())
+            loss = loss_of.binary(rows, batch.edge_label_index, batch.edge_label) * positives
+            optimizer.zero_grad()
+            (loss / divisor(positives)).backward()
+            optimizer.step()
+            loss_sum, count = loss_sum + loss.item(), count + positives
+        seconds, (loss_sum, count) = time.monotonic() - begin, total(loss_sum, count)
+        say(f"epoch {epoch + 1}: loss {loss_sum / count:.4f}, {seconds:.1f} s")
+    return model.module.eval()
+
+
+def classify(graph, options, model) -> None:
+    """Accuracy of logistic regression on the frozen rows, and on the features they were made of."""
+    embedded, plain = {}, {}
+    for split in ("train", "test"):
+        batches = DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
+        embedded[split], plain[split] = rows_of(model, batches)
+    say(f"features alone: test accuracy {linear_probe(plain, graph):.4f}")
+    say(f"unsupervised rows: test accuracy {linear_probe(embedded, graph):.4f}")
+
+
+@torch.no_grad()
+def rows_of(model, batches):
+    """This rank's seeds: (rows, labels), and (features, labels)."""
+    rows, x, y = [], [], []
+    for batch in batches:
+        batch.x, own = batch.x.float(), batch.batch_size
+        rows.append(normalize(model(batch)[:own]))
+        x.append(batch.x[:own])
+        y.append(batch.y[:own])
+    return (torch.cat(rows), torch.cat(y)), (torch.cat(x), torch.cat(y))
+
+
+def linear_probe(splits, graph) -> float:
+    (x, y), (test_x, test_y) = splits["train"], splits["test"]
+    width, num_classes = x.shape[1], graph.manifest.nodes["node"].num_classes
+    layers = nn.Sequential(nn.BatchNorm1d(width, affine=False), nn.Linear(width, num_classes))
+    model = DistributedDataParallel(layers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=1e-5)
+    for _ in range(100):  # full batches: rows are computed once
+        optimizer.zero_grad()
+        (cross_entropy(model(x), y, reduction="sum") / divisor(len(y))).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        right, count = total((model(test_x).argmax(1) == test_y).sum(), len(test_y))
+    return right / count
+
+
+if __name__ == "__main__":
+    main()

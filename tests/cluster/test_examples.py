@@ -1,0 +1,34 @@
+"""Examples on three sshd hosts that share nothing: heterogeneous, and links."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from launching import REPOSITORY, launch, write_config
+
+EXAMPLES = REPOSITORY / "examples"
+PAPERS = {"num_nodes": 2000, "homophily": 0.9, "noise": 0.5, "hold_out": "paper__cites__paper"}
+LINKS = ["--relation", "paper__cites__paper", "--fanouts", "6,3", "--lr", "0.01", "--batch-size", "90", "--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    "script,words,pattern,bar",
+    [
+        ("hetero_classification", ["--fanouts", "4,4", "--batch-size", "50"], r"test accuracy ([\d.]+)", 0.5),
+        ("link_prediction", LINKS, r"test, model: .*AUC ([\d.]+)", 0.8),
+    ],
+)
+def test_an_example_on_three_hosts(cluster3, tmp_path, script, words, pattern, bar):
+    nodes = [{"host": host.address, "user": "root", "procs": 1, "python": sys.executable} for host in cluster3.hosts]
+    config = write_config(
+        tmp_path, nodes, data={"dataset": "synthetic-hetero", "options": PAPERS},
+        run={"files": [str(EXAMPLES / "common.py")]},
+    )  # fmt: skip
+    done = launch(config, "--", "python", str(EXAMPLES / f"{script}.py"), *words, env=cluster3.environment())
+    assert done.status == 0, done.output
+    (found,) = re.findall(pattern, done.output)
+    assert float(found) > bar
+    assert [process for host in cluster3.hosts for process in host.processes()] == []

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 import yaml
 
+import trainer
 from launcher import errors
 from launcher.cli import gnnfleet, run
 from launcher.yaml_schema import load_config
+from trainer.cli import cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").glob("*.md")])
@@ -83,15 +87,46 @@ def test_launch_commands_are_valid(
     assert status == 0, f"{block}: {shlex.join(words)}\n{capsys.readouterr().err}"
 
 
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [(block, words[3:]) for block, words in commands() if words[:3] == ["python", "-m", "trainer"]],
+    ids=lambda value: " ".join(map(str, value))[:60],
+)
+def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
+    command, context = cli, click.Context(cli)
+    try:
+        while isinstance(command, click.Group):
+            _, command, words = command.resolve_command(context, list(words))
+        command.make_context(command.name, list(words))
+    except click.UsageError as error:
+        pytest.fail(f"{block}: {shlex.join(words)}: {error.format_message()}")
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_blocks_import_what_there_is(block: Block) -> None:
+    used = re.findall(r"\btrainer\.(open|Dist\w+)", block.text)
+    for statement in ast.walk(ast.parse(block.text)):
+        if isinstance(statement, ast.ImportFrom) and statement.module == "trainer":
+            used += [each.name for each in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("trainer."):
+            source = (REPOSITORY / f"{statement.module.replace('.', '/')}.py").read_text()
+            missing = [
+                each.name for each in statement.names if not re.search(rf"^(def|class) {each.name}\b", source, re.M)
+            ]
+            assert missing == [], ast.unparse(statement)
+    assert set(used) <= set(trainer.__all__)
+
+
 def put_named_files(words: list[str], folder: Path) -> None:
     for word in words:
         path = folder / word
         if path.suffix in (".yml", ".yaml", ".py"):
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in (".yml", ".yaml"):
-            path.write_text(
-                (REPOSITORY / word).read_text() if (REPOSITORY / word).exists() else yaml.safe_dump(MINIMAL)
-            )
+            text = (REPOSITORY / word).read_text() if (REPOSITORY / word).exists() else yaml.safe_dump(MINIMAL)
+            path.write_text(text)
+            for name in (yaml.safe_load(text).get("run") or {}).get("files", ()):
+                (path.parent / name).mkdir(parents=True, exist_ok=True)
         elif path.suffix == ".py":
             path.touch()
 

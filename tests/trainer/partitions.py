@@ -39,13 +39,7 @@ def typed_store(
     node_attrs, edge_attrs, splits = node_attrs or {}, edge_attrs or {}, splits or {}
     owner = {of: np.arange(n) % num_parts for of, n in num_nodes.items()}
     owner |= {of: np.asarray(parts) for of, parts in (assignment or {}).items()}
-    gid, offsets, owned = {}, {}, {}
-    for of, n in num_nodes.items():
-        order = np.argsort(owner[of], kind="stable")
-        gid[of] = np.empty(n, np.int64)
-        gid[of][order] = np.arange(n)
-        offsets[of] = np.concatenate([[0], np.cumsum(np.bincount(owner[of], minlength=num_parts))])
-        owned[of] = [order[a:b] for a, b in zip(offsets[of], offsets[of][1:])]
+    gid, offsets, owned = _relabelled(owner, num_parts)
     times = {e: [a for a in time_attrs if a in node_attrs.get(e[0], {})] for e in edges}
     rows = {e: [_rows_of(index, owned[e[2]][p]) for p in range(num_parts)] for e, index in edges.items()}
     edge_offsets = {e: np.concatenate([[0], np.cumsum([sum(map(len, r)) for r in rows[e]])]) for e in edges}
@@ -70,13 +64,7 @@ def typed_store(
 
     manifest = Manifest(
         dataset="test", fingerprint="", num_parts=num_parts, algorithm="given", seed=0, hetero=hetero,
-        nodes={
-            of: NodeSpec(
-                n, _ints(offsets[of]), _specs(node_attrs.get(of, {})),
-                {split: len(ids) for (t, split), ids in splits.items() if t == of}, _classes(node_attrs.get(of, {})),
-            )
-            for of, n in num_nodes.items()
-        },
+        nodes={of: _node_spec(of, n, offsets[of], node_attrs.get(of, {}), splits) for of, n in num_nodes.items()},
         edges={
             e: EdgeSpec(index.shape[1], _ints(edge_offsets[e]), _specs(edge_attrs.get(e, {})), tuple(times[e]), 0.0)
             for e, index in edges.items()
@@ -89,6 +77,23 @@ def typed_store(
     }
     seeds = {key: gid[key[0]][np.asarray(ids, np.int64)] for key, ids in splits.items()}
     return PartStore(Path("in memory"), manifest, parts, gid if num_parts > 1 else {}, seeds)
+
+
+def _relabelled(owner, num_parts):
+    """By type: global id of each node, where each part's begin, and the original ids of each part."""
+    gid, offsets, owned = {}, {}, {}
+    for of, parts in owner.items():
+        order = np.argsort(parts, kind="stable")
+        gid[of] = np.empty(len(parts), np.int64)
+        gid[of][order] = np.arange(len(parts))
+        offsets[of] = np.concatenate([[0], np.cumsum(np.bincount(parts, minlength=num_parts))])
+        owned[of] = np.split(order, offsets[of][1:-1])
+    return gid, offsets, owned
+
+
+def _node_spec(of, num_nodes, offsets, attrs, splits):
+    sizes = {split: len(ids) for (t, split), ids in splits.items() if t == of}
+    return NodeSpec(num_nodes, _ints(offsets), _specs(attrs), sizes, _classes(attrs))
 
 
 def _rows_of(edge_index, owned):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 from torch_geometric.sampler import NumNeighbors
 
 from trainer.errors import SettingsError
@@ -48,10 +50,17 @@ class LoadOptions:
     deadline: float = 120.0  #: seconds that one request may take
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "threads", "prefetch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SettingsError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if isinstance(self.deadline, bool) or not (isinstance(self.deadline, (int, float)) and self.deadline > 0):
+            raise SettingsError(f"deadline (or timeout) must be a number of seconds above 0, not {self.deadline!r}")
+
+
+def whole_number(name: str, value: object, least: int | None) -> int:
+    """An argument that counts something, as a Python integer. Raises ``SettingsError``."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        at_least = "" if least is None else f" of at least {least}"
+        raise SettingsError(f"{name} must be a whole number{at_least}, not {value!r}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def load_options(
@@ -63,17 +72,17 @@ def load_options(
     the deadline, generator the seed. Raises ``SettingsError`` for what makes no sense here.
     """
     _check_names(given)
-    workers = max(given.get("num_workers", 0), 1)
+    workers = max(whole_number("num_workers", given.get("num_workers", 0), 0), 1)
     factor = given.get("prefetch_factor")
-    ahead = 3 if factor is None else factor * workers
+    ahead = 3 if factor is None else whole_number("prefetch_factor", factor, 1) * workers
     return LoadOptions(
-        batch_size=given.get("batch_size", 1),
+        batch_size=whole_number("batch_size", given.get("batch_size", 1), 1),
         shuffle=bool(given.get("shuffle")),
         drop_last=bool(given.get("drop_last")),
         pin_memory=bool(given.get("pin_memory")),
         seed=_seed(seed, given.get("generator")),
-        threads=workers if threads is None else threads,
-        prefetch=max(ahead, workers) if prefetch is None else prefetch,
+        threads=workers if threads is None else whole_number("threads", threads, 1),
+        prefetch=max(ahead, workers) if prefetch is None else whole_number("prefetch", prefetch, 1),
         deadline=given.get("timeout") or deadline,
     )
 
@@ -93,7 +102,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 def _seed(seed: int | None, generator: Any) -> int:
     if generator is None:
-        return seed or 0
+        return 0 if seed is None else whole_number("seed", seed, None)
     if seed is not None:
         raise SettingsError("seed and generator were both given; the generator only serves as a seed, pass one of them")
     return int(generator.initial_seed())
@@ -153,7 +162,7 @@ def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tup
 
 def _whole(fanouts: Any) -> tuple[int, ...]:
     try:
-        numbers = tuple(int(fanout) for fanout in fanouts)
+        numbers = tuple(map(operator.index, fanouts))
     except (TypeError, ValueError):
         raise SettingsError(f"num_neighbors: {fanouts!r} is not a list of whole numbers, one per hop") from None
     if not numbers:
@@ -182,13 +191,21 @@ def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[s
     if graph.source is not None:
         raise SettingsError("attrs limits what travels between hosts; data in memory is complete in every batch")
     if not isinstance(attrs, Mapping):
-        _check_known(attrs, {name for names in known.values() for name in names})
-        return {of: tuple(name for name in names if name in attrs) for of, names in known.items()}
+        wanted = _name_list(attrs)
+        _check_known(wanted, {name for names in known.values() for name in names})
+        return {of: tuple(name for name in names if name in wanted) for of, names in known.items()}
     if unknown := set(attrs) - set(known):
         raise SettingsError(f"attrs: the graph has no type {unknown.pop()!r}; there are {list(known)}")
-    for of, names in attrs.items():
+    given = {of: _name_list(names) for of, names in attrs.items()}
+    for of, names in given.items():
         _check_known(names, set(known[of]))
-    return {of: tuple(attrs.get(of, ())) for of in known}
+    return {of: given.get(of, ()) for of in known}
+
+
+def _name_list(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise SettingsError(f"attrs: {names!r} is one name; give a list of names, as [{names!r}]")
+    return tuple(names)
 
 
 def _check_known(names: Sequence[str], known: set[str]) -> None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch_geometric.sampler import SamplerOutput
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from trainer.arrays import Ids
 from trainer.errors import SettingsError
 from trainer.load.agree import SameOnAllRanks
-from trainer.load.arguments import LoadOptions, OutputOptions
+from trainer.load.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.load.convert import Output, hetero_blocks, homo_blocks, sampler_output
 from trainer.load.inputs import as_array
 from trainer.load.join import Attrs, gathered_attrs, join_of
@@ -104,7 +104,7 @@ class PyGLoader(ABC):
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration gives this epoch's batches."""
-        self._epoch = epoch
+        self._epoch = whole_number("epoch", epoch, None)
 
     def __iter__(self) -> Iterator[Any]:
         self._same.check()
@@ -167,6 +167,8 @@ class PyGLoader(ABC):
             out = out.to_bidirectional()
         if o.transform_sampler_output is not None:
             out = o.transform_sampler_output(out)
+            if not isinstance(out, (SamplerOutput, HeteroSamplerOutput)):
+                raise SettingsError(f"transform_sampler_output must return the output, not {type(out).__name__}")
         data = self._join(out, made.sampled)
         _note_sample(data, out)
         if o.subgraph_type == "directional" and o.transform_sampler_output is None:  # else the edges are others

@@ -17,10 +17,10 @@ import numpy as np
 from trainer.arrays import Array, Ids
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.errors import SettingsError
-from trainer.load.arguments import AttrNames, OutputOptions, load_options, wanted_attrs
+from trainer.load.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
 from trainer.load.base import PyGLoader, Seeded
 from trainer.load.convert import Output
-from trainer.load.induced import induced_settings, whole_number
+from trainer.load.induced import induced_settings
 from trainer.load.memory import as_graph
 from trainer.load.open import Graph
 from trainer.load.seeds import RankLayout, Share, split_step

@@ -48,13 +48,6 @@ class Ends:
         return cls(src, dst)
 
 
-def whole_number(name: str, value: object, least: int) -> int:
-    """An argument that counts something. Raises ``SettingsError``."""
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise SettingsError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    return int(value)
-
-
 def tensor_of(values: Array) -> torch.Tensor:
     """int64 tensor of ids or positions."""
     return torch.from_numpy(values.astype(np.int64, copy=False))

@@ -121,8 +121,12 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
 def as_array(values: Any) -> Array:
     """A tensor, array or list as a numpy array."""
     if isinstance(values, torch.Tensor):
-        return np.asarray(values.detach().cpu().as_subclass(torch.Tensor).numpy())
-    array = np.asarray(values)
+        plain = values.detach().cpu().as_subclass(torch.Tensor)
+        return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise SettingsError(f"expected numbers in a regular shape, not {type(values).__name__}: {error}") from None
     return array.astype(np.int64) if array.size == 0 and not isinstance(values, np.ndarray) else array
 
 

@@ -98,7 +98,7 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
             "edge_label makes no sense with triplet negatives: positives and negatives are told apart by"
             " src_index, dst_pos_index and dst_neg_index; leave it out, or use binary"
         )
-    return label + 1 if len(label) and label.min() == 0 else label
+    return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
 
 
 def canonical(graph: Graph, given: Any) -> EdgeType:
@@ -115,12 +115,12 @@ def canonical(graph: Graph, given: Any) -> EdgeType:
 
 def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
     if not graph.manifest.hetero:
-        if isinstance(given, str) or (isinstance(given, (tuple, list)) and (_words(given[:1]) or _words(given[0]))):
+        if isinstance(given, str) or (isinstance(given, (tuple, list)) and any(map(_names_type, given[:1]))):
             raise SettingsError("edge_label_index names an edge type, but the graph is homogeneous; give the ids alone")
         return HOMO_EDGE, given
     if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given)):
         return canonical(graph, given), None
-    if isinstance(given, (tuple, list)) and len(given) == 2 and (isinstance(given[0], str) or _words(given[0])):
+    if isinstance(given, (tuple, list)) and len(given) == 2 and _names_type(given[0]):
         return canonical(graph, given[0]), given[1]
     raise SettingsError(
         "the graph is heterogeneous: edge_label_index must say the edge type, as (edge type, ids);"
@@ -128,21 +128,22 @@ def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
     )
 
 
+def _names_type(given: Any) -> bool:
+    return isinstance(given, str) or _words(given)
+
+
 def _words(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) > 0 and all(isinstance(word, str) for word in given)
 
 
 def _given_links(graph: Graph, edge_type: EdgeType, given: Any) -> tuple[Ids, Ids]:
-    values = as_array(torch.stack(tuple(given)) if _is_pair_of_tensors(given) else given)
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    values = as_array([as_array(end) for end in given] if pair else given)
     if values.ndim != 2 or values.shape[0] != 2:
         raise SettingsError(f"edge_label_index: shape is {list(values.shape)}, expected [2, number of links]")
     sizes = [graph.manifest.nodes[of].num_nodes for of in (edge_type[0], edge_type[2])]
     src = checked_ids(values[0], sizes[0], edge_type[0], "edge_label_index, sources")
     return src, checked_ids(values[1], sizes[1], edge_type[2], "edge_label_index, targets")
-
-
-def _is_pair_of_tensors(given: Any) -> bool:
-    return isinstance(given, (tuple, list)) and all(isinstance(end, Tensor) for end in given)
 
 
 def _all_links(graph: Graph, edge_type: EdgeType) -> tuple[Ids, Ids]:
@@ -172,7 +173,10 @@ def _times(graph: Graph, of: NodeType, settings: SampleSettings) -> Array | None
 
 
 def _label(given: Any, count: int) -> Tensor:
-    label = given if isinstance(given, Tensor) else torch.from_numpy(as_array(given))
+    try:
+        label = given if isinstance(given, Tensor) else torch.from_numpy(as_array(given))
+    except TypeError:
+        raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None
     if label.ndim == 0 or len(label) != count:
         raise SettingsError(f"edge_label: shape is {list(label.shape)}, expected one row for each of {count} links")
     return label

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ class DistNeighborLoader(PyGLoader):
             temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr,
         )  # fmt: skip
         self.inputs = node_inputs(graph, input_nodes, input_time, input_id)
-        self._several = isinstance(input_nodes, dict)
+        self._several = isinstance(input_nodes, Mapping)
         super().__init__(
             graph, len(self.inputs), self.inputs.digest(), settings, wanted_attrs(graph, attrs), options,
             OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),

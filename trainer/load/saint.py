@@ -13,10 +13,10 @@ from typing import Any
 
 from trainer.arrays import Ids
 from trainer.errors import SettingsError
-from trainer.load.arguments import AttrNames, OutputOptions, load_options, wanted_attrs
+from trainer.load.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
 from trainer.load.base import PyGLoader, Seeded
 from trainer.load.convert import Output
-from trainer.load.induced import Ends, check_homogeneous, induced_settings, whole_number
+from trainer.load.induced import Ends, check_homogeneous, induced_settings
 from trainer.load.memory import as_graph
 from trainer.load.open import Graph
 from trainer.load.saint_draws import EdgeDraw, NodeDraw, visited_by_walks

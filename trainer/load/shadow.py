@@ -18,10 +18,17 @@ from torch_geometric.data import Batch
 from torch_geometric.sampler import SamplerOutput
 
 from trainer.arrays import Ids
-from trainer.load.arguments import AttrNames, OutputOptions, load_options, sample_settings, wanted_attrs
+from trainer.load.arguments import (
+    AttrNames,
+    OutputOptions,
+    load_options,
+    sample_settings,
+    wanted_attrs,
+    whole_number,
+)
 from trainer.load.base import PyGLoader, Seeded
 from trainer.load.convert import Output
-from trainer.load.induced import check_homogeneous, induced_settings, tensor_of, whole_number
+from trainer.load.induced import check_homogeneous, induced_settings, tensor_of
 from trainer.load.inputs import node_inputs, split_name
 from trainer.load.memory import as_graph
 from trainer.load.sampler import Sampled, SubgraphSampler

@@ -1,0 +1,95 @@
+"""What users get wrong, or type differently, in the loaders' arguments: a clear word, or the same batches."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from load_kit import hetero_data, homo_data, parts_of
+from trainer import DistLinkNeighborLoader, DistNeighborLoader
+from trainer.errors import SettingsError
+
+
+def first_nodes(**options):
+    loader = DistNeighborLoader(parts_of(homo_data()), [3], batch_size=options.pop("batch_size", 9), **options)
+    return next(iter(loader)).n_id.tolist()
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert first_nodes(seed=np.int64(3), batch_size=np.int32(9)) == first_nodes(seed=3)
+    loaders = [DistNeighborLoader(parts_of(homo_data()), [3], batch_size=9, shuffle=True) for _ in range(2)]
+    loaders[0].set_epoch(np.int64(2))
+    loaders[1].set_epoch(2)
+    assert next(iter(loaders[0])).n_id.tolist() == next(iter(loaders[1])).n_id.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seed": 1.5}, "seed"),
+        ({"num_workers": "2"}, "num_workers"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor"),
+        ({"threads": 0}, "threads"),
+        ({"deadline": 0}, "deadline"),
+        ({"timeout": -1}, "timeout"),
+        ({"deadline": "5"}, "deadline"),
+        ({"attrs": "x"}, r"give a list of names, as \['x'\]"),
+        ({"input_nodes": torch.arange(5).bfloat16()}, "input_nodes"),
+        ({"input_nodes": [[1, 2], [3]]}, "regular shape"),
+    ],
+)
+def test_what_is_no_number_or_no_list_is_named(options, told):
+    with pytest.raises(SettingsError, match=told):
+        DistNeighborLoader(parts_of(homo_data()), [3], **options)
+
+
+@pytest.mark.parametrize("fanouts", [[2.7], "15", [True, 2.0], 10])
+def test_fanouts_are_not_rounded(fanouts):
+    with pytest.raises(SettingsError, match="num_neighbors"):
+        DistNeighborLoader(homo_data(), fanouts)
+
+
+def test_names_of_attributes_may_come_from_an_iterator():
+    batch = next(iter(DistNeighborLoader(parts_of(homo_data()), [3], attrs=(name for name in ("x", "y")))))
+    assert "x" in batch and "y" in batch and "image" not in batch
+
+
+def test_any_mapping_says_the_types_of_seeds():
+    batch = next(iter(DistNeighborLoader(hetero_data(), [3], MappingProxyType({"paper": [1], "author": [2]}))))
+    assert batch["paper"].batch_size + batch["author"].batch_size == 1
+
+
+def test_a_transform_that_returns_nothing_is_named():
+    loader = DistNeighborLoader(homo_data(), [3], transform_sampler_output=lambda out: None)
+    with pytest.raises(SettingsError, match="transform_sampler_output must return the output, not NoneType"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("links", [[], [[0, 1], [1]], (torch.tensor([0, 1]), torch.tensor([1])), [[[0], [1]]]])
+def test_links_of_no_shape_are_refused(links):
+    with pytest.raises(SettingsError):
+        DistLinkNeighborLoader(homo_data(), [3], links)
+
+
+@pytest.mark.parametrize("links", [[[0, 4], [1, 2]], (np.array([0, 4]), torch.tensor([1, 2]))])
+def test_links_as_two_lists(links):
+    batch = next(iter(DistLinkNeighborLoader(homo_data(), [3], links, batch_size=2)))
+    assert batch.n_id[batch.edge_label_index].tolist() == [[0, 4], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.int8])
+def test_labels_of_any_dtype(dtype):
+    labels = torch.tensor([3, 2]).to(dtype)
+    loader = DistLinkNeighborLoader(
+        homo_data(), [3], [[0, 4], [1, 2]], edge_label=labels, neg_sampling="binary", batch_size=2
+    )
+    assert torch.equal(next(iter(loader)).edge_label, torch.tensor([3, 2, 0, 0]).to(dtype))
+
+
+def test_labels_that_are_no_numbers_are_refused():
+    with pytest.raises(SettingsError, match="edge_label"):
+        DistLinkNeighborLoader(homo_data(), [3], [[0], [1]], edge_label=["a"])

@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,12 +24,15 @@ from service_kit import (
 )
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
+from trainer.sample.candidates import pick_candidates
+from trainer.sample.kernels import take_rows
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopRequest
+from trainer.sample.types import HopRequest, RowRequest, TimeBound
 from trainer.schema import HOMO_EDGE
 from trainer.service.cluster import connect_cluster, read_cluster
 from trainer.service.keys import read_key_file, write_key_file
+from trainer.service.serve import warm_up
 from trainer.store.part import open_parts
 
 
@@ -166,3 +170,23 @@ def test_bad_key_files(tmp_path) -> None:
         with pytest.raises(ServiceError, match=cause) as caught:
             read_key_file(path)
         assert keys.secret.decode() not in str(caught.value)
+
+
+def test_no_request_waits_for_the_compiler(tmp_path) -> None:
+    edge_index, num_nodes = random_graph(3, 200, 2000)
+    rng = np.random.default_rng(0)
+    edge_attrs = {
+        "weight": rng.random(2000), "age": rng.integers(0, 9, 2000).astype(np.int16), "score": -rng.random(2000),
+        "half": rng.random(2000).astype(np.float16), "word": rng.integers(0, 9, (2000, 3)).astype(np.uint8),
+    }  # fmt: skip
+    write_store(tmp_path, store_of(edge_index, num_nodes, 2, edge_attrs=edge_attrs))
+    graph, nodes = LocalGraph(open_parts(tmp_path)), np.arange(50)
+    warm_up(graph)
+    kernels = pick_candidates, take_rows
+    compiled = [len(kernel.signatures) for kernel in kernels]
+    plain = HopRequest(HOMO_EDGE, nodes, 2, 0, key=1)
+    graph.sample_hops([replace(plain, weight=name) for name in ("weight", "age", "half")])
+    graph.sample_hops([replace(plain, bound=TimeBound(nodes, "age", "edge", last)) for last in (False, True)])
+    graph.sample_hops([replace(plain, sources=nodes), replace(plain, replace=True)])
+    graph.gather([RowRequest(HOMO_EDGE, nodes, tuple(edge_attrs))])
+    assert [len(kernel.signatures) for kernel in kernels] == compiled

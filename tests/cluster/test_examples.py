@@ -27,7 +27,9 @@ def test_an_example_on_three_hosts(cluster3, tmp_path, script, words, pattern, b
         tmp_path, nodes, data={"dataset": "synthetic-hetero", "options": PAPERS},
         run={"files": [str(EXAMPLES / "common.py")]},
     )  # fmt: skip
-    done = launch(config, "--", "python", str(EXAMPLES / f"{script}.py"), *words, env=cluster3.environment())
+    done = launch(
+        config, "--", "python", str(EXAMPLES / f"{script}.py"), *words, env=cluster3.environment(), timeout=280
+    )
     assert done.status == 0, done.output
     (found,) = re.findall(pattern, done.output)
     assert float(found) > bar

@@ -306,6 +306,23 @@ def test_an_error_in_a_thread_reaches_the_consumer_at_its_place():
         next(ahead)
 
 
+def test_nothing_is_begun_after_a_failure():
+    begun = []
+
+    def work(job):
+        begun.append(job)
+        if job == 1:
+            raise ServiceError("node1 is gone")
+        return job
+
+    ahead = ordered_ahead(work, range(9), threads=1, ahead=5, deadline=10)
+    assert next(ahead) == 0
+    time.sleep(0.2)
+    with pytest.raises(ServiceError):
+        next(ahead)
+    assert begun == [0, 1]
+
+
 def test_a_stuck_thread_is_noticed():
     release = threading.Event()
     begun = time.monotonic()

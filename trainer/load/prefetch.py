@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
 from typing import TypeVar
@@ -20,17 +20,30 @@ def ordered_ahead(
 ) -> Iterator[Done]:
     """Yield ``work(job)`` for each job in order, keeping up to ``ahead`` under way on ``threads`` threads.
 
-    What ``work`` raises is raised here, at its place in the order. Raises ``ServiceError`` when
-    one job takes longer than ``deadline`` seconds after it is waited for.
+    What ``work`` raises is raised here, at its place in the order, and no later job is begun: after a lost host each
+    would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
+    longer than ``deadline`` seconds after it is waited for.
     """
     pending: deque[Future[Done]] = deque()
-    source = iter(jobs)
+    failed: list[int] = []  #: numbers of jobs that raised
+
+    def run(numbered: tuple[int, Job]) -> Done:
+        number, job = numbered
+        if failed and number > min(failed):
+            raise CancelledError
+        try:
+            return work(job)
+        except BaseException:
+            failed.append(number)
+            raise
+
+    source = enumerate(jobs)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="sampler")
     try:
-        pending.extend(pool.submit(work, job) for job in islice(source, max(ahead, 1)))
+        pending.extend(pool.submit(run, job) for job in islice(source, max(ahead, 1)))
         while pending:
             done = _wait(pending.popleft(), deadline)
-            pending.extend(pool.submit(work, job) for job in islice(source, 1))
+            pending.extend(pool.submit(run, job) for job in islice(source, 1))
             yield done
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from load_kit import hetero_data, homo_data, parts_of
+from load_kit import hetero_data, homo_data, opened, parts_of
+from partitions import random_graph, store_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.errors import SettingsError
+from trainer.schema import HOMO_EDGE
 
 
 def first_nodes(**options):
@@ -67,6 +69,26 @@ def test_a_transform_that_returns_nothing_is_named():
     loader = DistNeighborLoader(homo_data(), [3], transform_sampler_output=lambda out: None)
     with pytest.raises(SettingsError, match="transform_sampler_output must return the output, not NoneType"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("attrs", "edge_attrs"), [({"w": np.zeros(40)}, {"w": np.zeros(200)}), ({"edge_index": np.zeros(40)}, {})]
+)
+def test_a_name_for_two_things_is_refused_until_one_is_chosen(attrs, edge_attrs):
+    edge_index, num_nodes = random_graph(1, 40, 200)
+    graph = opened(store_of(edge_index, num_nodes, 2, attrs=attrs, edge_attrs=edge_attrs))
+    with pytest.raises(SettingsError, match="would stand for two things"):
+        DistNeighborLoader(graph, [3])
+    chosen = {HOMO_EDGE: list(edge_attrs)}
+    batch = next(iter(DistNeighborLoader(graph, [3], batch_size=4, attrs=chosen)))
+    assert batch.edge_index.shape == (2, len(batch.e_id)) and all(len(batch[a]) == len(batch.e_id) for a in edge_attrs)
+
+
+def test_complex_weights_are_refused_at_once():
+    edge_index, num_nodes = random_graph(1, 40, 200)
+    graph = opened(store_of(edge_index, num_nodes, 1, edge_attrs={"w": np.ones(200, np.complex64)}))
+    with pytest.raises(SettingsError, match="one real number an edge"):
+        DistNeighborLoader(graph, [3], weight_attr="w")
 
 
 @pytest.mark.parametrize("links", [[], [[0, 1], [1]], (torch.tensor([0, 1]), torch.tensor([1])), [[[0], [1]]]])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ class PartitionJoin:
 
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
         self._graph, self._attrs, self._custom_cls = graph, attrs, custom_cls
+        if not graph.manifest.hetero:
+            _check_apart(attrs, graph.manifest.graph_attrs)
         specs, arrays = graph.manifest.graph_attrs, graph.store.graph_attrs
         self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
 
@@ -116,6 +119,16 @@ class PartitionJoin:
                 " found by id, set 'edge' to None to do without"
             )
         return _take(rows, at)
+
+
+def _check_apart(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
+    """Raise ``SettingsError`` for names that a ``Data``, which holds all in one place, would hold once only."""
+    names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SettingsError(
+            f"{twice[0]!r} would stand for two things in a batch: nodes, edges and the graph share one Data; rename the"
+            f" attribute, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+        )
 
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:

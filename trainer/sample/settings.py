@@ -54,9 +54,9 @@ def _check_weight(schema: GraphSchema, name: str) -> None:
     if not specs:
         raise SettingsError(f"no edge type has the weight attribute {name!r}; there are {_names(schema.edges)}")
     for of, spec in specs.items():
-        if len(spec.shape) != 1 or spec.dtype == "bfloat16":
+        if len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
             raise SettingsError(
-                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; they must be one number an edge,"
+                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; they must be one real number an edge,"
                 " of a dtype that numpy knows"
             )
 

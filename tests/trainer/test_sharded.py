@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sharded_kit import DIM, NODES, OPTIMIZERS, STEPS, run_sharded, train_dense, train_sharded
+from trainer.errors import DataError
 from trainer.nn.sharded import ShardedEmbedding, initial_rows
 from trainer.nn.sharded_state import embedding_state
 
@@ -88,3 +89,10 @@ def test_no_types_and_no_ids_are_fine() -> None:
     some = ShardedEmbedding({"a": 2, "b": 0}, DIM)
     found = some.lookup({"b": torch.empty(0, dtype=torch.int64)})
     assert found["b"].shape == (0, DIM)
+
+
+@pytest.mark.parametrize("n_id", [{"a": [5]}, {"a": [-1]}, {"c": [0]}])
+def test_a_node_that_is_not_there_gets_no_other_ones_row(n_id: dict[str, list[int]]) -> None:
+    embedding = ShardedEmbedding({"a": 5, "b": 3}, DIM)
+    with pytest.raises(DataError, match="nodes"):
+        embedding.lookup({of: torch.tensor(ids) for of, ids in n_id.items()})

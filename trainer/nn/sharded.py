@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.errors import DataError
 from trainer.exchange import Route, group_rank, group_size, plan_route
 from trainer.nn.rows import run_rows
 from trainer.rng import GOLDEN, batch_key, fraction, mix, node_key
@@ -48,8 +49,11 @@ class ShardedEmbedding:
         self._pending: list[tuple[Route, Tensor]] = []
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Tables:
-        """Rows of nodes, float32 [n, dim] on ``weight``'s device; n_id: int64 [n] original ids of each type."""
-        ids = [n_id[of].to(self.weight.device) + self.first[of] for of in n_id]
+        """Rows of nodes, float32 [n, dim] on ``weight``'s device; n_id: int64 [n] original ids of each type.
+
+        Raises ``DataError`` for a node that is not there.
+        """
+        ids = [self._rows_of(of, nodes.to(self.weight.device)) for of, nodes in n_id.items()]
         rows = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.weight.device)
         route = plan_route(rows, rows % self.size, self.group)
         found = route.fetch(self.weight.detach()[route.asked // self.size])
@@ -72,6 +76,16 @@ class ShardedEmbedding:
             where, shape = torch.cat(places)[None], self.weight.shape
             grad = torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False).coalesce()
             self.weight.grad = grad if self.weight.grad is None else self.weight.grad + grad
+
+    def _rows_of(self, of: NodeType, nodes: Tensor) -> Tensor:
+        if of not in self.num_nodes:
+            raise DataError(f"no rows for nodes of type {of!r}; there are {list(self.num_nodes)}")
+        if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < self.num_nodes[of]:
+            raise DataError(
+                f"ids of {of!r} nodes from {int(nodes.min())} to {int(nodes.max())}; they go from 0 to"
+                f" {self.num_nodes[of] - 1}"
+            )
+        return nodes + self.first[of]
 
     def _initial(self, seed: int) -> Tensor:
         shards = [torch.empty(0, self.dim)]

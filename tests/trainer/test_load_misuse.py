@@ -7,12 +7,14 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from torch_geometric.data import Data
 
 from load_kit import hetero_data, homo_data, opened, parts_of
 from partitions import random_graph, store_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.errors import SettingsError
-from trainer.schema import HOMO_EDGE
+from trainer.errors import DataError, SettingsError
+from trainer.load.memory import as_graph
+from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 
 def first_nodes(**options):
@@ -89,6 +91,20 @@ def test_complex_weights_are_refused_at_once():
     graph = opened(store_of(edge_index, num_nodes, 1, edge_attrs={"w": np.ones(200, np.complex64)}))
     with pytest.raises(SettingsError, match="one real number an edge"):
         DistNeighborLoader(graph, [3], weight_attr="w")
+
+
+@pytest.mark.parametrize("edge_index", [torch.rand(2, 5), torch.zeros(3, 5).long(), torch.zeros(5).long()])
+def test_edges_that_are_none_are_refused(edge_index):
+    with pytest.raises(DataError, match="edge_index"):
+        DistNeighborLoader(Data(num_nodes=4, edge_index=edge_index), [3])
+
+
+def test_times_in_a_column_are_not_copied_for_every_batch():
+    data = homo_data()
+    data.time = torch.stack([data.time, data.time], 1)[:, 0]
+    graph = as_graph(data, time_attr="time")
+    assert graph.store.parts[0].nodes[HOMO_NODE].attrs["time"].flags.c_contiguous
+    assert graph.store.parts[0].nodes[HOMO_NODE].attrs["x"].ctypes.data == data.x.data_ptr()
 
 
 @pytest.mark.parametrize("links", [[], [[0, 1], [1]], (torch.tensor([0, 1]), torch.tensor([1])), [[[0], [1]]]])

@@ -59,7 +59,7 @@ def _is_stores(data: Any) -> bool:
 def graph_of(dataset: Dataset, source: Any = None) -> Graph:
     """A dataset as one part in memory. Raises ``DataError`` for an edge whose end is no node."""
     labels = {of: relabel(np.zeros(data.num_nodes, np.int32), 1) for of, data in dataset.nodes.items()}
-    nodes = {of: NodePart(0, labels[of].orig_id, data.attrs) for of, data in dataset.nodes.items()}
+    nodes = {of: NodePart(0, labels[of].orig_id, _node_attrs(dataset, data)) for of, data in dataset.nodes.items()}
     edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
     splits = {(of, name): ids for of, data in dataset.nodes.items() for name, ids in data.splits.items()}
     part = Part(0, nodes, edges)
@@ -68,8 +68,18 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
     return Graph(store, DistGraph(LocalGraph(store), {}), ranks=this_process(), source=source)
 
 
+def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
+    """Attributes as they are; times, of which batches take rows, in one piece."""
+    times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
+    return {**data.attrs, **times}
+
+
 def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[NodeType, Relabelling]) -> EdgePart:
     edge_index = np.ascontiguousarray(data.edge_index)
+    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
+        raise DataError(
+            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected whole node ids [2, num_edges]"
+        )
     for row, end in ((0, of[0]), (1, of[2])):
         _check_ends(edge_index[row], dataset, of, end)
     ((rows,),) = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]]).groups()

@@ -83,7 +83,7 @@ def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], gr
     received = torch.empty(sum(into) * width, dtype=torch.uint8, device=device)
     sizes_in, sizes_out = ([count * width for count in side] for side in (into, counts))
     dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=group)
-    return received.view(rows.dtype).view(-1, *rows.shape[1:]).to(rows.device)
+    return received.view(rows.dtype).view(sum(into), *rows.shape[1:]).to(rows.device)
 
 
 def _ints(values: Tensor) -> tuple[int, ...]:

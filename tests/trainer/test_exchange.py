@@ -1,0 +1,64 @@
+"""Rows from other ranks: any dtype and shape, ranks that ask for nothing, and ranks that are gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from trainer.exchange import exchange_rows
+
+IDS = torch.arange(7)
+DTYPES = (torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64)
+SHAPES = ((), (0,), (2, 3))
+
+
+def table(dtype, shape):
+    torch.manual_seed(0)
+    return torch.randint(0, 2, (len(IDS), *shape)).to(dtype)
+
+
+def rank_of_two(rank, folder, then):
+    """Rank 0 asks for nothing in the first exchanges; rank 1 then leaves, or says nothing more."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=3)
+    )
+    own = IDS if rank else IDS[:0]
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            rows = table(dtype, shape)
+            found = exchange_rows(own, own % 2, lambda ids, rows=rows: rows[ids])
+            assert found.dtype == dtype and torch.equal(found, rows[own])
+    (folder / f"rank{rank}").touch()
+    if rank == 1:
+        time.sleep(0 if then == "gone" else 6)
+        os._exit(0)
+    with pytest.raises(RuntimeError):
+        exchange_rows(IDS, IDS % 2, lambda ids: ids)
+    (folder / "noticed").touch()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("then", ["gone", "silent"])
+def test_rows_of_any_kind_and_a_peer_that_is_lost(tmp_path, then):
+    context = mp.get_context("spawn")
+    ranks = [context.Process(target=rank_of_two, args=(rank, tmp_path, then)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert {path.name for path in tmp_path.iterdir()} >= {"rank0", "rank1", "noticed"}
+
+
+def test_one_process_asks_itself():
+    rows = table(torch.bfloat16, (3,))
+    assert torch.equal(exchange_rows(IDS[:0], IDS[:0], lambda ids: rows[ids]), rows[:0])
+    assert torch.equal(exchange_rows(IDS.flip(0), IDS * 0, lambda ids: rows[ids]), rows.flip(0))

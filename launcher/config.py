@@ -190,7 +190,10 @@ class RunConfig:
     runs_dir: str = setting("Folder on this machine for logs, checkpoints and results of runs.", "runs")
     connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0, below=1_000_000)
     start_timeout: float = setting(
-        "Seconds to wait for a node's supervisor and graph server.", 60.0, above=0, below=1_000_000
+        "Seconds to wait for a node's supervisor and graph server, which compiles its kernels first.",
+        120.0,
+        above=0,
+        below=1_000_000,
     )
     grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0, below=1_000_000)
     lost_after: float = setting(

@@ -1,13 +1,8 @@
-"""Training: the same on one process and on several, resumed and not, and clear when it cannot go on."""
+"""Training: the same on one process and on several, resumed and not; odd graphs; what is refused."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +13,15 @@ import torch
 from graphs import graph
 from train_kit import (
     REPOSITORY,
-    Ended,
     FewBatches,
     curve,
-    finish,
-    free_port,
     job,
     metrics,
     run_ranks,
-    start_rank,
     write_parts,
 )
-from trainer.config import TrainJob, TrainSettings
-from trainer.errors import DataError, PeerError, SettingsError, TrainingError
+from trainer.config import TrainSettings
+from trainer.errors import DataError, SettingsError, TrainingError
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
 from trainer.partition.assign import assign_parts
@@ -44,7 +35,7 @@ from trainer.train.job import train
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team, join_team, pick_device
+from trainer.train.team import Team
 
 ALONE = Team(Ranks(), torch.device("cpu"))
 MODELS = ("sage", "gcn", "gat")
@@ -251,110 +242,6 @@ def test_a_run_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
         MetricsLog(tmp_path / "file", 0)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_the_others_soon_with_one_line(victim: int, parts: Path, tmp_path: Path) -> None:
-    endless = job(parts, tmp_path, epochs=100_000, eval_every=0, checkpoint_every=0)
-    port = free_port()
-    processes = [start_rank([endless], rank, 2, port) for rank in range(2)]
-    deadline = time.monotonic() + 60
-    while not _trained_a_while(tmp_path):
-        assert time.monotonic() < deadline, "the run did not get going"
-        time.sleep(0.1)
-    os.kill(processes[victim].pid, signal.SIGKILL)
-    killed = time.monotonic()
-    ended = finish(processes[1 - victim], timeout=30)
-    assert time.monotonic() - killed < 15
-    finish(processes[victim])
-    assert ended.returncode == 1
-    assert f"error: rank {1 - victim} (node0" in ended.output and "lost another rank" in ended.output
-    assert "Traceback" not in ended.output
-
-
-def _trained_a_while(run_dir: Path) -> bool:
-    files = [run_dir / f"metrics-rank{rank}.jsonl" for rank in range(2)]
-    return all(file.exists() and '"kind": "epoch"' in file.read_text() for file in files)
-
-
-def run_unlike(*jobs: TrainJob) -> list[Ended]:
-    """One run in which each rank has a job of its own."""
-    port = free_port()
-    processes = [start_rank([item], rank, len(jobs), port) for rank, item in enumerate(jobs)]
-    return [finish(process) for process in processes]
-
-
-def test_ranks_with_different_partitions_refuse_and_name_the_host(parts: Path, tmp_path: Path) -> None:
-    other = write_parts(tmp_path / "other", 2, seed=5, num_nodes=601)
-    for ended in run_unlike(job(parts, tmp_path / "run"), job(other, tmp_path / "run")):
-        assert ended.returncode == 1
-        assert "differs between ranks; rank 0 (node0, " in ended.output and ", rank 1 (node0, " in ended.output
-
-
-def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, tmp_path: Path) -> None:
-    missing = tmp_path / "no-parts"
-    first, second = run_unlike(job(parts, tmp_path), job(missing, tmp_path))
-    assert first.returncode == second.returncode == 1
-    assert f"error: {missing}/manifest.json is missing" in second.output
-    assert "error: rank 1 (node0" in first.output and f"could not start: {missing}/manifest.json" in first.output
-
-
-SETTLING = """
-import os, sys, time
-import torch, torch.distributed as dist
-from trainer.errors import PartitionError, TrainerError
-from trainer.ranks import Ranks
-from trainer.train.team import Team, join_team
-
-class Slow(Team):
-    def gather(self, value):
-        values = super().gather(value)
-        if self.rank == 1:
-            time.sleep(1.5)
-            if sys.argv[1] == "dies":
-                os._exit(9)
-        print("read", self.rank, time.time(), flush=True)
-        return values
-
-def work():
-    if team.rank == 0:
-        raise PartitionError("no such part")
-
-ranks = Ranks.from_env(os.environ)
-with join_team(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
-    team = Slow(ranks, joined.device, joined.timeout)
-    try:
-        team.agree(work)
-    except TrainerError as error:
-        print("raised", ranks.rank, time.time(), error, flush=True)
-        os._exit(1)
-"""
-
-
-def settle(how: str) -> list[str]:
-    """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late."""
-    port = str(free_port())
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-c", SETTLING, how]
-    ranks = [
-        subprocess.Popen(argv, env={**env, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in ("0", "1")
-    ]
-    return [line for rank in ranks for line in finish(rank, 60).output.splitlines()]
-
-
-def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
-    said = [line.split(maxsplit=3) for line in settle("reads")]
-    times = {(word, rank): float(at) for word, rank, at, *_ in said if word in ("read", "raised")}
-    assert times["raised", "0"] >= times["read", "1"]
-    reasons = {rank: rest[0] for word, rank, _, *rest in said if word == "raised"}
-    assert reasons["0"] == "no such part" and reasons["1"].endswith("could not start: no such part")
-
-
-def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
-    said = [line.split(maxsplit=3) for line in settle("dies")]
-    assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
-
-
 def test_a_seed_without_label_is_an_error_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write_parts(tmp_path / "parts", 1)
     file = data / "part0" / "nodes" / "node" / "attrs" / "y.npy"
@@ -365,38 +252,3 @@ def test_a_seed_without_label_is_an_error_before_training(tmp_path: Path, capsys
     with pytest.raises(DataError, match=f"1 seeds of the val split have no class in 0 … 3, .* node {seed} with y = -1"):
         train(job(data, tmp_path / "run"), Ranks())
     assert "epoch" not in capsys.readouterr().out
-
-
-def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    ranks = Ranks.from_env(environ)
-    began = time.monotonic()
-    with pytest.raises(PeerError, match="could not meet the other 1 ranks at 127.0.0.1:"):
-        with join_team(ranks, torch.device("cpu"), "gloo", 2.0):
-            pass
-    assert time.monotonic() - began < 20
-
-
-def test_nccl_without_a_device_is_refused() -> None:
-    with pytest.raises(SettingsError, match="backend nccl needs a CUDA device"):
-        with join_team(Ranks(), torch.device("cpu"), "nccl", 2.0):
-            pass
-
-
-@pytest.mark.parametrize(
-    "count,processes,given,device", [(0, 1, "", "cpu"), (2, 2, "0,1", "cuda:1"), (1, 2, "", "cpu")]
-)
-def test_the_device_is_one_per_process_or_the_cpu(
-    count: int, processes: int, given: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    ranks = Ranks(local_rank=processes - 1, local_world_size=processes)
-    assert str(pick_device(ranks, {"CUDA_VISIBLE_DEVICES": given})) == device
-
-
-def test_too_few_given_devices_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(SettingsError, match="2 processes share 1 CUDA devices"):
-        pick_device(Ranks(local_world_size=2), {"CUDA_VISIBLE_DEVICES": "0"})

@@ -38,6 +38,7 @@ SCRIPT = """
     again, after = made()._norm, len(anew)
     kept = made()._norm
     same = torch.equal(norm.node, again.node) and torch.equal(kept.edge, norm.edge)
+    dist.barrier()  # both ranks part from each other together
     print(f"rank {rank}: {shared > 0} {after} {len(anew)} {same}\\n", end="", flush=True)
     dist.destroy_process_group()
 """

@@ -37,6 +37,9 @@ SCRIPT = """
     torch.manual_seed(12345)
     model = DistributedDataParallel(GraphSAGE(4, 8, num_layers=2, out_channels=5))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if dist.get_rank() == 0:  # a loader of its own, which no other rank makes
+        own = NeighborLoader(data, [2], input_nodes=torch.arange(17), batch_size=4, local=True)
+        print("OWN", len(own), sum(batch.batch_size for batch in own), flush=True)
     train_loader = NeighborLoader(data, num_neighbors=[5, 5], input_nodes=train_idx, batch_size=4, shuffle=True)
 
     def train():
@@ -87,12 +90,15 @@ def test_a_script_for_torch_geometrics_loader_runs_distributed_with_the_loader_l
     assert found[0][2] == found[1][2], "DDP keeps the ranks' weights equal"
     seeds = [int(seed) for *_, seen in found for seed in seen.split(",")]
     assert sorted(seeds) == list(range(17))
+    assert "OWN 5 17" in done.stdout, "a local loader gives one rank all seeds, and does not disturb the others"
 
 
 def test_seeds_split_by_rank_are_refused_with_the_reason(tmp_path):
     done = run_script(tmp_path, "torch.arange(16).split(8)[dist.get_rank()]")
     assert done.returncode != 0
-    assert re.search(r"SettingsError: loader 0 has other seeds, .* on rank \d than on rank \d", done.stderr)
+    assert re.search(
+        r"SettingsError: the loader made at script.py:\d+ has other seeds, .* on rank \d than on rank \d", done.stderr
+    )
     assert "Do not split them by rank" in done.stderr
 
 
@@ -168,3 +174,10 @@ def test_importing_trainer_alone_does_not_import_torch():
 def test_blocks_move_with_the_batch():
     batch = DistNeighborLoader(hetero_data(), [2], "paper", batch_size=5)([1, 2]).to("meta")
     assert batch["paper"].x.is_meta and all(block.indices.is_meta for block in batch.blocks[0].values())
+
+
+def test_a_rank_without_a_layout_is_refused():
+    with pytest.raises(SettingsError, match="local=True"):
+        DistNeighborLoader(homo_data(), [2], rank=0)
+    with pytest.raises(SettingsError, match="leave rank out"):
+        DistNeighborLoader(homo_data(), [2], rank=0, local=True)

@@ -32,7 +32,7 @@ _REFUSED = {
     "multiprocessing_context": "batches are made by threads of this process, there are no worker processes to start",
 }
 _NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device")
-_HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order")
+_HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
 _HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor")
 
 
@@ -48,6 +48,7 @@ class LoadOptions:
     threads: int = 1
     prefetch: int = 3  #: batches under way
     deadline: float = 120.0  #: seconds that one request may take
+    local: bool = False  #: this process alone: all seeds, nothing shared out
 
     def __post_init__(self) -> None:
         if isinstance(self.deadline, bool) or not (isinstance(self.deadline, (int, float)) and self.deadline > 0):
@@ -79,6 +80,7 @@ def load_options(
         batch_size=whole_number("batch_size", given.get("batch_size", 1), 1),
         shuffle=bool(given.get("shuffle")),
         drop_last=bool(given.get("drop_last")),
+        local=bool(given.get("local")),
         pin_memory=bool(given.get("pin_memory")),
         seed=_seed(seed, given.get("generator")),
         threads=workers if threads is None else whole_number("threads", threads, 1),

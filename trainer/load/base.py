@@ -59,9 +59,7 @@ class PyGLoader(ABC):
         layout: RankLayout | None = None,
     ):  # fmt: skip
         self.graph, self.settings, self.options, self.output_options = graph, settings, options, output
-        self.rank = graph.ranks.rank if rank is None else rank
-        self.layout = layout or graph.layout
-        _check_rank(self.rank, self.layout, graph.manifest.num_parts)
+        self.rank, self.layout = _placed(graph, options.local, rank, layout)
         world = self.layout.world_size
         self.order = SeedOrder(
             num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
@@ -88,6 +86,10 @@ class PyGLoader(ABC):
         out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced)
         out.metadata = seeded.metadata
         return out
+
+    def __repr__(self) -> str:
+        o, world = self.options, self.layout.world_size
+        return f"{type(self).__name__}({o.batch_size} of {self.order.num_seeds} inputs a step on each of {world} ranks)"
 
     @property
     def batch_size(self) -> int:
@@ -195,11 +197,24 @@ def _note_sample(data: Any, out: Output) -> None:
         data.set_value_dict(name, getattr(out, name))
 
 
-def _check_rank(rank: int, layout: RankLayout, num_parts: int) -> None:
+def _placed(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
+    """Which rank of which layout loads. Raises ``SettingsError``."""
+    num_parts = graph.manifest.num_parts
+    if local:
+        if rank is not None:
+            raise SettingsError("local=True means this process alone; leave rank out")
+        return 0, RankLayout.single(num_parts)
+    if rank is not None and layout is None:
+        raise SettingsError(
+            "rank is given without layout, the ranks beside each part: leave it out, it is the process group's; for a"
+            " loader that is this rank's alone pass local=True"
+        )
+    rank, layout = graph.ranks.rank if rank is None else rank, layout or graph.layout
     if not 0 <= rank < layout.world_size:
         raise SettingsError(f"rank {rank} is not one of the layout's {layout.world_size} ranks")
     if len(layout.ranks_of_part) != num_parts:
         raise SettingsError(f"the layout places {len(layout.ranks_of_part)} parts, the graph has {num_parts}")
+    return rank, layout
 
 
 def _digest(seeds: str, settings: SampleSettings, order: SeedOrder) -> str:

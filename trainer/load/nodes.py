@@ -58,6 +58,8 @@ class DistNeighborLoader(PyGLoader):
         seed: of order and samples. threads, prefetch: sampler threads, and batches under way.
         deadline: seconds that one request to another host may take.
         rank, layout: this process, and the ranks beside each part; default: those of the graph.
+        local: True for a loader that is this process's alone: it gives all seeds, shared with no other rank
+            (``batch_size`` is the whole batch). Without it every rank has to iterate the loader.
         kwargs: of torch's ``DataLoader``: batch_size, shuffle, drop_last, pin_memory, num_workers (sampler
             threads), prefetch_factor, timeout, generator (its seed is used). persistent_workers has no
             effect: there are no worker processes.

@@ -66,7 +66,7 @@ class GraphSAINTSampler(PyGLoader):
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         graph = as_graph(data)
         _check_graph(graph)
-        world_size = (layout or graph.layout).world_size
+        world_size = 1 if options.local else (layout or graph.layout).world_size
         super().__init__(
             graph, self.num_steps * world_size, f"{self.draws} {self.sample_coverage}",
             induced_settings(graph.manifest), wanted_attrs(graph, attrs),

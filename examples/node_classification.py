@@ -28,8 +28,8 @@ def main() -> None:
 
 def train(graph, options, **sampling):
     """The trained model and its test accuracy; ``sampling``: more arguments of the loaders."""
-    nodes, fanouts = graph.manifest.nodes["node"], numbers(options.fanouts)
-    gnn = GraphSAGE(nodes.attrs["x"].shape[1], options.hidden, len(fanouts), nodes.num_classes, options.dropout)
+    fanouts = numbers(options.fanouts)
+    gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
     model = DistributedDataParallel(Trimmed(gnn))  # each layer computes only what later layers read
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loaders = {

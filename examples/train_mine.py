@@ -26,8 +26,7 @@ def main() -> None:
     dist.init_process_group("gloo", **alone)
     graph = trainer.open(options.parts)
     torch.manual_seed(0)
-    nodes = graph.manifest.nodes["node"]
-    model = DistributedDataParallel(GraphSAGE(nodes.attrs["x"].shape[1], 64, 2, nodes.num_classes))
+    model = DistributedDataParallel(GraphSAGE(graph.num_features, 64, 2, graph.num_classes))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     train, test = (
         trainer.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")

@@ -32,7 +32,7 @@ def main() -> None:
 def learn(graph, options):
     """An encoder from links alone."""
     fanouts = numbers(options.fanouts)
-    gnn = GraphSAGE(graph.manifest.nodes["node"].attrs["x"].shape[1], options.hidden, len(fanouts))
+    gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts))
     model, loss_of = DistributedDataParallel(Trimmed(gnn)), UnsupervisedLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     links = DistLinkNeighborLoader(
@@ -79,8 +79,8 @@ def rows_of(model, batches):
 
 def linear_probe(splits, graph) -> float:
     (x, y), (test_x, test_y) = splits["train"], splits["test"]
-    width, num_classes = x.shape[1], graph.manifest.nodes["node"].num_classes
-    layers = nn.Sequential(nn.BatchNorm1d(width, affine=False), nn.Linear(width, num_classes))
+    width = graph.num_features
+    layers = nn.Sequential(nn.BatchNorm1d(width, affine=False), nn.Linear(width, graph.num_classes))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=1e-5)
     for _ in range(100):  # full batches: rows are computed once

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainer.errors import PartitionError
+from trainer.errors import PartitionError, SettingsError
 from trainer.load.seeds import RankLayout
 from trainer.partition.format import Manifest, manifest_digest
 from trainer.ranks import Ranks
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
+from trainer.schema import HOMO_NODE, EdgeType, NodeType
 from trainer.service.client import HostClient
 from trainer.store.part import PartStore, open_parts
 
@@ -38,6 +39,53 @@ class Graph:
     def layout(self) -> RankLayout:
         """Which ranks sit beside which part."""
         return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
+
+    @property
+    def node_types(self) -> list[NodeType]:
+        """In the order of the partition, which need not be the data's; ``["node"]`` of a homogeneous graph."""
+        return list(self.manifest.nodes)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """In the order of the partition; ``[("node", "to", "node")]`` of a homogeneous graph."""
+        return list(self.manifest.edges)
+
+    def metadata(self) -> tuple[list[NodeType], list[EdgeType]]:
+        """Node and edge types, as torch_geometric's ``to_hetero`` and ``HGTConv`` take them."""
+        return self.node_types, self.edge_types
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all types and parts."""
+        return self.manifest.num_nodes
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of all types and parts."""
+        return self.manifest.num_edges
+
+    @property
+    def num_node_features(self) -> int | dict[NodeType, int]:
+        """Width of ``x``, 0 without; by node type where the graph is heterogeneous."""
+        shapes = {
+            of: spec.attrs["x"].shape if "x" in spec.attrs else (0, 0) for of, spec in self.manifest.nodes.items()
+        }
+        widths = {of: 1 if len(shape) == 1 else shape[-1] for of, shape in shapes.items()}
+        return widths if self.manifest.hetero else widths[HOMO_NODE]
+
+    num_features = num_node_features
+
+    @property
+    def num_classes(self) -> int:
+        """Classes of the labelled node type. Raises ``SettingsError`` where none is labelled, or several are."""
+        classes = {of: spec.num_classes for of, spec in self.manifest.nodes.items() if spec.num_classes}
+        if len(classes) == 1:
+            return next(iter(classes.values()))
+        if not classes:
+            raise SettingsError("num_classes: no node type has class labels (y, whole numbers from 0)")
+        raise SettingsError(
+            f"num_classes: several node types have labels, {classes}; take graph.manifest.nodes[TYPE].num_classes"
+        )
 
     def close(self) -> None:
         """Let the connections go; waiting requests raise ``ServiceError``."""

@@ -12,6 +12,7 @@ variables and the files described in ``docs/ARCHITECTURE.md``.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,9 +68,12 @@ def open(
         key_file: of an encrypted service; default: GNNFLEET_SERVICE_KEY.
         deadline: seconds that any request may take.
 
+    Besides loaders the graph serves what a script asks its ``data``: ``metadata()``, ``node_types``,
+    ``edge_types``, ``num_nodes``, ``num_edges``, ``num_features``, ``num_classes``.
+
     Rank and world size are torchrun's, or those of the initialized process group. Raises
-    ``SettingsError`` without a path outside a run, ``PartitionError`` for a folder or part that is
-    missing or damaged, and ``ServiceError`` for a host that does not answer.
+    ``SettingsError`` without a path outside a run and for a file or data in memory, ``PartitionError``
+    for a folder or part that is missing or damaged, and ``ServiceError`` for a host that does not answer.
     """
     from trainer.load.env import open_any
 
@@ -78,5 +82,11 @@ def open(
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'trainer' has no attribute {name!r}")
+        nearest = difflib.get_close_matches(name, __all__, 1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise AttributeError(f"module 'trainer' has no attribute {name!r}{hint}")
     return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

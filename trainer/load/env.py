@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import SettingsError
 from trainer.load.open import Graph, open_graph
@@ -26,6 +27,7 @@ def open_any(
     if path is None:
         _check_in_run(environ)
         path = environ["GNNFLEET_PARTS"]
+    _check_path(path)
     ranks = this_process(environ)
     ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
     cluster = cluster or environ.get("GNNFLEET_CLUSTER")
@@ -64,6 +66,19 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return ranks
     return replace(ranks, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, Path)):
+        raise SettingsError(
+            f"trainer.open takes the path of a partition folder, not {type(path).__name__};"
+            " give Data, HeteroData or a (feature store, graph store) pair straight to the loader"
+        )
+    if Path(path).is_file():
+        raise SettingsError(
+            f"{path} is a file, not a partition folder. Partition the graph in it first, python -m trainer partition"
+            f" make --dataset file --source {path} --num-parts 2 --out parts, then trainer.open('parts')"
+        )
 
 
 def _check_in_run(environ: Mapping[str, str]) -> None:

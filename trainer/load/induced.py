@@ -23,9 +23,10 @@ def induced_settings(manifest: Manifest) -> SampleSettings:
 def check_homogeneous(graph: Graph, what: str) -> None:
     """Raise ``SettingsError`` for a heterogeneous graph."""
     if graph.manifest.hetero:
+        one_type = "HeteroData.to_homogeneous()" if graph.source is not None else "a partition of its to_homogeneous()"
         raise SettingsError(
             f"{what} takes homogeneous graphs only, as torch_geometric's does, and this one is heterogeneous;"
-            " make one type of it by HeteroData.to_homogeneous(), or use DistNeighborLoader or DistClusterLoader"
+            f" take {one_type}, or use DistNeighborLoader or DistClusterLoader"
         )
 
 

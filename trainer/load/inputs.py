@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,8 +93,23 @@ def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
         )
     for of in forms:
         if of not in types:
-            raise SettingsError(f"input_nodes: the graph has no node type {of!r}; types are {types}")
+            hint = _typed_split_hint(graph, of) if isinstance(given, str) else ""
+            raise SettingsError(f"input_nodes: the graph has no node type {of!r}; types are {types}{hint}")
     return forms
+
+
+def _typed_split_hint(graph: Graph, name: str) -> str:
+    """For a split, or its mask in the data, that was named without its type."""
+    split = name.removesuffix("_mask")
+    if meant := sorted(key for key in graph.store.splits if key[1] == split):
+        return f"; did you mean {' or '.join(map(str, meant))}?"
+    return ""
+
+
+def _split_hint(name: str, known: list[str]) -> str:
+    """A partition keeps ``train_mask`` as the split ``train``."""
+    nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _is_typed(given: Any) -> bool:
@@ -104,7 +120,9 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
     if isinstance(form, str):
         if (of, form) not in graph.store.splits:
             known = sorted(name for node_type, name in graph.store.splits if node_type == of)
-            raise SettingsError(f"input_nodes: {of!r} nodes have no split {form!r}; there are {known}")
+            raise SettingsError(
+                f"input_nodes: {of!r} nodes have no split {form!r}; there are {known}{_split_hint(form, known)}"
+            )
         return TypeInputs(graph.store.splits[of, form], None)
     num_nodes = graph.manifest.nodes[of].num_nodes
     if form is None:

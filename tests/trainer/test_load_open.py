@@ -1,0 +1,116 @@
+"""What a script asks of its ``data``, asked of an opened graph; and what users open or name by mistake."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.nn import GraphSAGE, to_hetero
+
+import trainer
+from load_kit import hetero_data, homo_data, opened, parts_of, plain_graph
+from partitions import typed_store
+from trainer import DistGraphSAINTNodeSampler, DistNeighborLoader, DistShaDowKHopSampler
+from trainer.errors import SettingsError
+from trainer.load.memory import as_graph
+
+ASKED = ("num_nodes", "num_edges", "num_features", "num_node_features")
+
+
+@pytest.mark.parametrize("make", [homo_data, hetero_data])
+@pytest.mark.parametrize("open_", [as_graph, parts_of, lambda data: parts_of(data, 2)])
+def test_a_graph_answers_as_its_data(make, open_):
+    data = make()
+    graph = open_(data)
+    assert {name: getattr(graph, name) for name in ASKED} == {name: getattr(data, name) for name in ASKED}
+    assert graph.num_classes == int((data["paper"] if graph.manifest.hetero else data).y.max()) + 1
+    if graph.manifest.hetero:
+        assert [sorted(types) for types in graph.metadata()] == [sorted(types) for types in data.metadata()]
+        assert (graph.node_types, graph.edge_types) == graph.metadata()
+    else:
+        assert graph.metadata() == (["node"], [("node", "to", "node")])
+
+
+def test_width_is_that_of_torch_geometric_for_a_column_and_for_none():
+    data = homo_data()
+    data.x = data.x[:, 0]
+    assert parts_of(data).num_features == data.num_features == 1
+    assert plain_graph().num_features == 0
+
+
+def test_a_model_is_made_from_the_graph_alone():
+    graph = parts_of(homo_data(), 2)
+    batch = next(iter(DistNeighborLoader(graph, [3, 2], "train", batch_size=8)))
+    model = GraphSAGE(graph.num_features, 8, 2, graph.num_classes)
+    assert model(batch.x, batch.edge_index)[: batch.batch_size].shape == (8, 5)
+
+
+def test_a_model_is_made_for_the_types_of_the_graph():
+    data = hetero_data()
+    del data["venue"]  # no edge ends there, which to_hetero refuses
+    graph = parts_of(data, 2)
+    model = to_hetero(GraphSAGE((-1, -1), 8, 2, graph.num_classes), graph.metadata())
+    batch = next(iter(DistNeighborLoader(graph, [3, 2], ("paper", "train"), batch_size=8)))
+    x = {of: torch.ones(len(batch[of].n_id), 3) for of in graph.node_types}
+    assert model(x, batch.edge_index_dict)["paper"][: batch["paper"].batch_size].shape == (8, 3)
+
+
+def test_classes_that_are_nobodys_or_several_are_not_guessed():
+    with pytest.raises(SettingsError, match="no node type has class labels"):
+        _ = plain_graph().num_classes
+    labels = {"a": {"y": np.arange(3)}, "b": {"y": np.arange(4)}}
+    several = typed_store({"a": 3, "b": 4}, {("a", "to", "b"): np.zeros((2, 1), np.int64)}, node_attrs=labels)
+    with pytest.raises(SettingsError, match=r"several node types have labels, \{'a': 3, 'b': 4\}"):
+        _ = opened(several).num_classes
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "hint"),
+    [
+        (homo_data, "train_mask", "did you mean 'train'"),
+        (homo_data, "trian", "did you mean 'train'"),
+        (hetero_data, ("paper", "train_mask"), "did you mean 'train'"),
+        (hetero_data, "train", r"did you mean \('paper', 'train'\)"),
+        (hetero_data, "train_mask", r"did you mean \('paper', 'train'\)"),
+    ],
+)
+def test_a_mask_or_split_that_is_named_amiss(make, given, hint):
+    with pytest.raises(SettingsError, match=hint):
+        DistNeighborLoader(parts_of(make()), [3], given)
+
+
+def test_nothing_is_guessed_for_a_name_like_no_other():
+    with pytest.raises(SettingsError, match=r"there are \['train'\]$"):
+        DistNeighborLoader(parts_of(homo_data()), [3], "everything")
+
+
+@pytest.mark.parametrize("make", [homo_data, hetero_data])
+def test_data_in_memory_needs_no_opening(make):
+    with pytest.raises(SettingsError, match="not (Hetero)?Data; give Data, .* straight to the loader"):
+        trainer.open(make())
+
+
+def test_a_file_of_data_is_to_be_partitioned_first(tmp_path):
+    path = tmp_path / "graph.pt"
+    torch.save(homo_data(), path)
+    with pytest.raises(SettingsError, match=f"{path} is a file, .* partition make --dataset file --source {path} "):
+        trainer.open(str(path))
+
+
+@pytest.mark.parametrize(
+    "loader", [lambda g: DistShaDowKHopSampler(g, 2, 3), lambda g: DistGraphSAINTNodeSampler(g, 3)]
+)
+def test_advice_on_several_types_can_be_followed(loader):
+    with pytest.raises(SettingsError, match="take a partition of its to_homogeneous"):
+        loader(parts_of(hetero_data()))
+    with pytest.raises(SettingsError, match=r"take HeteroData.to_homogeneous\(\)"):
+        loader(hetero_data())
+
+
+def test_public_names_are_listed_and_near_ones_suggested():
+    assert set(trainer.__all__) <= set(dir(trainer))
+    with pytest.raises(AttributeError, match="did you mean 'DistNeighborLoader'"):
+        _ = trainer.DistNeighbourLoader
+    with pytest.raises(AttributeError, match="did you mean 'DistLinkNeighborLoader'"):
+        _ = trainer.LinkNeighborLoader
+    assert not hasattr(trainer, "quite_another_thing")

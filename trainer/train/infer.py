@@ -73,7 +73,12 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
 
 def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     target = saved.graph["target"]
-    here: Mapping[str, Any] = graph_record(manifest, target) if target in manifest.nodes else {}
+    if target not in manifest.nodes:
+        raise CheckpointError(
+            f"checkpoint {path} is of another graph, {saved.graph['dataset']}: its model classifies {target!r} nodes,"
+            f" and {manifest.dataset} has none, only {', '.join(manifest.nodes)}"
+        )
+    here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
         told = "; ".join(f"{name} is {here.get(name)}, there {saved.graph[name]}" for name in differing)
         raise CheckpointError(f"checkpoint {path} is of another graph: {told}")

@@ -176,7 +176,8 @@ HOMO_REFUSALS = {
     "no hop": ({"num_neighbors": []}, "num_neighbors is empty"),
     "odd fanouts": ({"num_neighbors": 5}, "5 is not a list of whole numbers"),
     "fanout": ({"num_neighbors": [-2]}, "fanout -2"),
-    "rank": ({"rank": 1}, "rank 1 is not one of the layout's 1 ranks"),
+    "rank": ({"rank": 1}, "rank is given without layout"),
+    "rank of layout": ({"rank": 1, "layout": RankLayout.single(2)}, "rank 1 is not one of the layout's 1 ranks"),
     "layout": ({"layout": RankLayout.single(3)}, "the layout places 3 parts, the graph has"),
 }
 

@@ -113,7 +113,7 @@ def test_the_command_says_how_good_the_model_is(
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
-    with pytest.raises(CheckpointError, match="another graph, synthetic: .* 'node' nodes, and synthetic-hetero has none"):
+    with pytest.raises(CheckpointError, match="graph, synthetic: .* 'node' nodes, and synthetic-hetero has none"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 

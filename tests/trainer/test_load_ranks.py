@@ -179,5 +179,5 @@ def test_blocks_move_with_the_batch():
 def test_a_rank_without_a_layout_is_refused():
     with pytest.raises(SettingsError, match="local=True"):
         DistNeighborLoader(homo_data(), [2], rank=0)
-    with pytest.raises(SettingsError, match="leave rank out"):
+    with pytest.raises(SettingsError, match="leave rank and layout out"):
         DistNeighborLoader(homo_data(), [2], rank=0, local=True)

@@ -201,8 +201,8 @@ def _placed(graph: Graph, local: bool, rank: int | None, layout: RankLayout | No
     """Which rank of which layout loads. Raises ``SettingsError``."""
     num_parts = graph.manifest.num_parts
     if local:
-        if rank is not None:
-            raise SettingsError("local=True means this process alone; leave rank out")
+        if rank is not None or layout is not None:
+            raise SettingsError("local=True means this process alone; leave rank and layout out")
         return 0, RankLayout.single(num_parts)
     if rank is not None and layout is None:
         raise SettingsError(

@@ -1,4 +1,4 @@
-"""``python -m trainer``: partition, train, infer, serve, inspect."""
+"""``python -m trainer``: partition, train, infer, serve, inspect, verify."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.config import InferJob, IntList, TrainJob, TrainSettings, settings_
 from trainer.errors import TrainerError
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
-_ELSEWHERE = {"partition": ("trainer.partition.cli", "partition"), "inspect": ("trainer.partition.cli", "inspect")}
+_ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
 
 
 def _dashes(name: str) -> str:

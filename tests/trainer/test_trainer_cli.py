@@ -18,8 +18,9 @@ from launcher.config import TrainConfig
 from train_kit import REPOSITORY, command_line, write_parts
 from trainer.cli import cli, main
 from trainer.config import TrainJob, TrainSettings
-from trainer.errors import SettingsError
+from trainer.errors import PartitionError, SettingsError
 from trainer.ranks import Ranks
+from trainer.store.part import open_parts
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_help_lists_every_command_and_needs_no_torch() -> None:
     ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert "--sampler-threads" in ended.stdout and "torch loaded: False" in ended.stdout
     listed = CliRunner().invoke(cli, ["--help"]).output
-    assert all(f"  {name} " in listed for name in ("infer", "inspect", "partition", "serve", "train"))
+    assert all(f"  {name} " in listed for name in ("infer", "inspect", "partition", "serve", "train", "verify"))
 
 
 def test_help_of_infer_says_what_is_written() -> None:
@@ -158,6 +159,18 @@ def test_inspect_shows_a_partition(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["inspect", str(write_parts(tmp_path / "parts", 2))])
     assert result.exit_code == 0, result.output
     assert "600" in result.output
+
+
+@pytest.mark.parametrize("left", [0, -8])
+def test_verify_finds_a_broken_file_that_opening_refuses(tmp_path: Path, left: int) -> None:
+    parts = write_parts(tmp_path / "parts", 2)
+    assert "sound" in CliRunner().invoke(cli, ["verify", str(parts)]).output
+    broken = parts / "part1/nodes/node/attrs/x.npy"
+    broken.write_bytes(broken.read_bytes()[:left])
+    found = CliRunner().invoke(cli, ["verify", str(parts)])
+    assert found.exit_code == 1 and "part1/nodes/node/attrs/x.npy" in found.output
+    with pytest.raises(PartitionError, match="x.npy cannot be read; send or make the part again .partition verify"):
+        open_parts(parts, [1])
 
 
 def test_a_job_survives_its_command_line(jobs: list[TrainJob]) -> None:

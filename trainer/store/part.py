@@ -148,6 +148,8 @@ def _map(path: Path) -> Array:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise PartitionError(f"{path} is missing; send or make the part again (partition verify lists all)") from None
-    except (ValueError, OSError) as error:
-        raise PartitionError(f"{path} cannot be read: {error}") from error
+    except (ValueError, OSError, EOFError) as error:
+        raise PartitionError(
+            f"{path} cannot be read; send or make the part again (partition verify lists all that is wrong): {error}"
+        ) from error
     return array.view(np.ndarray)  # kernels are compiled for plain arrays

@@ -263,5 +263,5 @@ def test_times_are_asked_for_and_must_lie_with_the_edges():
     with pytest.raises(SettingsError, match="needs a time for each seed of 'p'"):
         sample(graph.store(), SeedSet({"p": np.array([0])}), chosen)
     forgotten = typed_store(graph.num_nodes, graph.edges, node_attrs=graph.node_attrs, time_attrs=())
-    with pytest.raises(SettingsError, match="does not keep 'time' of p with the edges"):
+    with pytest.raises(SettingsError, match="does not keep 'time' of p with the edges .*--option time_attrs=time "):
         check_settings(forgotten.manifest, chosen)

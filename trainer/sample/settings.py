@@ -85,7 +85,8 @@ def _check_kept(schema: GraphSchema, attr: str) -> None:
         if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
             raise SettingsError(
                 f"the partition does not keep {attr!r} of {of[0]} with the edges {of};"
-                f" name it as a time attribute and make the partition again"
+                f" make the partition again with dataset option time_attrs: partition make --option time_attrs={attr}"
+                f" (data.options.time_attrs: {attr} in a cluster file)"
             )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
+from trainer import DistNeighborLoader
 from trainer.data.pyg import dataset_of
 from trainer.errors import DataError
 from trainer.schema import HOMO_EDGE, HOMO_NODE
@@ -100,3 +103,21 @@ def test_graphs_without_edges_or_ends():
     data["a", "to", "a"].adj_t = torch.eye(2).to_sparse_csr()
     with pytest.raises(DataError, match=r"no edge_index of \('a', 'to', 'a'\); it is stored as adj_t"):
         dataset_of(data, "mine")
+
+
+def test_a_mask_that_fits_nothing_is_named():
+    data = small()
+    data.val_mask, data.edge_mask, data.masks = torch.ones(5).bool(), torch.ones(3).bool(), torch.ones(5).bool()
+    with pytest.warns(UserWarning, match="mine: val_mask has 5 entries, but there are 4 nodes: it is no split") as said:
+        dataset = dataset_of(data, "mine")
+    assert len(said) == 1 and list(dataset.nodes[HOMO_NODE].splits) == ["train"]
+
+
+def test_torch_geometric_warns_once_that_it_infers_the_number_of_nodes():
+    data = Data(edge_index=torch.tensor([[0, 1, 2], [1, 2, 3]]), kind=torch.zeros(4), length=torch.zeros(3), title="t")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for batch in DistNeighborLoader(data, [1, 1], batch_size=2):
+            assert len(batch.kind) == len(batch.n_id)
+    assert sum("infer 'num_nodes'" in str(warning.message) for warning in said) == 1
+    assert "num_nodes" not in data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     """``data`` as a ``Dataset`` that shares its tensors (those of a GPU are copied to the host).
 
     PyG's own rules tell node from edge attributes; boolean ``<split>_mask`` [N] stay attributes and are splits too.
-    What is no dense tensor is left to ``data``. ``time_attrs`` keeps those that are one integer per node in every type
-    that has them. Types keep PyG's names, whatever they are.
+    A mask that fits neither nodes nor edges is warned of. What is no dense tensor is left to ``data``. ``time_attrs``
+    keeps those that are one integer per node in every type that has them. Types keep PyG's names, whatever they are.
     Raises ``DataError`` for an edge type without ``edge_index``, or whose node type has no nodes.
     """
     from torch_geometric.data import HeteroData
@@ -55,9 +56,12 @@ def shared_array(tensor: torch.Tensor) -> Array:
 
 
 def _node_data(store: Any, name: str) -> NodeData:
-    if store.num_nodes is None:
+    found = store.num_nodes
+    if found is None:
         raise DataError(f"{name}: nothing tells the number of nodes{_of(store)}; set num_nodes")
-    num_nodes = int(store.num_nodes)
+    num_nodes = int(found)
+    _sort_attrs(store, num_nodes)
+    _warn_of_masks(store, num_nodes, name)
     attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
     return NodeData(num_nodes, attrs, _splits(attrs, num_nodes), _num_classes(attrs, bfloat16), bfloat16)
 
@@ -82,6 +86,29 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
     if not isinstance(along, int) or along % value.dim() != 0:
         return False  # such as [2, E]
     return bool(store.is_edge_attr(key) if edges else store.is_node_attr(key))
+
+
+def _sort_attrs(store: Any, num_nodes: int) -> None:
+    """Have PyG tell node from edge attributes, which it remembers; it warns whenever it infers ``num_nodes``."""
+    told = "num_nodes" in store
+    store.num_nodes = num_nodes
+    try:
+        for key in store:
+            store.is_node_attr(key)
+    finally:
+        if not told:
+            del store["num_nodes"]
+
+
+def _warn_of_masks(store: Any, num_nodes: int, name: str) -> None:
+    for key, value in store.items():
+        if not (key.endswith("_mask") and _is_dense(value) and value.dim() and str(value.dtype) == "torch.bool"):
+            continue
+        if not (store.is_node_attr(key) or store.is_edge_attr(key)):
+            warnings.warn(
+                f"{name}: {key}{_of(store)} has {len(value)} entries, but there are {num_nodes} nodes: it is no split",
+                stacklevel=5,
+            )
 
 
 def _is_dense(value: Any) -> bool:

@@ -105,6 +105,17 @@ def test_times_are_integers_one_per_node(tmp_path):
     dataset = load_dataset("file", source, {"time_attrs": "year, time"})
     assert dataset.time_attrs == ("year", "time") and nodes_of(dataset).attrs["year"].shape == (6,)
     assert load_dataset("file", source).time_attrs == ("time",)
+    assert load_dataset("file", source, {"time_attrs": "none"}).time_attrs == ()
+
+
+def test_a_time_that_nobody_asked_for_may_be_anything(tmp_path):
+    source = save_graph(tmp_path, time=np.linspace(0, 1, 6))
+    dataset = load_dataset("file", source)
+    assert np.array_equal(nodes_of(dataset).attrs["time"], np.linspace(0, 1, 6))
+    assert [note for note in dataset.notes if "time.npy" in note] == [
+        f"{source}/time.npy: kept as a plain attribute: times would be one integer per node, not float64 [6]"
+    ]
+    assert not any("time.npy" in note for note in load_dataset("file", source, {"time_attrs": "none"}).notes)
 
 
 def test_npz_in_a_folder_and_alone(tmp_path):
@@ -201,8 +212,12 @@ MISTAKES = {
     "more classes than can be trained": ({}, {"num_classes": 10**12}, "option num_classes must be from 0 to 1048576"),
     "fewer classes than none": ({}, {"num_classes": -1}, "option num_classes must be from 0 to 1048576"),
     "edges and weights disagree": ({"edge_weight": np.ones(6)}, {}, r"6 rows, but the graph has 5 edges"),
-    "times of no integers": ({"time": np.zeros(6)}, {}, r"time\.npy: float64 \[6\], but times must be one integer"),
-    "two times a node": ({"time": np.zeros((6, 2), int)}, {}, r"int64 \[6, 2\], but times must be one integer"),
+    "times of no integers": (
+        {"time": np.zeros(6)}, {"time_attrs": "time"}, r"time\.npy: float64 \[6\], but times must be one integer",
+    ),
+    "two times a node": (
+        {"year": np.zeros((6, 2), int)}, {"time_attrs": "year"}, r"int64 \[6, 2\], but times must be one integer",
+    ),
     "no such time": ({}, {"time_attrs": ["year"]}, "option time_attrs names 'year', but no node type has"),
     "a target type": ({}, {"target": "paper"}, "option target=paper, but the node types are: none, the graph is homo"),
     "reverse types": ({}, {"undirected": 1, "reverse_types": 1}, "option reverse_types is for heterogeneous graphs"),
@@ -301,5 +316,5 @@ def test_debian():
 @pytest.mark.parametrize("text", ["year,time", '["year", "time"]', ["year", "time"], ("year", "time")])
 def test_names_as_an_option_are_text_or_a_list(text):
     assert parse_options(SourceOptions, {"time_attrs": text}, "file").time_attrs == ("year", "time")
-    with pytest.raises(DataError, match="option time_attrs must be names with commas, or a list of names, not 3"):
+    with pytest.raises(DataError, match="option time_attrs must be names with commas, a list of names, or none, not 3"):
         parse_options(SourceOptions, {"time_attrs": 3}, "file")

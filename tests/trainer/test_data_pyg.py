@@ -9,10 +9,14 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch_geometric.transforms as T
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
+import trainer
+from trainer import DistLinkNeighborLoader
 from trainer.data import load_dataset
 from trainer.errors import DataError
+from trainer.partition.make import PartitionSpec, make_partition
 from trainer.schema import HOMO_EDGE
 
 
@@ -80,12 +84,60 @@ def test_heterodata_saved_as_pt(tmp_path, content):
     assert any("[author] [odd]: left out, float32 [5]" in note for note in dataset.notes)
 
 
+def split_by_torch_geometric(data, **options):
+    return T.RandomLinkSplit(**options)(data)[0]
+
+
+@pytest.mark.parametrize("num_val", [0.0, 0.5])
+def test_links_that_torch_geometric_split_stay_with_the_graph(tmp_path, num_val):
+    """With num_val 0 there are as many of them as edges."""
+    options = {"num_val": num_val, "num_test": 0.0, "neg_sampling_ratio": 0.0, "add_negative_train_samples": False}
+    plain = split_by_torch_geometric(pyg_graph(), **options)
+    typed = split_by_torch_geometric(typed_graph(), edge_types=[("author", "writes", "paper")], **options)
+    for name, data, prefix in [("plain", plain, ""), ("typed", typed, "author__writes__paper__")]:
+        torch.save(data, tmp_path / f"{name}.pt")
+        dataset = load_dataset("file", str(tmp_path / f"{name}.pt"))
+        store = data if prefix == "" else data["author", "writes", "paper"]
+        links, labels = (dataset.graph_attrs[f"{prefix}edge_label{end}"] for end in ("_index", ""))
+        assert np.array_equal(links, store.edge_label_index) and np.array_equal(labels, store.edge_label)
+        assert all("edge_label" not in edges.attrs for edges in dataset.edges.values())
+        assert not any("edge_label" in note for note in dataset.notes)
+
+
+def test_links_of_a_partition_are_what_the_link_loader_takes(tmp_path):
+    data = typed_graph()
+    of = ("author", "writes", "paper")
+    data[of].edge_label_index, data[of].edge_label = torch.tensor([[1, 0], [0, 2]]), torch.tensor([0.0, 1.0])
+    torch.save(data, tmp_path / "graph.pt")
+    source = PartitionSpec("file", str(tmp_path / "parts"), str(tmp_path / "graph.pt"), num_parts=2, method="random")
+    make_partition(source, say=lambda line: None)
+    with trainer.open(tmp_path / "parts") as graph:
+        links, labels = (graph.store.graph_attrs[f"author__writes__paper__edge_label{end}"] for end in ("_index", ""))
+        loader = DistLinkNeighborLoader(graph, [-1], edge_label_index=(of, links), edge_label=labels, batch_size=2)
+        (batch,) = loader
+    ends = batch[of].edge_label_index
+    authors, papers = batch["author"].n_id[ends[0]], batch["paper"].n_id[ends[1]]
+    assert authors.tolist() == [1, 0] and papers.tolist() == [0, 2] and batch[of].edge_label.tolist() == [0, 1]
+
+
+def test_what_torch_geometric_remembers_of_attributes_is_harmless(tmp_path):
+    data = pyg_graph()
+    known = set(torch.serialization.get_safe_globals())
+    assert data.is_node_attr("x") and data.is_edge_attr("length")
+    torch.save(data, tmp_path / "graph.pt")
+    assert load_dataset("file", str(tmp_path / "graph.pt")).num_nodes == 4
+    assert set(torch.serialization.get_safe_globals()) == known
+
+
 def test_bfloat16_times_are_refused(tmp_path):
     torch.save(
         Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0], [1]]), time=torch.ones(2).bfloat16()), tmp_path / "g.pt"
     )
     with pytest.raises(DataError, match=r"\[time\]: bfloat16 \[2\], but times must be one integer"):
-        load_dataset("file", str(tmp_path / "g.pt"))
+        load_dataset("file", str(tmp_path / "g.pt"), {"time_attrs": "time"})
+    parts = PartitionSpec("file", str(tmp_path / "parts"), str(tmp_path / "g.pt"), method="random")
+    manifest = make_partition(parts, say=lambda line: None)
+    assert manifest.nodes["node"].attrs["time"].dtype == "bfloat16" and manifest.edges[HOMO_EDGE].src_times == ()
 
 
 def test_type_names_that_cannot_be_folders(tmp_path):
@@ -100,7 +152,7 @@ def test_pt_that_would_run_code_is_refused(tmp_path):
     data = pyg_graph()
     data.run = subprocess.Popen
     torch.save(data, tmp_path / "graph.pt")
-    with pytest.raises(DataError, match="cannot be loaded safely .*re-save plain tensors"):
+    with pytest.raises(DataError, match=r"re-save plain tensors: .*to_dict\(\), path\) \(it holds \S+\.Popen,"):
         load_dataset("file", str(tmp_path / "graph.pt"))
 
 

@@ -13,7 +13,7 @@ from trainer.data.both_ways import both_ways
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.options import SourceOptions
 from trainer.data.raw import RawArray, RawArrays, RawGraph, split_prefix
-from trainer.data.sort import EDGE_NAMES, sort_arrays
+from trainer.data.sort import EDGE_NAMES, link_arrays, sort_arrays
 from trainer.errors import DataError
 from trainer.partition.format import NAME_PATTERN
 from trainer.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
@@ -46,7 +46,7 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Da
         edges = both_ways(edges, counts, options.reverse_types, raw.name)
     graph_attrs = _graph_attrs(graph.plain, notes)
     return Dataset(
-        raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.time_attrs, tuple(notes)
+        raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.times, tuple(notes)
     )  # fmt: skip
 
 
@@ -89,21 +89,25 @@ def _native(raw: RawGraph) -> RawGraph:
 def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str]) -> NodeData:
     num_nodes, arrays = graph.num_nodes[of], dict(graph.nodes.get(of, {}))
     splits = _splits(arrays, num_nodes, options)
-    kept = _attrs(arrays, ("x", "y", *options.time_attrs), num_nodes, "nodes" + _of(of), notes)
+    kept = _attrs(arrays, ("x", "y", *(options.time_attrs or ())), num_nodes, "nodes" + _of(of), notes)
     if "x" in kept:
         x = kept["x"]
         checks.check_features(x.values, x.bfloat16, x.place)
         if x.values.ndim > 2:
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
-    for name in {*options.time_attrs} & {*kept}:
-        kept[name] = _time(kept[name])
+    for name in {*options.times} & {*kept}:
+        kept[name] = _time(kept[name], options.time_attrs is not None, notes)
     asked = options.num_classes if of == _classes_asked_of(graph, options) else None
     num_classes = _classes(kept, splits, asked, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
 
 
-def _time(array: RawArray) -> RawArray:
+def _time(array: RawArray, asked: bool, notes: list[str]) -> RawArray:
+    """Times as one integer a node; what is none of them stays as it is unless it was ``asked`` for."""
+    if not asked and not checks.is_time(array.values, array.bfloat16):
+        notes.append(f"{array.place}: kept as a plain attribute: times would be one integer per node, not {array.what}")
+        return array
     return replace(array, values=checks.check_time(array.values, array.bfloat16, array.place))
 
 
@@ -173,11 +177,11 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
 
 
 def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
-    kept = {}
+    kept, links = {}, link_arrays(arrays)
     for name, array in arrays.items():
         if array.bfloat16 or not checks.is_number(array.values) or not NAME_PATTERN.fullmatch(name):
             notes.append(f"{array.place}: left out, {array.what} is neither of nodes nor of edges")
-        elif array.values.nbytes > _MOST_GRAPH_BYTES:
+        elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
             size = f"{array.values.nbytes / 1e6:.0f} MB"
             notes.append(
                 f"{array.place}: left out, {array.what} has no row per node or edge, and {size} is much to copy"
@@ -188,7 +192,7 @@ def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
 
 
 def _check_time_attrs(nodes: Mapping[NodeType, NodeData], options: SourceOptions, where: str) -> None:
-    for name in options.time_attrs:
+    for name in options.times:
         if name != "time" and not any(name in data.attrs for data in nodes.values()):
             raise DataError(f"{where}: option time_attrs names {name!r}, but no node type has this attribute")
 

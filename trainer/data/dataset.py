@@ -123,18 +123,21 @@ def check_features(x: Array, bfloat16: bool, where: str) -> None:
             )
 
 
+def is_time(values: Array, bfloat16: bool) -> bool:
+    """Whether ``values`` [N] or [N, 1] are integers of 63 bits."""
+    integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
+    return integers and (values.ndim == 1 or values.shape[1:] == (1,))
+
+
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
     """Times as an integer [N] array; [N, 1] is flattened. Raises ``DataError`` for others."""
-    if values.ndim == 2 and values.shape[1] == 1:
-        values = values[:, 0]
-    integers = values.dtype.kind in "iu" and not bfloat16 and not (len(values) and int(values.max()) >= 2**63)
-    if values.ndim != 1 or not integers:
+    if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
             f"{where}: {found}, but times must be one integer (of 63 bits) per node; "
             "convert them (seconds, say), or give it another name, or leave it out of option time_attrs"
         )
-    return values
+    return values.reshape(-1)
 
 
 def no_class_labels(y: Array) -> str:

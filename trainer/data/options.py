@@ -67,13 +67,18 @@ class SourceOptions:
     num_classes: int | None = None  #: where labels do not reach the last class; 0: y is a plain target
     undirected: bool = False  #: add the opposite of every edge, without duplicates
     split: int | None = None  #: column, where masks have several
-    time_attrs: tuple[str, ...] = ("time",)  #: integer node attributes by which neighbours may be sampled
+    time_attrs: tuple[str, ...] | None = None  #: node attributes that are times; None: `time` where it is one integer
     hetero: bool | None = None  #: read typed names, also those in the sub-folder hetero/; None: names tell
     target: str | None = None  #: node type that arrays without a type belong to
     reverse_types: bool = False  #: undirected keeps relations within one node type apart too, as rev_<relation>
     hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
     hold_out_val: float = 0.05
     hold_out_test: float = 0.1
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        """Names that are looked for; those of ``time_attrs`` have to be times, `time` by default need not."""
+        return ("time",) if self.time_attrs is None else self.time_attrs
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
@@ -134,8 +139,10 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names from a list, from ``a,b``, or from a list as JSON (which a cluster file's list becomes)."""
+    """Names from a list, from ``a,b``, or from a list as JSON (which a cluster file's list becomes); ``none``."""
     if isinstance(value, str):
+        if value.strip().lower() == "none":
+            return ()
         listed = value.strip().startswith("[")
         value = json.loads(value) if listed else [name.strip() for name in value.split(",") if name.strip()]
     return tuple(_text(name) for name in value)
@@ -146,5 +153,5 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "float": (_number, "a number"),
     "bool": (_boolean, "true or false"),
     "str": (_text, "a name"),
-    "tuple[str, ...]": (_names, "names with commas, or a list of names"),
+    "tuple[str, ...]": (_names, "names with commas, a list of names, or none"),
 }

@@ -6,6 +6,8 @@ import contextlib
 import difflib
 import inspect
 import pickle
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,20 @@ def read_pt(path: Path) -> RawGraph:
     import torch
 
     try:
-        with torch.serialization.safe_globals(_safe_globals()):
+        with _harmless_only():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path} cannot be loaded safely ({first_line(error)}); where you trust the file, load it "
-            "yourself and re-save plain tensors: torch.save(data.to_dict(), path)"
+            f"{path} cannot be loaded safely; where you trust the file, load it yourself and re-save plain tensors: "
+            f"torch.save(data.to_dict(), path) ({_refused(error)})"
         ) from error
     return raw_graph(path.stem, _mapping(loaded, path), str(path))
+
+
+def _refused(error: BaseException) -> str:
+    """The class or function that is not known to be harmless, by its whole name; else what torch says."""
+    named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+    return f"it holds {named[1]}, which is neither tensor nor graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
@@ -45,13 +53,41 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip()[:200] if lines else type(error).__name__
 
 
+@contextlib.contextmanager
+def _harmless_only() -> Iterator[None]:
+    """Unpickle what ``Data`` and ``HeteroData`` consist of.
+
+    Their cache of ``is_node_attr``, a ``defaultdict`` of ``AttrType``, becomes a plain dict: torch fills no other.
+    """
+    from torch import serialization
+
+    own = _safe_globals()
+    before = serialization.get_safe_globals()  # torch_geometric's among them; they must be there afterwards
+    try:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals([*(known for known in before if known is not defaultdict), *own])
+        yield
+    finally:
+        serialization.clear_safe_globals()
+        serialization.add_safe_globals(before)
+
+
 def _safe_globals() -> list[Any]:
     from torch_geometric.data.data import Data, DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.hetero_data import HeteroData
-    from torch_geometric.data.storage import BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
+    from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
 
     storages = [BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
-    return [Data, HeteroData, DataEdgeAttr, DataTensorAttr, *storages]
+    caches = [AttrType, _plain_dict]
+    return [Data, HeteroData, DataEdgeAttr, DataTensorAttr, *storages, *caches]
+
+
+def _plain_dict(factory: object = None) -> dict[Any, Any]:
+    return {}
+
+
+# What is looked up by torch; the pair (function, name) that says so too needs torch 2.6.
+_plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collections", *["defaultdict"] * 2
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:

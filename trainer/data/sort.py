@@ -8,9 +8,21 @@ from dataclasses import replace
 from trainer.data.options import SourceOptions
 from trainer.data.raw import RawArray, RawArrays, RawGraph, split_prefix
 from trainer.errors import DataError
-from trainer.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.schema import HOMO_EDGE, HOMO_NODE, NodeType, type_name
 
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: of edges, whatever their number of rows
+_LINKS = "_label_index"  #: how names of T.RandomLinkSplit's links end; those of their labels lack `_index`
+
+
+def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
+    """``edge_label_index`` [2, m] and ``edge_label`` [m], which have no row per edge, also where m is as large."""
+    links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
+    labels = [name.removesuffix("_index") for name in links]
+    return links | {name: arrays[name] for name in labels if name in arrays}
+
+
+def _are_links(array: RawArray) -> bool:
+    return array.values.ndim == 2 and len(array.values) == 2 and array.values.dtype.kind in "iu"
 
 
 def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
@@ -18,7 +30,17 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
     Raises ``DataError`` when something cannot be told.
     """
-    return _by_target(raw, options) if raw.hetero else _homogeneous(raw, options)
+    return _links_apart(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
+
+
+def _links_apart(raw: RawGraph) -> RawGraph:
+    """Links to predict of edge types become arrays of the graph, under the edge type's name."""
+    edges, plain = {}, dict(raw.plain)
+    for of, arrays in raw.edges.items():
+        links = link_arrays(arrays)
+        plain |= {f"{type_name(of)}__{name}": array for name, array in links.items()}
+        edges[of] = {name: array for name, array in arrays.items() if name not in links}
+    return replace(raw, plain=plain, edges=edges)
 
 
 def _homogeneous(raw: RawGraph, options: SourceOptions) -> RawGraph:
@@ -28,7 +50,10 @@ def _homogeneous(raw: RawGraph, options: SourceOptions) -> RawGraph:
     num_nodes = _homogeneous_nodes(raw, options)
     shape = raw.plain["edge_index"].values.shape
     num_edges = shape[1] if len(shape) == 2 else -1
-    owners = {name: _owner(name, array, num_nodes, num_edges) for name, array in raw.plain.items()}
+    links = link_arrays(raw.plain)
+    owners = {
+        name: "" if name in links else _owner(name, array, num_nodes, num_edges) for name, array in raw.plain.items()
+    }
     nodes, edges, plain = (
         {name: array for name, array in raw.plain.items() if owners[name] == owner} for owner in ("node", "edge", "")
     )

@@ -174,7 +174,8 @@ def _times(graph: Graph, of: NodeType, settings: SampleSettings) -> Array | None
 
 def _label(given: Any, count: int) -> Tensor:
     try:
-        label = given if isinstance(given, Tensor) else torch.from_numpy(as_array(given))
+        # copied: arrays of a partition are read-only
+        label = given if isinstance(given, Tensor) else torch.tensor(as_array(given))
     except TypeError:
         raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None
     if label.ndim == 0 or len(label) != count:

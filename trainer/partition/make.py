@@ -45,7 +45,7 @@ class PartitionSpec:
         dataset = dataset_fingerprint(self.dataset, self.source, self.options)
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
-            time_attrs = parse_options(SourceOptions, self.options, self.dataset).time_attrs
+            time_attrs = parse_options(SourceOptions, self.options, self.dataset).times
         return partition_fingerprint(dataset, self.num_parts, self.method, self.seed, self.told(), time_attrs)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trainer.arrays import Array
-from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.partition.assign import PartitionAssignment
 from trainer.partition.cut import EdgeCut, EdgeRows
 from trainer.partition.folder import reusable, staged
@@ -187,9 +187,9 @@ def _write_edges(
 
 def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
     """Attributes of the source type that are times: one integer a node."""
-    attrs = dataset.nodes[edge_type[0]].attrs
-    times = {name: attrs[name] for name in dataset.time_attrs if name in attrs}
-    return {name: values for name, values in times.items() if values.ndim == 1 and values.dtype.kind in "iu"}
+    source = dataset.nodes[edge_type[0]]
+    times = {name: source.attrs[name] for name in dataset.time_attrs if name in source.attrs}
+    return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}
 
 
 def _edge_jobs(

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -41,7 +41,16 @@ def main(argv: list[str] | None = None) -> None:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_status)
+        _leave(error.exit_status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit; at once where a process group is still open, which may abort when torch takes it down after a lost peer."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _no_parts_if_set_empty() -> tuple[int, ...] | None:

@@ -32,6 +32,7 @@ _PING_EVERY = 15.0
 _PING_TIMEOUT = 45.0
 _STALL = 60.0  # seconds without progress after which a transfer is given up
 _STOP_TIMEOUT = 5.0
+_END_WAIT = 1.0
 # bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
 # SIGKILL a second later
 _KILL = (
@@ -257,7 +258,15 @@ class SshTransport(Transport):
         except LINE_ERRORS as error:
             if isinstance(error, OSError) and self._alive():
                 raise  # from the caller's own callback; the line is sound
+            if isinstance(error, EOFError):
+                self._await_end()
             raise line_error(error, self._alive(), self.target, self.node_rank) from error
+
+    def _await_end(self) -> None:
+        """A writer learns of a lost line a moment before the line knows itself; a connect just then would keep it."""
+        connection = self._connection
+        if connection is not None and connection.transport is not None:
+            connection.transport.join(_END_WAIT)
 
     def _timed_out(self, command: Command, timeout: float) -> TransportError:
         return CommandTimeout(

@@ -207,7 +207,7 @@ def test_a_closed_terminal_stops_the_run(made: Path) -> None:
     while b"here is rank 0" not in shown:
         shown += os.read(terminal, 4096)
     os.close(terminal)
-    assert process.wait(20) == 130
+    assert process.wait(60) == 130
     assert Launched(130, "", made.parent).result["state"] == "interrupted"
 
 

@@ -200,7 +200,7 @@ def test_a_closed_terminal_stops_the_run(made: Path) -> None:
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
         command, cwd=made.parent, stdin=side, stdout=side, stderr=side, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_take_terminal,
     )  # fmt: skip
     os.close(side)
     shown = b""
@@ -209,6 +209,12 @@ def test_a_closed_terminal_stops_the_run(made: Path) -> None:
     os.close(terminal)
     assert process.wait(60) == 130
     assert Launched(130, "", made.parent).result["state"] == "interrupted"
+
+
+def _take_terminal() -> None:
+    """The terminal becomes the process's own; what hangs up ends it, even where these tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_output_that_nobody_reads_any_more_stops_the_run(made: Path) -> None:

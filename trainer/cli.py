@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from trainer.config import InferJob, IntList, TrainJob, TrainSettings, settings_options
+from trainer.config import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 from trainer.errors import TrainerError
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
@@ -58,6 +58,39 @@ def _no_parts_if_set_empty() -> tuple[int, ...] | None:
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 
 
+_GRAPH_OPTIONS = (
+    click.option(
+        "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
+    ),
+    click.option(
+        "--part-ids",
+        type=IntList(),
+        envvar="GNNFLEET_PART_IDS",
+        default=_no_parts_if_set_empty,
+        help="Parts to open here; default: all, or none where the variable is set but empty.",
+    ),
+    click.option(
+        "--cluster",
+        type=click.Path(path_type=Path),
+        envvar="GNNFLEET_CLUSTER",
+        help="cluster.json of the run, when other hosts serve the other parts.",
+    ),
+    click.option(
+        "--key-file",
+        type=click.Path(path_type=Path),
+        envvar="GNNFLEET_SERVICE_KEY",
+        help="service.key of the run, when the graph service is encrypted.",
+    ),
+)
+
+
+def _graph_options(function: F) -> F:
+    """Which graph, and where its other parts are: what every rank of a run is told."""
+    for option in reversed(_GRAPH_OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Partition a graph, train on it, infer over it, serve its parts to other hosts."""
@@ -65,24 +98,10 @@ def cli() -> None:
 
 @cli.command()
 @click.option(
-    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
-)
-@click.option(
     "--run-dir", type=click.Path(path_type=Path), envvar="GNNFLEET_RUN_DIR", default="run", show_default=True,
     help="Folder for metrics and checkpoints.",
 )  # fmt: skip
-@click.option(
-    "--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", default=_no_parts_if_set_empty,
-    help="Parts to open here; default: all, or none where the variable is set but empty.",
-)  # fmt: skip
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), envvar="GNNFLEET_CLUSTER",
-    help="cluster.json of the run, when other hosts serve the other parts.",
-)  # fmt: skip
-@click.option(
-    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY",
-    help="service.key of the run, when the graph service is encrypted.",
-)  # fmt: skip
+@_graph_options
 @settings_options
 def train(
     parts: Path, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
@@ -97,22 +116,8 @@ def train(
 
 @cli.command()
 @click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Checkpoint file; rank 0 reads it.")
-@click.option(
-    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
-)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the results of each part.")
-@click.option(
-    "--part-ids", type=IntList(), envvar="GNNFLEET_PART_IDS", default=_no_parts_if_set_empty,
-    help="Parts to open here; default: all, or none where the variable is set but empty.",
-)  # fmt: skip
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), envvar="GNNFLEET_CLUSTER",
-    help="cluster.json of the run, when other hosts serve the other parts.",
-)  # fmt: skip
-@click.option(
-    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY",
-    help="service.key of the run, when the graph service is encrypted.",
-)  # fmt: skip
+@_graph_options
 @click.option(
     "--nodes-at-once", type=click.IntRange(min=1), default=4096, show_default=True,
     help="Nodes computed together: fewer take less memory.",

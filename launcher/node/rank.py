@@ -54,6 +54,7 @@ class RankRunner:
         child.pump()
         status = self._report(child, oom_before)
         procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.turn(0.05))
+        self.loop.turn(0)  # takes in the last that ended; not every machine's init does
         child.close()
         return status
 

@@ -274,6 +274,7 @@ class Supervisor:
         stubborn = any(child.running() for child in self.children)
         grace = 0.0 if stubborn else min(self.spec.grace, _LEFTOVER_GRACE)
         left = procs.end(self.still_running, grace, lambda: self.idle(0.05))
+        self.idle(0)  # takes in the last that ended; not every machine's init does
         if left:
             self.say(f"could not end: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
 

@@ -197,8 +197,34 @@ class RunConfig:
     )
     grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0, below=1_000_000)
     lost_after: float = setting(
-        "Seconds without contact after which a node counts as lost.", 60.0, above=0, below=1_000_000
+        "Seconds without a line to any node after which this machine gives up following; the run goes on.",
+        60.0,
+        above=0,
+        below=1_000_000,
     )
+    control_port: int | Literal["auto"] = setting(
+        "Port on node 0 by which the nodes know of each other; auto: a free one from 29400.",
+        "auto",
+        at_least=1,
+        at_most=65535,
+    )
+    peer_timeout: float = setting(
+        "Seconds without a sign of life between the nodes after which one counts as lost and the others stop.",
+        6.0,
+        at_least=2,
+        below=1_000_000,
+    )
+    on_interrupt: Literal["ask", "stop", "detach"] = setting(
+        "What the first Ctrl-C does: `ask`, `stop` every node, or `detach` and let the run go on.", "ask"
+    )
+    on_stall: Literal["stop", "warn"] = setting("What happens when no process gets on with its steps.", "stop")
+    stall_after: float | Literal["auto"] = setting(
+        "Seconds without a step after which a run counts as stalled; auto: learned from the steps before.",
+        "auto",
+        above=0,
+        below=1_000_000,
+    )
+    on_nan: Literal["stop", "warn"] = setting("What happens when the loss is no number any more.", "warn")
     encrypt: Literal["auto", "on", "off"] = setting(
         "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
     )

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from launcher.script import Command
 
@@ -21,6 +22,34 @@ class Completed:
     returncode: int
     stdout: bytes
     stderr: bytes
+
+
+class Talk(ABC):
+    """A command that runs and is talked with, line by line. For one thread; leaving the context ends the command."""
+
+    @abstractmethod
+    def send(self, line: str) -> None:
+        """Write one line to its stdin; raises ``TransportError`` when it has ended or the line is lost."""
+
+    @abstractmethod
+    def receive(self, timeout: float) -> str | None:
+        """Its next line of stdout; None when it has ended. Raises ``CommandTimeout``, ``ConnectionLost``."""
+
+    @abstractmethod
+    def ended(self) -> Completed:
+        """After ``receive`` gave None: exit status and stderr (stdout is empty)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the command if it still runs. Safe to call twice."""
+
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class Transport(ABC):
@@ -50,6 +79,10 @@ class Transport(ABC):
         Returns the exit status, or -1 when stopped. The command's stdin stays open until
         then, so it can tell by end of file that nobody listens any more; stderr is dropped.
         """
+
+    def talk(self, command: Command) -> Talk:
+        """Start a command to talk with."""
+        raise NotImplementedError
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:

@@ -18,6 +18,12 @@ _FOLLOW_UP = re.compile(
     re.IGNORECASE,
 )
 _LAST_LINES = 12
+_CRASHES = {
+    "SIGSEGV": "segmentation fault",
+    "SIGBUS": "bus error; often a full /dev/shm, or a file cut short under a memory map",
+    "SIGILL": "illegal instruction; often a build for another processor",
+    "SIGFPE": "arithmetic fault",
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,14 @@ class Outcome:
         return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
 
     @classmethod
+    def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:
+        """What ended the run although no process had failed: a stall, or a loss that is no number."""
+        note = str(finding["text"])
+        name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
+        rank = finding.get("rank")
+        return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), ())
+
+    @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
         """A node whose supervisor was told to stop by a signal, so not by us."""
         why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"
@@ -85,16 +99,29 @@ class Outcome:
 
     @property
     def reason(self) -> str:
-        """Why it ended, in words."""
+        """What became of it, in words: ``was killed by signal 9 (SIGKILL)``; of a node or server the note."""
+        note = f": {self.note}" if self.note else ""
         if self.oom:
-            return "killed by the kernel: out of memory"
+            return f"ran out of memory (killed by the kernel{f'; {self.note}' if self.note else ''})"
         if self._raised:
             return f"raised {raised_exception(self.traceback)}"
+        if self.signal in _CRASHES:
+            return f"crashed: {_CRASHES[self.signal]} ({self.signal}){note}"
         if self.signal:
-            return f"killed by signal {_number(self.signal)} ({self.signal})"
+            return f"was killed by signal {_number(self.signal)} ({self.signal}){note}"
         if self.returncode:
-            return f"exit status {self.returncode}" + (f": {self.note}" if self.note else "")
+            return f"ended with exit status {self.returncode}{note}"
         return self.note or "ended"
+
+    @property
+    def sentence(self) -> str:
+        """``rank 3 on node1 (hostb) raised ValueError: …``."""
+        return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
+
+    @property
+    def own_status(self) -> int:
+        """The exit status it gives the run: 0 unless it failed by itself, at least 1 if it did."""
+        return max(1, self.returncode or 0) if self.failed and not self.stopped else 0
 
     @property
     def last_lines(self) -> tuple[str, ...]:

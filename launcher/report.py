@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from launcher.aftermath import aftermath_of
 from launcher.outcome import Outcome
 from launcher.wholefile import write_whole
-from launcher.words import count
 
-RunState = Literal["done", "failed", "interrupted"]
-_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130}
+RunState = Literal["done", "failed", "interrupted", "detached"]
+_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
 _EPOCHS_SHOWN = 12
 
 
@@ -68,10 +67,14 @@ class RunReport:
     seconds: float
     folder: Path
     notes: tuple[str, ...] = field(default=())  #: what could not be collected, or may still run
+    findings: tuple[Mapping[str, Any], ...] = field(default=())  #: of the nodes: nan, stall, straggler
+    stopped_by: str = ""  #: who asked for the end, as ``alice@laptop (gnnfleet stop)``
 
     @property
     def exit_status(self) -> int:
-        return _EXIT_STATUS[self.state]
+        """Of a failed run the highest of all processes that failed by themselves, as Slurm has it."""
+        own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
+        return max([_EXIT_STATUS[self.state], *own])
 
     def to_json(self) -> dict[str, Any]:
         """The content of result.json."""
@@ -82,6 +85,8 @@ class RunReport:
             "seconds": round(self.seconds, 3),
             "nodes": _by_node(self.outcomes),
             "first_failure": self.first_failure.to_json() if self.first_failure else None,
+            "stopped_by": self.stopped_by,
+            "findings": [dict(finding) for finding in self.findings],
             "metrics": self._summary(),
             "notes": list(self.notes),
         }
@@ -131,11 +136,17 @@ def print_report(report: RunReport, console: Console) -> None:
     if report.state == "done":
         _print_done(report, console)
     elif report.state == "interrupted":
-        console.print(Text(f"\nInterrupted after {report.seconds:.0f} s; every node was told to stop.", "bold yellow"))
+        by = f" by {report.stopped_by}" if report.stopped_by else ""
+        told = "" if by else "; every node was told to stop"
+        word = "Stopped" if by else "Interrupted"
+        console.print(Text(f"\n{word}{by} after {report.seconds:.0f} s{told}.", "bold yellow"), soft_wrap=True)
     else:
         _print_failure(report, console)
+    for finding in report.findings:
+        if not finding.get("stop"):  # one that ended the run leads the report
+            console.print(Text(f"{finding['kind']}: {finding['text']}", "yellow"), soft_wrap=True)
     if report.checkpoint:
-        go_on = "" if report.state == "done" else f"; to go on from it: --resume {report.run_id}"
+        go_on = "" if report.state == "done" else f"; to go on from it: gnnfleet resume {report.run_id}"
         console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
@@ -190,24 +201,12 @@ def _print_failure(report: RunReport, console: Console) -> None:
     if first is None:
         console.print(Text("The run failed, and no process left word of why.", "bold red"))
         return
-    colon = "" if first.reason.startswith(("raised", "killed")) else ":"
-    console.print(Text(f"The run failed: {first.place}{colon} {first.reason}", "bold red"), soft_wrap=True)
+    aftermath = aftermath_of(first, report.outcomes)
+    console.print(Text(f"The run failed: {first.sentence}{aftermath.lead}", "bold red"), soft_wrap=True)
     for line in first.last_lines:
         console.print(Text(f"  {line}"), soft_wrap=True)
     log = report.folder / first.log_name
     if log.exists():
         console.print(Text(f"log: {log}"), soft_wrap=True)
-    after = _what_followed(report, first)
-    if after:
-        console.print(Text(f"{after} stopped or failed after it", "dim"))
-
-
-def _what_followed(report: RunReport, first: Outcome) -> str:
-    """``7 more ranks and 2 servers``, or ''."""
-    kinds = Counter(
-        "rank" if outcome.rank is not None else outcome.name
-        for outcome in report.outcomes
-        if outcome is not first and (outcome.failed or outcome.stopped)
-    )
-    said = [(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]
-    return " and ".join(f"{count(number, f'more {kind}')}" for number, kind in said)
+    for line in aftermath.lines:
+        console.print(Text(line, "dim"), soft_wrap=True)

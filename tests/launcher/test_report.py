@@ -95,11 +95,11 @@ def test_a_rank_that_was_told_to_stop_is_never_the_cause() -> None:
     ("more", "reason"),
     [
         ({"traceback": TRACEBACK}, "raised ValueError: 3 columns, expected 4"),
-        ({"returncode": 137, "signal": "SIGKILL"}, "killed by signal 9 (SIGKILL)"),
-        ({"returncode": 139, "signal": "SIGSEGV"}, "killed by signal 11 (SIGSEGV)"),
-        ({"returncode": 137, "signal": "SIGKILL", "oom": True}, "killed by the kernel: out of memory"),
-        ({"returncode": 3, "traceback": TRACEBACK}, "exit status 3"),
-        ({"returncode": 127, "note": "cannot start x: No such file"}, "exit status 127: cannot start x: No such file"),
+        ({"returncode": 137, "signal": "SIGKILL"}, "was killed by signal 9 (SIGKILL)"),
+        ({"returncode": 139, "signal": "SIGSEGV"}, "crashed: segmentation fault (SIGSEGV)"),
+        ({"returncode": 137, "signal": "SIGKILL", "oom": True}, "ran out of memory (killed by the kernel)"),
+        ({"returncode": 3, "traceback": TRACEBACK}, "ended with exit status 3"),
+        ({"returncode": 127, "note": "cannot start x: gone"}, "ended with exit status 127: cannot start x: gone"),
     ],
 )
 def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
@@ -118,11 +118,61 @@ def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: P
     (tmp_path / "logs/node1/rank3.log").write_text("")
     text = printed(report("failed", [*echoes, cause], tmp_path))
     head, *rest = text.strip().splitlines()
-    assert head == "The run failed: rank 3 on node1 (host1) raised ValueError: 3 columns, expected 4"
+    assert head == "The run failed: rank 3 on node1 (host1) raised ValueError: 3 columns, expected 4" + (
+        ", 0.1 s before 3 follow-up errors"
+    )
     assert [line.strip() for line in rest[:4]] == [line.strip() for line in TRACEBACK]
     assert rest[4] == f"log: {tmp_path}/logs/node1/rank3.log"
-    assert rest[5] == "3 more ranks stopped or failed after it"
-    assert "Connection closed by peer" not in text
+    assert rest[5:] and rest[5] == f"then ranks 0–2 raised {CLOSED_BY_PEER}"
+
+
+def test_the_report_says_how_long_before_the_follow_ups_even_when_clocks_differ_by_minutes(tmp_path: Path) -> None:
+    """The sentence of the issue: the node's clock is five minutes ahead, the others' are right."""
+    killed = {"returncode": 137, "signal": "SIGKILL", "oom": True}
+    cause = outcome(5, 110.0, offset=300.0, **killed)
+    echoes = [outcome(rank, 113.2 + rank / 100, traceback=raised(CLOSED_BY_PEER)) for rank in (0, 1, 2, 3, 4, 6, 7)]
+    run = report("failed", [*echoes, cause], tmp_path)
+    head = printed(run).strip().splitlines()[0]
+    told = "rank 5 on node2 (host2) ran out of memory (killed by the kernel), 3.2 s before 7 follow-up errors"
+    assert head == f"The run failed: {told}"
+    assert run.exit_status == 137
+
+
+def test_what_followed_is_folded_by_what_it_says_and_what_was_stopped_is_counted(tmp_path: Path) -> None:
+    cause = outcome(0, 110.0, returncode=3)
+    echoes = [outcome(rank, 111.0, traceback=raised(f"OSError: port {rank} of 10.0.0.{rank}: gone")) for rank in (1, 2)]
+    other = outcome(3, 112.0, returncode=7)
+    told = {"failed": False, "stopped": True, "returncode": 143, "signal": "SIGTERM"}
+    stopped = [outcome(rank, 112.5, **told) for rank in (4, 5)]
+    run = report("failed", [cause, *echoes, other, *stopped], tmp_path)
+    lines = printed(run).strip().splitlines()
+    assert (
+        lines[0] == "The run failed: rank 0 on node0 (host0) ended with exit status 3, 1.0 s before 3 follow-up errors"
+    )
+    assert "then ranks 1–2 raised OSError: port 1 of 10.0.0.1: gone" in lines
+    assert "then rank 3 ended with exit status 7" in lines
+    assert "stopped after it: 2 ranks" in lines
+    assert run.exit_status == 7, "the highest of those that failed by themselves; 143 was our own doing"
+
+
+def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> None:
+    text = "no process has trained a step for 131 s (the longest step before took 4.1 s)"
+    finding = {"t": 110.0, "kind": "stall", "node_rank": 1, "rank": 3, "text": text, "stop": True}
+    straggler = {"t": 100.0, "kind": "straggler", "node_rank": 0, "rank": 0, "text": "rank 0 is slow", "stop": False}
+    first = Outcome.of_finding(finding, "hostb", 110.0)
+    findings = (finding, straggler)
+    run = RunReport("r1", "failed", (first,), first, Metrics(()), 1.0, tmp_path, findings=findings)
+    assert f"The run failed: rank 3 on node1 (hostb): {text}" in printed(run)
+    assert "straggler: rank 0 is slow" in printed(run) and printed(run).count(text) == 1
+    assert run.exit_status == 1
+
+
+def test_a_run_stopped_by_request_says_by_whom(tmp_path: Path) -> None:
+    run = RunReport(
+        "r1", "interrupted", (), None, Metrics(()), 60.0, tmp_path, stopped_by="alice@laptop (gnnfleet stop)"
+    )
+    assert "Stopped by alice@laptop (gnnfleet stop) after 60 s." in printed(run)
+    assert run.exit_status == 130
 
 
 def test_a_lost_node_is_named_with_its_host(tmp_path: Path) -> None:
@@ -202,7 +252,7 @@ def test_an_exception_counts_although_torch_then_aborts_the_process() -> None:
     )
     assert raised.reason == "raised ValueError: 3 columns, expected 4"
     old = outcome(1, 110.0, **ABORTED, traceback=TRACEBACK, tail=["a caught one was long ago", *AFTERWARDS])
-    assert old.reason == "killed by signal 6 (SIGABRT)"
+    assert old.reason == "was killed by signal 6 (SIGABRT)"
 
 
 def test_a_rank_that_aborts_because_its_peer_is_gone_is_not_the_first_cause() -> None:

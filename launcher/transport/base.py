@@ -80,9 +80,9 @@ class Transport(ABC):
         then, so it can tell by end of file that nobody listens any more; stderr is dropped.
         """
 
+    @abstractmethod
     def talk(self, command: Command) -> Talk:
-        """Start a command to talk with."""
-        raise NotImplementedError
+        """Start a command to talk with. Its stdin stays open, so it can tell by end of file that nobody listens."""
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:

@@ -59,6 +59,25 @@ class RemoteCommand:
             self.channel.sendall(data)
             self.channel.shutdown_write()
 
+    def send(self, data: bytes) -> None:
+        """Send some of stdin, which stays open; raises OSError when the command has ended."""
+        self.channel.sendall(data)
+
+    def end_input(self, seconds: float) -> None:
+        """Close stdin and give the command some time to end by itself."""
+        with suppress(OSError, paramiko.SSHException, EOFError):
+            self.channel.shutdown_write()
+            self.channel.status_event.wait(seconds)
+
+    def read_some(self, on_stdout: OnData, on_stderr: OnData, deadline: float) -> bool:
+        """Hand on what has come, at the latest at ``deadline``; False when nothing more can come."""
+        if self.channel.eof_received or self.channel.closed:
+            return False
+        self._wake.wait(_left(deadline))
+        self._wake.reset()
+        self._drain(on_stdout, on_stderr)
+        return True
+
     def read(self, on_stdout: OnData, on_stderr: OnData, deadline: float, stop: threading.Event | None = None) -> bool:
         """Hand output on as it comes; True at its end, False when stopped or past the deadline."""
         while not (self.channel.eof_received or self.channel.closed):

@@ -6,6 +6,7 @@ import os
 import selectors
 import signal
 import subprocess
+import tempfile
 import threading
 import uuid
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ from typing import BinaryIO
 
 from launcher.errors import CommandTimeout, RemoteFileError
 from launcher.script import Command, shell_line
-from launcher.transport.base import Completed, OnBytes, OnLine, Transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 from launcher.transport.lines import LineSplitter
+from launcher.transport.talks import PipeTalk
 from launcher.wholefile import appearing
 
 _CHUNK = 1 << 20
@@ -59,6 +61,10 @@ class LocalTransport(Transport):
             return -1 if stop.is_set() else process.wait()
         finally:
             _end(process)
+
+    def talk(self, command: Command) -> Talk:
+        stderr = tempfile.TemporaryFile()
+        return PipeTalk(_start(command, stderr.fileno()), stderr, _end, command.argv[0], self.node_rank)
 
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
         path = Path(dest).expanduser()

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import paramiko
@@ -17,11 +17,12 @@ from fabric import Connection
 from launcher.config import HostKeys, NodeConfig
 from launcher.errors import CommandTimeout, RemoteFileError, TransportError
 from launcher.script import Command, Secret
-from launcher.transport.base import Completed, OnBytes, OnLine, Transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 from launcher.transport.channel import RemoteCommand, ignore
 from launcher.transport.lines import LineSplitter
 from launcher.transport.sshconfig import connection_target, hops, make_connection
 from launcher.transport.ssherrors import LINE_ERRORS, connect_error, line_error, was_dropped
+from launcher.transport.talks import ChannelTalk
 from launcher.wholefile import appearing
 
 # sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
@@ -111,6 +112,13 @@ class SshTransport(Transport):
             if not ended:
                 self._kill(remote)
             return self._status(remote) if ended else -1
+
+    def talk(self, command: Command) -> Talk:
+        with ExitStack() as stack:
+            remote = stack.enter_context(self._command(command, time.monotonic() + _STALL))
+            stack.callback(self._kill, remote)
+            end, where = stack.pop_all().close, (command.argv[0], self.target, self.node_rank)
+        return ChannelTalk(remote, self._line_errors, self._status, end, *where)
 
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
         path = _relative_to_home(dest)

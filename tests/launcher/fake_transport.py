@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConnectionLost, RemoteFileError
-from launcher.nodecall import MARKER, split_request
+from launcher.nodecall import MARKER, join_request, split_request
 from launcher.script import Command
-from launcher.transport.base import Completed, OnBytes, OnLine, Transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -113,6 +114,10 @@ class FakeTransport(Transport):
             stop.wait()
         return returncode
 
+    def talk(self, command: Command) -> Talk:
+        self._record(command, b"")
+        return FakeTalk(self, command)
+
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
         self._check()
         data = source.read_bytes()[offset:]
@@ -157,6 +162,36 @@ class FakeTransport(Transport):
         return RemoteFileError(
             f"cannot read {path}: No such file", errno=errno.ENOENT, host=self.target, node_rank=self.node_rank
         )
+
+
+class FakeTalk(Talk):
+    """The agent of a fake node: its programs are the rules of ``on_program``; what ``on`` answers is how it ended."""
+
+    def __init__(self, node: FakeTransport, command: Command):
+        self._node, self._command = node, command
+        self._sources: dict[str, str] = {}
+        self._answers: deque[str] = deque()
+        self._ended = Completed(0, b"", b"")
+
+    def send(self, line: str) -> None:
+        asked = json.loads(line)
+        self._sources |= asked["sources"]
+        program = self._sources[asked["program"]]
+        done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
+        if done.returncode:
+            self._ended = done
+        else:
+            reply = json.loads(done.stdout.decode().partition(MARKER)[2])
+            self._answers.append(MARKER + json.dumps({"reply": reply}))
+
+    def receive(self, timeout: float) -> str | None:
+        return self._answers.popleft() if self._answers else None
+
+    def ended(self) -> Completed:
+        return self._ended
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 def _program(reply: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> Answer:

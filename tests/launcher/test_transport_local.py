@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import CommandTimeout, RemoteFileError
+from launcher.errors import CommandTimeout, RemoteFileError, TransportError
 from launcher.script import Command
-from launcher.transport.base import Transport
+from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
@@ -226,3 +226,42 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+# -- talking -------------------------------------------------------------
+
+TWICE = sh('while read -r line; do echo "$line$line"; done; echo over >&2; exit 5')
+
+
+def test_a_talk_answers_line_by_line(node: Transport) -> None:
+    with node.talk(TWICE) as talk:
+        for word in ("a", "ü", "c" * 100_000):
+            talk.send(word)
+            assert talk.receive(10) == word * 2
+
+
+def test_a_talk_that_ends_says_how(node: Transport) -> None:
+    with node.talk(sh("echo last; echo why >&2; exit 7")) as talk:
+        assert (talk.receive(10), talk.receive(10), talk.receive(10)) == ("last", None, None)
+        assert talk.ended() == Completed(7, b"", b"why\n")
+        with pytest.raises(TransportError, match="`sh` has ended"):
+            for _ in range(100):
+                talk.send("anybody?")
+                time.sleep(0.01)
+
+
+def test_a_silent_talk_runs_into_its_deadline_and_goes_on(node: Transport) -> None:
+    with node.talk(sh("read -r x; echo got $x; sleep 30")) as talk:
+        with pytest.raises(CommandTimeout, match="`sh` did not answer within 0.2 s"):
+            talk.receive(0.2)
+        talk.send("it")
+        assert talk.receive(10) == "got it"
+
+
+def test_leaving_a_talk_ends_its_command(node: Transport, home: Path) -> None:
+    with node.talk(sh("trap 'touch ended; exit' TERM; echo $$; while :; do sleep 0.05; done")) as talk:
+        pid = int(talk.receive(10) or 0)
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (home / "ended").exists() and not Path(f"/proc/{pid}").exists()

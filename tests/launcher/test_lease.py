@@ -1,0 +1,336 @@
+"""Leases: who holds what, what ends with its process, and what other users can and cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import lease
+from launcher.node.lease import LeaseError, describe, held, release, take, this_process
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root can")
+PROGRAM = Path(lease.__file__)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of leases of our own, which other users reach too."""
+    path = tmp_path / "leases"
+    monkeypatch.setenv("GNNFLEET_LEASES", str(path))
+    above = [parent for parent in path.parents if parent.stat().st_uid == os.geteuid() and parent != Path("/")]
+    modes = [(parent, parent.stat().st_mode) for parent in above]
+    for parent, mode in modes:
+        parent.chmod(mode | 0o011)
+    yield path
+    for parent, mode in modes:
+        parent.chmod(mode)
+
+
+class Other:
+    """A process that takes leases and lives on until told."""
+
+    def __init__(self, run_id: str, resources: Sequence[str]) -> None:
+        code = "import sys, time; from launcher.node.lease import *\n"
+        code += f"print(len(take({list(resources)!r}, this_process({run_id!r}, 0, 'bob@desk'))), flush=True)\n"
+        code += "time.sleep(60)"
+        self.process = subprocess.Popen([sys.executable, "-c", code], cwd=PROGRAM.parents[2], stdout=subprocess.PIPE)
+        assert self.process.stdout
+        self.conflicts = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[..., Other]]:
+    made: list[Other] = []
+
+    def make(run_id: str, *resources: str) -> Other:
+        made.append(Other(run_id, resources))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.kill()
+
+
+def names(leases: Sequence[lease.Lease]) -> list[tuple[str, str]]:
+    return [(one.resource, one.run_id) for one in leases]
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def as_user(uid: int, work: Callable[[], object]) -> str:
+    """What ``work`` returns or raises when done by another user, in a child of ours."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        try:
+            said = repr(work())
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+def test_taken_held_and_released(folder: Path) -> None:
+    assert held() == [] and not folder.exists()
+    before = time.time()
+    assert take(["cuda:0", "cuda:2", "port:29500"], this_process("run-a", 1, "alice@laptop")) == []
+    assert names(held()) == [("cuda:0", "run-a"), ("cuda:2", "run-a"), ("port:29500", "run-a")]
+    (one,) = held(["cuda:2", "cuda:7"])
+    assert (one.pid, one.node_rank, one.host) == (os.getpid(), 1, "alice@laptop") and before <= one.since <= time.time()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777
+    release("run-a", 1)
+    assert held() == [] and list(folder.iterdir()) == []
+
+
+def test_what_is_held_elsewhere_is_refused_and_nothing_of_it_taken(other: Callable[..., Other]) -> None:
+    theirs = other("run-b", "cuda:1", "port:29600")
+    conflicts = take(["cuda:0", "cuda:1", "port:29600"], this_process("run-a", 0))
+    assert names(conflicts) == [("cuda:1", "run-b"), ("port:29600", "run-b")]
+    assert conflicts[0].pid == theirs.process.pid
+    assert names(held()) == names(conflicts)
+    assert other("run-c", "cuda:1").conflicts == 1
+
+
+def test_described_for_a_person() -> None:
+    one = lease.Lease("cuda:0", "toy-1", 0, "alice", 123, 1, "boot", 1795262591.0, "alice@laptop")
+    assert describe(one) == "held by run toy-1 of alice since 2026-11-21 12:03:11 UTC (pid 123)"
+    shared = one._replace(user="ubuntu")
+    assert describe(shared) == "held by run toy-1 of ubuntu (alice@laptop) since 2026-11-21 12:03:11 UTC (pid 123)"
+    assert [lease.thing(name) for name in ("cuda:0", "port:29500")] == ["CUDA device 0", "port 29500"]
+
+
+def test_taking_again_what_one_holds_changes_nothing() -> None:
+    me = this_process("run-a", 0)
+    assert take(["cuda:0"], me) == [] == take(["cuda:0", "cuda:1"], me)
+    assert names(take(["cuda:0"], this_process("run-a", 1))) == [("cuda:0", "run-a")]
+
+
+def test_release_touches_only_its_own_run_and_node() -> None:
+    for run_id, node_rank, resource in (("a", 0, "cuda:0"), ("a", 1, "cuda:1"), ("b", 0, "cuda:2")):
+        take([resource], this_process(run_id, node_rank))
+    release("a", 0)
+    assert names(held()) == [("cuda:1", "a"), ("cuda:2", "b")]
+    release("a", 7)
+    assert len(held()) == 2
+
+
+def test_leases_end_with_their_process(folder: Path, other: Callable[..., Other]) -> None:
+    theirs = other("run-b", "cuda:0")
+    assert names(held()) == [("cuda:0", "run-b")]
+    theirs.process.send_signal(signal.SIGSTOP)
+    assert names(held()) == [("cuda:0", "run-b")]
+    theirs.kill()
+    assert held() == [] and list(folder.iterdir()) == []
+    assert take(["cuda:0"], this_process("run-a", 0)) == []
+
+
+@pytest.mark.parametrize("change", [{"boot_id": "before"}, {"start_ticks": 1}, {"pid": 2**22 + 1}], ids=str)
+def test_a_reboot_or_a_pid_used_again_ends_a_lease(folder: Path, change: dict[str, Any]) -> None:
+    take(["cuda:0"], this_process("run-a", 0))
+    edit(next(folder.iterdir()), **change)
+    assert take(["cuda:0"], this_process("run-b", 0)) == []
+    assert names(held()) == [("cuda:0", "run-b")]
+
+
+def test_a_zombie_holds_nothing(other: Callable[..., Other]) -> None:
+    theirs = other("run-b", "cuda:0")
+    os.kill(theirs.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, theirs.process.pid, os.WEXITED | os.WNOWAIT)
+    assert held() == []
+
+
+def test_of_two_that_race_exactly_one_wins() -> None:
+    """50 rounds, started together by a pipe that closes."""
+    for turn in range(50):
+        gate, opener = os.pipe()
+        resources = ["cuda:0", "cuda:1"]
+        children = []
+        for me in range(2):
+            if not (child := os.fork()):
+                os.close(opener)
+                os.read(gate, 1)
+                won = take(resources[:: 1 - 2 * me], this_process(f"turn{turn}-{me}", 0)) == []
+                if won:
+                    time.sleep(0.01)  # holds while the other one looks
+                os._exit(won)
+            children.append(child)
+        os.close(gate)
+        os.close(opener)
+        assert sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children) == [0, 1]
+    assert held() == []
+
+
+def test_damaged_and_foreign_files_mean_nothing(folder: Path) -> None:
+    take(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], this_process("run-a", 0))
+    uid = os.geteuid()
+    edit(folder / f"cuda-0.{uid}.json", run_id="\x1b[2Jhello")
+    (folder / f"cuda-1.{uid}.json").write_text("{" * 100_000)
+    edit(folder / f"cuda-2.{uid}.json", since="now")
+    (folder / "README").write_text("mine")
+    os.mkfifo(folder / f"cuda-9.{uid}.json")
+    assert names(held()) == [("cuda:3", "run-a")]
+    assert sorted(file.name for file in folder.iterdir()) == ["README", f"cuda-3.{uid}.json"]
+
+
+def test_links_are_not_followed(folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    take([], this_process("run-a", 0))
+    (folder / f"cuda-0.{os.geteuid()}.json").symlink_to(precious)
+    assert take(["cuda:0"], this_process("run-a", 0)) == []
+    assert precious.read_text() == "keep" and names(held()) == [("cuda:0", "run-a")]
+
+
+def test_a_link_in_place_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    folder.symlink_to(tmp_path)
+    for work in (held, lambda: take(["cuda:0"], this_process("run-a", 0)), lambda: release("run-a", 0)):
+        with pytest.raises(LeaseError) as caught:
+            work()
+        assert str(caught.value) == f"{folder} is not a folder; remove it"
+    assert [path.name for path in tmp_path.iterdir()] == ["leases"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(["cuda:5"], this_process("run-b", 0))
+    real, writes = lease._write, iter([False, True])
+
+    def full(directory: int, name: str, content: bytes) -> None:
+        real(directory, name, content)
+        if next(writes):
+            raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(lease, "_write", full)
+    with pytest.raises(LeaseError, match=f"{folder}: No space left on device"):
+        take(["cuda:0", "cuda:1"], this_process("run-a", 0))
+    assert names(held()) == [("cuda:5", "run-b")]
+
+
+def test_a_file_larger_than_allowed_is_told(folder: Path) -> None:
+    """A real write that fails: the process may write no byte."""
+    code = "from launcher.node.lease import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    code += "try: take(['cuda:0'], this_process('run-a', 0))\nexcept LeaseError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROGRAM.parents[2], capture_output=True, text=True)
+    assert done.stdout.strip() == f"{folder}: File too large", done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_kept_locked_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    monkeypatch.setattr(lease, "_PATIENCE", 0.05)
+    take([], this_process("run-a", 0))
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(LeaseError, match="another process has kept it locked"):
+        held()
+    os.close(descriptor)
+    assert held() == []
+
+
+@as_root
+def test_other_users_share_the_folder_and_see_who_holds_what(folder: Path) -> None:
+    take(["cuda:0"], this_process("run-a", 0))
+    assert as_user(NOBODY, lambda: names(held())) == "[('cuda:0', 'run-a')]"
+    assert "'run-a'" in as_user(NOBODY, lambda: take(["cuda:0", "cuda:1"], this_process("run-n", 0)))
+    assert as_user(NOBODY, lambda: release("run-a", 0) or names(held())) == "[('cuda:0', 'run-a')]"
+
+    def theirs() -> object:
+        assert take(["cuda:1"], this_process("run-n", 0)) == []
+        return [(one.user, one.run_id) for one in held(["cuda:1"])]
+
+    assert as_user(NOBODY, theirs) == "[('nobody', 'run-n')]"
+    assert names(held()) == [("cuda:0", "run-a")], "the other user's process has ended"
+    assert take(["cuda:1"], this_process("run-a", 0)) == [], "his dead file is in nobody's way"
+
+
+@as_root
+def test_a_user_cannot_speak_for_another(folder: Path) -> None:
+    take([], this_process("run-a", 0))
+    me = this_process("forged", 0)
+    text = json.dumps(lease.Lease("cuda:0", *me)._asdict())
+    assert as_user(NOBODY, lambda: (folder / "cuda-0.0.json").write_text(text)) == str(len(text))
+    assert as_user(NOBODY, held) == "[]"
+    (folder / "cuda-0.0.json").unlink()
+    assert as_user(NOBODY, lambda: (folder / f"cuda-0.{NOBODY}.json").write_text(text)) == str(len(text))
+    assert [one.user for one in held()] == ["nobody"]
+
+
+@as_root
+def test_a_name_of_ours_in_another_users_hands_is_told(folder: Path) -> None:
+    take([], this_process("run-a", 0))
+    assert as_user(NOBODY, (folder / "cuda-0.1.json").touch) == "None"
+    said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
+    assert said == (
+        f"LeaseError: {folder}/cuda-0.1.json belongs to nobody, who did not get it from gnnfleet; have it removed"
+    )
+
+
+@as_root
+def test_a_folder_that_another_user_made_for_himself_is_told(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    os.chown(folder, NOBODY, NOBODY)
+    said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
+    remedy = "have it removed or opened to all (chmod 1777)"
+    assert said == f"LeaseError: {folder} belongs to nobody and has mode 755; {remedy}"
+    folder.chmod(0o700)
+    assert as_user(1, held) == f"LeaseError: {folder} belongs to nobody and has mode 700; {remedy}"
+    assert as_user(NOBODY, lambda: take(["cuda:0"], this_process("run-a", 0))) == "[]"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o1777, "its owner puts it right"
+
+
+@as_root
+def test_a_process_that_proc_hides_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    take(["cuda:0"], this_process("run-a", 0))
+    monkeypatch.setattr(lease, "_start_ticks", lambda pid: None)
+    assert as_user(NOBODY, lambda: names(held())) == "[('cuda:0', 'run-a')]"
+
+
+def test_runs_as_bare_source_without_our_packages(tmp_path: Path) -> None:
+    """As preflight sends it, under any Python from 3.8 that is here."""
+    take(["cuda:0"], this_process("run-a", 0))
+    code = "import sys; space = {'__name__': 'gnnfleet_node'}; exec(sys.stdin.read(), space); print(space['held']())"
+    for python in [sys.executable, "python3.8"]:
+        try:
+            argv = [python, "-I", "-S", "-c", code]
+            done = subprocess.run(argv, input=PROGRAM.read_text(), cwd=tmp_path, capture_output=True, text=True)
+        except FileNotFoundError:
+            continue
+        if "not found" in done.stderr or "not installed" in done.stderr:  # a shim for a version that is not here
+            continue
+        assert "resource='cuda:0', run_id='run-a'" in done.stdout, done.stderr
+
+
+def test_costs_little() -> None:
+    """Preflight and every supervisor ask; 20 leases must not be felt."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    me = this_process("run-a", 0)
+    for _ in range(20):
+        take([f"cuda:{number}" for number in range(20)], me)
+        held()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0

@@ -38,6 +38,7 @@ class LaunchOptions:
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
     as_json: bool = False
+    resumed_from: str | None = None  #: id of the run that this one goes on from
 
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:

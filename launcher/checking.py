@@ -10,7 +10,8 @@ from rich.console import Console
 
 from launcher.config import ClusterConfig
 from launcher.options import LaunchOptions
-from launcher.preflight import print_findings, run_preflight
+from launcher.preflight import run_preflight
+from launcher.preflight_table import print_findings
 from launcher.transport import close_all, connect_all
 
 

@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from launcher.config import ClusterConfig
-from launcher.errors import FleetError, PreflightRefused, TransportError, node_label
+from launcher.errors import FleetError, PreflightRefused, TransportError
 from launcher.fanout import Answers, on_nodes
 from launcher.findings import Finding, Survey, all_findings, connect_finding
 from launcher.nodecall import call, program_source
@@ -23,11 +19,9 @@ from launcher.placement import (
     choose,
     interpreter,
     master_candidates,
-    node_workdir,
-    run_dir,
-    session_name,
 )
 from launcher.plan import NodeFacts
+from launcher.probing import probe_request
 from launcher.transport.base import Transport
 
 _PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
@@ -95,7 +89,7 @@ def _probe_all(
 
     def probe(k: int, peer: str = "") -> tuple[dict[str, Any], float]:
         before = time.time()
-        reply = call(lines[k], interpreter(config, k), program, _request(config, k, peer, run_id), _PROBE_TIMEOUT)
+        reply = call(lines[k], interpreter(config, k), program, probe_request(config, k, peer, run_id), _PROBE_TIMEOUT)
         began, ended = reply["times"]
         return reply, ((began - before) + (ended - time.time())) / 2
 
@@ -117,20 +111,6 @@ def _ask_loopbacks_again(
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
-
-
-def _request(config: ClusterConfig, k: int, peer: str, run_id: str) -> dict[str, Any]:
-    node = config.nodes[k]
-    local = "127.0.0.1" if config.transport == "local" else ""
-    return {
-        "address": node.address or local,
-        "peer": peer,
-        "workdir": node_workdir(node, k),
-        "run_dir": run_dir(node_workdir(node, k), run_id, k) if run_id else "",
-        "session": session_name(run_id, k) if run_id else "",
-        "ports": list(candidate_ports(config, k)),
-        "manifest": f"{node.data_folder or config.data.folder}/manifest.json" if config.data.mode == "verify" else "",
-    }
 
 
 def _facts(config: ClusterConfig, k: int, probe: Mapping[str, Any], offset: float) -> NodeFacts:
@@ -217,47 +197,3 @@ def _wire_findings(survey: Survey, k: int, answers: Answers[dict[str, Any]], wir
         "or set `run.master_port` or the `address` of node0 to what this node can reach"
     )
     return [survey.finding(k, "block", "reach master", message, remedy)]
-
-
-_STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
-
-
-def print_findings(report: PreflightReport, console: Console) -> None:
-    """One table of all findings, nodes with the same row folded; then what to do, per node."""
-    table = Table("Nodes", "Hosts", "Check", "", "Finding", title="Preflight", title_justify="left")
-    for column in table.columns:
-        column.overflow = "fold"  # a fingerprint or a path is no use when its end is cut off
-    for row, ranks in _folded(report.findings).items():
-        check, severity, message = row
-        hosts = {finding.host for finding in report.findings if finding.node_rank in ranks}
-        shown = hosts.pop() if len(hosts) == 1 else f"{len(ranks)} nodes"
-        style = _STYLES[severity]
-        table.add_row(node_ranges(ranks), escape(shown), check, f"[{style}]{severity}[/]", escape(message))
-    console.print(table)
-    for severity, title in (("warn", "Worth a look:"), ("block", "What to do:")):
-        rows = [finding for finding in report.findings if finding.severity == severity and finding.remedy]
-        if rows:
-            console.print(f"[{_STYLES[severity]}]{title}[/]")
-        for finding in rows:
-            text = f"  {node_label(finding.node_rank, finding.host)}, {finding.check}: {finding.remedy}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _folded(findings: tuple[Finding, ...]) -> dict[tuple[str, str, str], list[int]]:
-    """node_ranks per (check, severity, message), blocking rows last, where the eye is."""
-    rows: dict[tuple[str, str, str], list[int]] = {}
-    order = list(_STYLES)
-    for finding in sorted(findings, key=lambda finding: order.index(finding.severity)):
-        rows.setdefault((finding.check, finding.severity, finding.message), []).append(finding.node_rank)
-    return rows
-
-
-def node_ranges(ranks: list[int]) -> str:
-    """``node0–node7, node9`` for sorted node_ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"node{run[0]}" if len(run) == 1 else f"node{run[0]}–node{run[-1]}" for run in runs)

@@ -29,7 +29,8 @@ from launcher.outcome import Outcome, first_failure
 from launcher.partitioning import ensure_parts
 from launcher.plan import LaunchPlan, NodeFacts, make_plan, to_json
 from launcher.planview import print_placement
-from launcher.preflight import node_ranges, print_findings, run_preflight
+from launcher.preflight import run_preflight
+from launcher.preflight_table import node_ranges, print_findings
 from launcher.progress import transfer_progress
 from launcher.report import Metrics, RunReport, RunState, print_report
 from launcher.script import Secret

@@ -22,7 +22,8 @@ from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import AuthError, ConnectionLost, NodeCallError, PreflightRefused, TransportError
 from launcher.findings import Finding, size
 from launcher.nodecall import call, program_source
-from launcher.preflight import PreflightReport, node_ranges, print_findings, run_preflight
+from launcher.preflight import PreflightReport, run_preflight
+from launcher.preflight_table import node_ranges, print_findings
 from launcher.script import Command
 from launcher.transport import connect_all
 from launcher.transport.base import Transport

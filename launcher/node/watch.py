@@ -1,29 +1,32 @@
-"""Follows a node's run folder: ``watch.py RUN_DIR [--offsets JSON]``, one JSON line per new thing.
+"""Follows a node's run folder: ``watch.py RUN_DIR [--offsets JSON] [--once]``, one JSON line per new thing.
 
 ``{"file": "logs/rank0.log", "offset": n, "lines": [...]}`` new complete lines of a log, metrics or events
 file; n is the byte offset after them, so ``--offsets '{"logs/rank0.log": n}'`` goes on from there.
 ``{"state": {...}}`` state.json as it changes (each heartbeat). ``{"quiet": s}`` nothing new for s seconds.
 ``{"result": {...}}`` last, after all lines; exit 0.
 ``{"lost": {"reason", "state"}}`` last: the supervisor is gone without a result; exit 3. Exit 1 when nobody reads.
+With ``--once`` it tells what there is, then ``{"now": t}`` (this node's clock), then result or lost if there is one.
+``--only`` takes patterns of files to tell, ``--since`` and ``--tail`` leave out old lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import os
 import select
 import stat
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
-from launcher.node.record import read_json
+from launcher.node.record import read_json, stamp
 
 LOST = 3  #: exit status when the supervisor is gone without a result
 _CHUNK = 1 << 18  # bytes of one file at once
@@ -36,9 +39,10 @@ _START_WAIT = 60.0  # seconds a supervisor may take to appear
 class Watcher:
     """What has been told of one run folder."""
 
-    def __init__(self, run_dir: str, offsets: dict[str, int]) -> None:
+    def __init__(self, run_dir: str, offsets: dict[str, int], only: Sequence[str] = ("*",)) -> None:
         self.run_dir = run_dir
         self.offsets = dict(offsets)
+        self.only = only
         self._state: dict[str, Any] | None = None
         self._told = time.monotonic()
         self._give_up = self._told + _START_WAIT
@@ -60,6 +64,27 @@ class Watcher:
                 doze(pause)
                 pause = min(pause * 1.3, _SLOWEST)
                 self.tell_quiet()
+
+    def look(self) -> int:
+        """Tell what there is now; returns the exit status, 0 while the run goes on."""
+        self.tell_state()
+        end = self.end()
+        for name, size in list(self.files()):
+            while self.offsets.get(name, 0) < size and self.tell_chunk(name):
+                pass
+        self.tell({"now": time.time()})
+        if end is not None:
+            self.tell(end)
+        return LOST if end is not None and "lost" in end else 0
+
+    def leave_out(self, since: float | None, tail: int | None) -> None:
+        """Begin no earlier than at the first line of ``since`` (by this clock) and at the last ``tail`` lines."""
+        for name, _ in self.files():
+            path = self._path(name)
+            skipped = [self.offsets.get(name, 0)]
+            skipped += [first_since(path, since)] if since is not None else []
+            skipped += [last_lines(path, tail)] if tail is not None else []
+            self.offsets[name] = max(skipped)
 
     def end(self) -> dict[str, Any] | None:
         """The last thing to tell, once there is nothing more to come."""
@@ -102,16 +127,19 @@ class Watcher:
         """Tell new lines of all files, at most a chunk of each; whether there were any."""
         news = False
         for name, size in self.files():
-            offset = self.offsets.get(name, 0)
-            if size <= offset:
-                continue
-            data = complete_lines(self._path(name), offset)
-            if data:
-                self.offsets[name] = offset + len(data)
-                lines = data[:-1].decode("utf-8", "replace").split("\n")
-                self.tell({"file": name, "offset": self.offsets[name], "lines": lines})
-                news = True
+            if size > self.offsets.get(name, 0):
+                news |= self.tell_chunk(name)
         return news
+
+    def tell_chunk(self, name: str) -> bool:
+        """Tell the next complete lines of a file, about 256 KiB at most; whether there were any."""
+        offset = self.offsets.get(name, 0)
+        data = complete_lines(self._path(name), offset)
+        if data:
+            self.offsets[name] = offset + len(data)
+            lines = data[:-1].decode("utf-8", "replace").split("\n")
+            self.tell({"file": name, "offset": self.offsets[name], "lines": lines})
+        return bool(data)
 
     def files(self) -> Iterator[tuple[str, int]]:
         """Followed files that exist, as (path in the run folder, bytes)."""
@@ -124,8 +152,9 @@ class Watcher:
         except FileNotFoundError:
             return
         for entry in entries:
-            if entry.name.endswith(suffix):
-                yield os.path.join(folder, entry.name), entry.stat().st_size
+            name = os.path.join(folder, entry.name)
+            if name.endswith(suffix) and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only):
+                yield name, entry.stat().st_size
 
     def _path(self, name: str) -> str:
         return os.path.join(self.run_dir, name)
@@ -147,6 +176,65 @@ def complete_lines(path: str, offset: int) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
+def first_since(path: str, since: float) -> int:
+    """Offset of the first line as late as ``since``; the lines of one file are in order of time."""
+    wanted = stamp(since)
+    later: Callable[[bytes], bool] = (
+        (lambda line: _time_of(line) >= since)
+        if path.endswith(".jsonl")
+        else (lambda line: line[: len(wanted)].decode("ascii", "replace") >= wanted)
+    )
+    low, high = 0, os.path.getsize(path)
+    with open(path, "rb") as file:
+        while low < high:  # the line that begins at or after the middle: is it late enough?
+            middle = (low + high) // 2
+            begin, line = _line_from(file, middle)
+            if not line or later(line):
+                high = middle
+            else:
+                low = begin + len(line)
+        return _line_from(file, low)[0]
+
+
+def _line_from(file: BinaryIO, offset: int) -> tuple[int, bytes]:
+    """The first line that begins at ``offset`` or later, and where it does."""
+    file.seek(max(0, offset - 1))
+    if offset:
+        file.readline()
+    begin = file.tell()
+    return begin, file.readline()
+
+
+def _time_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["t"])
+    except (ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def last_lines(path: str, count: int) -> int:
+    """Offset at which the last ``count`` complete lines begin."""
+    with open(path, "rb") as file:
+        place = file.seek(0, os.SEEK_END)
+        found = -1  # the line end after the last line does not begin another
+        while place > 0:
+            size = min(_CHUNK, place)
+            place = file.seek(place - size)
+            data = file.read(size)
+            ends = data.count(b"\n")
+            if found + ends >= count:
+                return place + _nth_end_from_behind(data, count - found) + 1
+            found += ends
+    return 0
+
+
+def _nth_end_from_behind(data: bytes, number: int) -> int:
+    place = len(data)
+    for _ in range(number):
+        place = data.rindex(b"\n", 0, place)
+    return place
+
+
 def doze(seconds: float) -> None:
     """Sleep; ends the program when whoever reads has closed our standard input."""
     if not stat.S_ISFIFO(os.fstat(0).st_mode) and not stat.S_ISSOCK(os.fstat(0).st_mode):
@@ -159,9 +247,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="watch.py", description="Follows a node's run folder as JSON lines.")
     parser.add_argument("run_dir")
     parser.add_argument("--offsets", type=json.loads, default={}, help="where to go on: JSON of file to byte offset")
+    parser.add_argument("--once", action="store_true", help="tell what there is, and end")
+    parser.add_argument("--only", default="*", help="files to tell, as logs/rank*.log; several with commas; '': none")
+    parser.add_argument("--since", type=float, help="only lines since then, in seconds since the epoch by this clock")
+    parser.add_argument("--tail", type=int, help="only so many last lines of each file")
     options = parser.parse_args()
+    watcher = Watcher(options.run_dir, options.offsets, options.only.split(","))
     try:
-        return Watcher(options.run_dir, options.offsets).follow()
+        if options.since is not None or options.tail is not None:
+            watcher.leave_out(options.since, options.tail)
+        return watcher.look() if options.once else watcher.follow()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # keeps the interpreter's own last flush quiet
         return 1

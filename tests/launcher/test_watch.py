@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pytest
 
-from launcher.node.record import write_json
+from launcher.node.record import stamp, write_json
 from node_kit import NODE, PYTHON, RunFolder, python, wait_until
 
 LINES = 20_000
@@ -168,3 +168,68 @@ def test_idle_watcher_costs_next_to_nothing(run: RunFolder) -> None:
 def cpu_seconds(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def once(run: RunFolder, *words: str) -> tuple[int, list[dict[str, Any]]]:
+    """What ``watch.py --once`` tells, and its exit status."""
+    argv = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False)
+    assert done.stderr == ""
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def write_log(run: RunFolder, name: str, count: int, start: float = 1_000_000.0) -> None:
+    """Lines 0, 1, … one second apart, of very different lengths."""
+    (run.path / "logs").mkdir(exist_ok=True)
+    lines = [f"{stamp(start + i)} {i} {'x' * (i * 37 % 500)}\n" for i in range(count)]
+    (run.path / "logs" / f"{name}.log").write_text("".join(lines))
+
+
+def told_lines(told: list[dict[str, Any]], name: str) -> list[str]:
+    return texts([line for message in told if message.get("file") == name for line in message["lines"]])
+
+
+def test_once_tells_how_a_node_is_and_ends(run: RunFolder) -> None:
+    status, told = once(run, "--only", "")
+    assert status == 0 and list(told[-1]) == ["now"], "nothing has begun"
+    run.rank(python("import time; print('up', flush=True); time.sleep(60)")).start()
+    wait_until(run.says("rank0", "up"))
+    status, told = once(run, "--only", "")
+    assert status == 0 and [next(iter(message)) for message in told] == ["state", "now"]
+    assert told[0]["state"]["state"] == "training" and abs(told[1]["now"] - time.time()) < 5
+    run.supervisor.kill()
+    run.supervisor.wait()
+    status, told = once(run, "--only", "")
+    assert status == 3 and "is gone" in told[-1]["lost"]["reason"]
+
+
+def test_once_tells_the_result_of_a_run_that_has_ended(run: RunFolder) -> None:
+    run.rank(python("print('hello')")).run()
+    status, told = once(run, "--only", "logs/rank*.log")
+    assert status == 0 and told[-1]["result"]["state"] == "done"
+    assert {message["file"] for message in told if "file" in message} == {"logs/rank0.log"}
+    assert told_lines(told, "logs/rank0.log") == ["hello"]
+
+
+@pytest.mark.parametrize("since", [0, 1, 2, 500, 998, 999])
+def test_since_begins_at_that_time(run: RunFolder, since: int) -> None:
+    write_log(run, "rank0", 1000)
+    (run.path / "metrics-rank0.jsonl").write_text("".join(f'{{"t": {1_000_000 + i}}}\n' for i in range(1000)))
+    _, told = once(run, "--since", str(1_000_000 + since))
+    assert told_lines(told, "logs/rank0.log") == [str(i) for i in range(since, 1000)]
+    metrics = [line for message in told if message.get("file") == "metrics-rank0.jsonl" for line in message["lines"]]
+    assert [json.loads(line)["t"] for line in metrics] == [1_000_000 + i for i in range(since, 1000)]
+    _, told = once(run, "--since", str(1_000_000 + since - 0.5), "--tail", "3")
+    assert told_lines(told, "logs/rank0.log") == [str(i) for i in range(max(since, 997), 1000)]
+
+
+def test_since_after_the_last_line_tells_none(run: RunFolder) -> None:
+    write_log(run, "rank0", 10)
+    assert told_lines(once(run, "--since", "2000000")[1], "logs/rank0.log") == []
+
+
+@pytest.mark.parametrize("tail", [0, 1, 7, 4999, 5000, 6000])
+def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> None:
+    write_log(run, "rank0", 5000)
+    expected = [str(i) for i in range(max(0, 5000 - tail), 5000)]
+    assert told_lines(once(run, "--tail", str(tail))[1], "logs/rank0.log") == expected

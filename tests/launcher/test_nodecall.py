@@ -1,0 +1,151 @@
+"""Node programs called over a transport: one at a time, and one after another in an agent."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import nodecall
+from launcher.errors import CommandTimeout, NodeCallError
+from launcher.nodecall import NodeAgent, bundle, call
+from launcher.script import Command
+from launcher.transport.local import LocalTransport
+
+HERE = Command((sys.executable,))
+ECHO = "def main(request):\n    print('noise')\n    return {'got': request}"
+COUNTER = """
+from launcher.node import helper
+from launcher.node.helper import twice
+def main(request):
+    helper.calls += 1
+    return [twice(request["n"]), helper.calls]
+def leave():
+    open(helper.file, "w").close()
+"""
+HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for node programs of the test's own, beside the agent."""
+    shutil.copy(Path(nodecall.__file__).parent / "node/agent.py", tmp_path)
+    monkeypatch.setattr(nodecall, "_PROGRAMS", tmp_path)
+    nodecall.program_source.cache_clear()
+    bundle.cache_clear()
+    yield tmp_path
+    nodecall.program_source.cache_clear()
+    bundle.cache_clear()
+
+
+def agent(python: Command = HERE) -> NodeAgent:
+    return NodeAgent(LocalTransport(4), python)
+
+
+# -- the agent -----------------------------------------------------------
+
+
+def test_an_agent_keeps_its_programs_from_call_to_call(programs: Path) -> None:
+    left = programs / "left"
+    (programs / "counter.py").write_text(COUNTER)
+    (programs / "helper.py").write_text(HELPER.format(file=str(left)))
+    with agent() as node:
+        assert node.call("counter", {"n": 3}, 10) == [6, 1]
+        (programs / "counter.py").unlink()  # its source is sent once
+        assert node.call("counter", {"n": 21}, 10) == [42, 2]
+        assert not left.exists()
+    assert left.exists()
+
+
+def test_noise_of_profiles_and_programs_does_no_harm(programs: Path) -> None:
+    (programs / "echo.py").write_text(ECHO)
+    setup = ("echo welcome to $HOSTNAME", "echo motd >&2")
+    with agent(Command((sys.executable,), setup=setup)) as node:
+        assert node.call("echo", {"x": "ä\n"}, 10) == {"got": {"x": "ä\n"}}
+        assert node.call("echo", {}, 10) == {"got": {}}
+
+
+def test_a_program_that_raises_is_named_and_the_agent_lives(programs: Path) -> None:
+    (programs / "bad.py").write_text("def main(request):\n    return 1 / request['n']")
+    with agent() as node:
+        with pytest.raises(NodeCallError, match=r"(?s)^node4 \(local\): .*python.* failed at bad:.*ZeroDivisionError"):
+            node.call("bad", {"n": 0}, 10)
+        assert node.call("bad", {"n": 2}, 10) == 0.5
+
+
+def test_an_agent_that_dies_shows_its_last_words(programs: Path) -> None:
+    (programs / "dies.py").write_text("import os\ndef main(request):\n    os.write(2, b'fatal\\n')\n    os._exit(9)")
+    with agent() as node, pytest.raises(NodeCallError, match=r"(?s)ended with status 9:\n    fatal"):
+        node.call("dies", {}, 10)
+
+
+def test_an_agent_that_hangs_is_given_up(programs: Path) -> None:
+    (programs / "hangs.py").write_text("import time\ndef main(request): time.sleep(60)")
+    begun = time.monotonic()
+    with agent() as node, pytest.raises(CommandTimeout, match="did not answer within"):
+        node.call("hangs", {}, 0.5)
+    assert time.monotonic() - begun < 5
+
+
+def test_an_agent_needs_a_python(programs: Path) -> None:
+    for python, says in (("/no/python", r"cannot run /no/python .* – set `python`, `venv` or"), ("false", "status 1")):
+        with agent(Command((python,))) as node, pytest.raises(NodeCallError, match=says):
+            node.call("agent", {}, 10)
+
+
+def test_clock_offset_is_exact_to_milliseconds() -> None:
+    with agent() as node:
+        assert abs(node.clock_offset(10)) < 0.05
+
+
+def test_a_bundle_holds_what_the_program_imports() -> None:
+    assert set(bundle("control")) >= {"control", "procs", "record"}
+    assert set(bundle("agent")) == {"agent"}
+
+
+# -- one call ------------------------------------------------------------
+
+
+def echo(python: str, program: str = ECHO, setup: tuple[str, ...] = ()) -> Any:
+    return call(LocalTransport(4), Command((python,), setup=setup), program, {"x": "ä"}, 30)
+
+
+def test_a_call_survives_noise_on_stdout() -> None:
+    assert echo(sys.executable, setup=("echo welcome to $HOSTNAME",)) == {"got": {"x": "ä"}}
+
+
+def test_a_program_that_raises_is_named_with_node_and_python() -> None:
+    with pytest.raises(NodeCallError, match=r"(?s)node4 \(local\): .*python.* ended with status 1:.*ZeroDivisionError"):
+        echo(sys.executable, "def main(request):\n    1 / 0")
+
+
+def test_a_missing_python_says_which_key_sets_it() -> None:
+    with pytest.raises(NodeCallError, match=r"node4 \(local\): cannot run /no/python .* – set `python`, `venv` or"):
+        echo("/no/python")
+
+
+# -- old interpreters ----------------------------------------------------
+
+
+def find_python(usable: Callable[[tuple[int, int]], bool]) -> Command | None:
+    """A python3 of some minor version on this machine that really starts."""
+    for minor in range(6, 14):
+        path = shutil.which(f"python3.{minor}")
+        if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return Command((path,))
+    return None
+
+
+def test_the_programs_run_on_the_oldest_python_supported() -> None:
+    python = find_python(lambda version: (3, 8) <= version < (3, 10))
+    if python is None:
+        pytest.skip("no python3.8 or 3.9 here")
+    request = dict.fromkeys(("address", "peer", "manifest", "run_dir", "session"), "")
+    with agent(python) as node:
+        assert node.call("probe", {**request, "workdir": "/", "ports": []}, 30)["versions"]["python"].startswith("3.")

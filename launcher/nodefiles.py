@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.codefiles import code_files, relative
+from launcher.errors import node_label
 from launcher.manifest import PartitionFiles
 from launcher.nodespec import Job, NodeCommands
-from launcher.placement import Site, endpoint
+from launcher.placement import Site, endpoint, node_target
 from launcher.planned import PlannedFile, copied, generated
 from launcher.script import Command, Secret, render
 
@@ -21,12 +22,14 @@ class SharedFiles:
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: str  #: cluster.json
+    labels: tuple[str, ...]  #: what messages call the nodes
 
 
 def shared_files(job: Job) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
-    return SharedFiles(code, json.dumps(_cluster(job), indent=1))
+    labels = tuple(node_label(site.node_rank, node_target(job.config, site.node)) for site in job.sites)
+    return SharedFiles(code, json.dumps(_cluster(job), indent=1), labels)
 
 
 def node_files(
@@ -58,11 +61,12 @@ def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
 
 def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
-    spec = Secret(json.dumps(_node_spec(job, site, commands)))
+    spec = Secret(json.dumps({**_node_spec(job, site, commands), "labels": shared.labels}))
     files = [
         generated(f"{site.run_dir}/cluster.json", shared.cluster),
         generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
         generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
+        PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # made at launch: launcher.runfile
     ]
     if job.encrypted:
         files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
@@ -96,7 +100,29 @@ def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any
         "ready_file": f"{site.run_dir}/server.ready",
         "start_timeout": job.config.run.start_timeout,
         "grace": job.config.run.grace,
+        "control": _control(job),
+        "peer_timeout": job.config.run.peer_timeout,
+        "leases": _leases(job, site),
+        "operator": job.operator,
+        "on_stall": job.config.run.on_stall,
+        "stall_after": job.config.run.stall_after,
+        "on_nan": job.config.run.on_nan,
     }
+
+
+def _control(job: Job) -> Mapping[str, Any] | None:
+    """Where the supervisors meet: at node 0."""
+    if job.control_port is None:
+        return None
+    return {"address": job.sites[0].address, "bind": job.sites[0].bind, "port": job.control_port}
+
+
+def _leases(job: Job, site: Site) -> list[str]:
+    """What the node takes from other runs on its machine."""
+    devices = sorted(set(site.node.devices))
+    ports = [job.master_port, *([job.control_port] if job.control_port else [])] if site.node_rank == 0 else []
+    ports += [site.service_port] if job.serves else []
+    return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
 
 
 def _process(command: Command) -> Mapping[str, Any]:

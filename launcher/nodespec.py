@@ -23,9 +23,11 @@ class Job:
     config: ClusterConfig
     run_id: str
     token: Secret
+    operator: str  #: who launches, from where: ``alice@laptop``; '' when not told
     sites: tuple[Site, ...]
     master_addr: str
     master_port: int
+    control_port: int | None  #: on node 0; None: a single node
     own: OwnCommand | None  #: None: the bundled trainer
     resume: PlannedFile | None
 

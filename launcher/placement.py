@@ -6,12 +6,13 @@ Everything here is a pure function of the config and, where known, of preflight'
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import posixpath
 import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from launcher.script import Command, quote
 if TYPE_CHECKING:
     from launcher.plan import NodeFacts
 
+CONTROL_PORT = 29400
 MASTER_PORT = 29500
 SERVICE_PORT = 29600
 _CANDIDATES = 64
@@ -56,7 +58,7 @@ class Site:
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
     address: str
-    bind: str  #: what the graph server listens on; an address of the node itself
+    bind: str  #: what the node's own services listen on; an address of the node itself
     interface: str  #: '' until preflight has found it
     workdir: str
     code_dir: str
@@ -167,10 +169,29 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
     """Ports for torch.distributed on node 0, the preferred one first."""
     if config.run.master_port != "auto":
         return (config.run.master_port,)
+    taken = {*_fixed_service_ports(config), config.run.control_port}
+    return _ports_beside(taken, MASTER_PORT)
+
+
+def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
+    """Ports on node 0 by which the nodes know of each other, the preferred one first; none for a single node."""
+    if len(config.nodes) == 1:
+        return ()
+    if config.run.control_port != "auto":
+        return (config.run.control_port,)
+    return _ports_beside({*_fixed_service_ports(config), *master_candidates(config)}, CONTROL_PORT)
+
+
+def _fixed_service_ports(config: ClusterConfig) -> range:
     first = config.run.service_port
-    taken = range(first, first + len(config.nodes)) if first != "auto" else range(0)
-    free = [port for port in range(MASTER_PORT, MASTER_PORT + _CANDIDATES) if port not in taken]
-    return tuple(free or range(taken.stop, taken.stop + _CANDIDATES))
+    return range(first, first + len(config.nodes)) if first != "auto" else range(0)
+
+
+def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
+    """Ports from ``first`` that are not taken; when all are, the next ones behind."""
+    free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
+    behind = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
+    return tuple(free or itertools.islice(behind, _CANDIDATES))
 
 
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
@@ -179,13 +200,13 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
         return (config.run.service_port + node_rank,)
     first, step = SERVICE_PORT + node_rank, len(config.nodes)
     ports = range(first, min(first + step * _CANDIDATES, 65536), step)
-    return tuple(port for port in ports if port != config.run.master_port)
+    return tuple(port for port in ports if port not in (config.run.master_port, config.run.control_port))
 
 
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """The ports preflight should try to bind on a node."""
     service = service_candidates(config, node_rank) if len(config.nodes) > 1 else ()
-    return (*master_candidates(config), *service) if node_rank == 0 else service
+    return (*master_candidates(config), *control_candidates(config), *service) if node_rank == 0 else service
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:

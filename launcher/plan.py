@@ -25,6 +25,7 @@ from launcher.ownfiles import own_command_files, resume_file
 from launcher.placement import (
     Site,
     choose,
+    control_candidates,
     make_sites,
     master_candidates,
     node_target,
@@ -100,6 +101,7 @@ class LaunchPlan:
     code_digest: str
     final: bool  #: made with the facts of preflight, so nothing can change any more
     notes: tuple[str, ...] = ()  #: what preflight will still decide
+    control_port: int | None = None  #: on node 0, by which the nodes know of each other; None: a single node
 
 
 def make_plan(
@@ -111,13 +113,14 @@ def make_plan(
     own_command: tuple[str, ...] = (),
     manifest: PartitionFiles | None = None,
     token: Secret | None = None,
+    operator: str = "",
     cwd: Path = Path(),
 ) -> LaunchPlan:
     """The whole run as a value; opens no connection and starts nothing.
 
     ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
-    ``token`` marks the run's processes. ``cwd`` is where the files of ``own_command``, ``runs_dir`` and a
-    relative ``resume`` are looked up. Raises UsageError when one of those is named but not there.
+    ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. Raises UsageError when one of those is named but not there.
     """
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
@@ -128,9 +131,11 @@ def make_plan(
         config=config,
         run_id=run_id,
         token=token or Secret(),
+        operator=operator,
         sites=sites,
         master_addr=master_addr,
         master_port=choose(master_candidates(config), facts.get(0)),
+        control_port=_control_port(config, facts),
         own=own,
         resume=None if own else resume_file(config, cwd),
     )
@@ -148,6 +153,7 @@ def make_plan(
         code_digest=code_digest,
         final=_all_known(config, facts) and (usable is not None or config.data.mode == "verify"),
         notes=(*_notes(config, facts, manifest, usable), *(own.notes if own else ())),
+        control_port=job.control_port,
     )
 
 
@@ -202,6 +208,11 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
         files=node_files(job, site, commands, shared, manifest),
         log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
     )
+
+
+def _control_port(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> int | None:
+    candidates = control_candidates(config)
+    return choose(candidates, facts.get(0)) if candidates else None
 
 
 def _fits(config: ClusterConfig, manifest: PartitionFiles | None) -> bool:

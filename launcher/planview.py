@@ -70,6 +70,8 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
     total = sum(file.bytes for node in plan.nodes for file in node.files)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    if plan.control_port:
+        yield "nodes meet", f"at node0, port {plan.control_port}"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.partition:
         yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"

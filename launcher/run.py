@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,9 @@ from launcher.planview import print_placement
 from launcher.preflight import run_preflight
 from launcher.preflight_table import node_ranges, print_findings
 from launcher.progress import transfer_progress
+from launcher.registry import user_name
 from launcher.report import Metrics, RunReport, RunState, print_report
+from launcher.runfile import with_run_file
 from launcher.script import Secret
 from launcher.session import start_session
 from launcher.sync import sync
@@ -120,8 +123,9 @@ def final_plan(job: Job, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
         own_command=job.options.own_command,
         manifest=manifest,
         token=Secret(secrets.token_hex(16)),
+        operator=f"{user_name()}@{socket.gethostname()}",
     )
-    return with_service_key(plan)
+    return with_run_file(with_service_key(plan))
 
 
 def with_service_key(plan: LaunchPlan) -> LaunchPlan:

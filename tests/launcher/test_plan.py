@@ -196,7 +196,7 @@ def test_encryption(transport: Any, encrypt: Any, expected: bool) -> None:
 
 
 def test_nodes_never_share_a_port() -> None:
-    for service in ("auto", 29500, 29496):
+    for service in ("auto", 29500, 29496, 29400, 29380):
         config = cluster(*(NodeConfig("one") for _ in range(64)), run=RunConfig(service_port=service))  # type: ignore[arg-type]
         every = [port for k in range(64) for port in candidate_ports(config, k)]
         assert len(every) == len(set(every)) and max(every) < 65536
@@ -206,8 +206,8 @@ def test_busy_ports_are_passed_over() -> None:
     plan = plan_of(cluster(), facts=facts_of(2, free_ports=(29503, 29602, 29603)))
     assert plan.master_port == 29503
     assert [node.service_port for node in plan.nodes] == [29602, 29603]
-    fixed = cluster(run=RunConfig(master_port=1234, service_port=5000))
-    assert candidate_ports(fixed, 0) == (1234, 5000) and candidate_ports(fixed, 1) == (5001,)
+    fixed = cluster(run=RunConfig(master_port=1234, service_port=5000, control_port=1235))
+    assert candidate_ports(fixed, 0) == (1234, 1235, 5000) and candidate_ports(fixed, 1) == (5001,)
     assert candidate_ports(cluster(NodeConfig("a")), 0) == tuple(range(29500, 29564))
 
 

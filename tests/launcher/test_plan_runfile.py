@@ -1,0 +1,93 @@
+"""``run.json``: what is kept of a plan with a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from launcher.config import NodeConfig
+from launcher.errors import FleetError
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.runfile import read_run, run_json, with_run_file
+from launcher.script import Command, Secret
+from plan_kit import TOKEN, cluster, facts_of, plan_of
+
+
+def without_secrets(value: Any) -> Any:
+    """A plan, or part of one, as run.json keeps it."""
+    if isinstance(value, Command):
+        env = {name: text for name, text in value.env.items() if not isinstance(text, Secret)}
+        return dataclasses.replace(value, env=env)
+    if not isinstance(value, LaunchPlan):
+        return value
+    nodes = []
+    for node in value.nodes:
+        commands = {name: without_secrets(getattr(node, name)) for name in ("start", "server", "trainer")}
+        nodes.append(dataclasses.replace(node, **commands, files=()))
+    return dataclasses.replace(value, nodes=tuple(nodes))
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 70])
+def test_round_trip(nodes: int) -> None:
+    """Also of so many nodes that the text is packed."""
+    hosts = (NodeConfig(f"h{k}", env={"ODD": "a'b\n$(c) é"}, devices=(0, 2), setup=("true",)) for k in range(nodes))
+    plan = plan_of(cluster(*hosts), facts=facts_of(nodes))
+    text = run_json(plan)
+    assert read_run(text) == without_secrets(plan)
+    assert TOKEN.reveal() not in text and len(text) < 150_000
+    assert json.loads(text)["run_id"] == "r1" and ("packed" in json.loads(text)) == (nodes == 70)
+
+
+def test_every_node_gets_the_same_file() -> None:
+    plan = with_run_file(plan_of(cluster(), facts=facts_of(2)))
+    sent = [file for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/run.json"]
+    assert len(sent) == 2 and {file.content for file in sent} == {run_json(plan)}
+    assert all(file.bytes == len(file.content) and file.sha256 and oct(file.mode) == "0o600" for file in sent)
+    assert [len(node.files) for node in plan.nodes] == [len(node.files) for node in plan_of(cluster()).nodes]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "run.json is damaged: Expecting property name"),
+        ("[]", "run.json is damaged"),
+        (
+            '{"format": "gnnfleet-run", "version": 9}',
+            "format gnnfleet-run version 9; this program reads gnnfleet-run 1",
+        ),
+        ('{"format": "gnnfleet-run", "version": 1, "plan": {}}', "run.json is damaged: KeyError"),
+        ('{"format": "gnnfleet-run", "version": 1, "packed": "AAAA"}', "run.json is damaged"),
+    ],
+)
+def test_what_is_no_run_file_is_said(text: str, words: str) -> None:
+    with pytest.raises(FleetError, match=words):
+        read_run(text)
+
+
+def spec_of(node: NodePlan) -> dict[str, Any]:
+    content = next(file.content for file in node.files if file.dest.endswith("/node.json"))
+    assert isinstance(content, Secret)
+    spec: dict[str, Any] = json.loads(content.reveal())
+    return spec
+
+
+def test_node_json_says_where_the_nodes_meet_and_what_each_takes() -> None:
+    hosts = (NodeConfig("a", devices=(2, 0)), NodeConfig("b", user="ann", devices=(1,)))
+    plan = plan_of(cluster(*hosts), facts=facts_of(2, free_ports=(29402, 29501, 29600, 29601)), operator="al@laptop")
+    specs = [spec_of(node) for node in plan.nodes]
+    assert plan.control_port == 29402
+    assert [spec["control"] for spec in specs] == [{"address": "10.0.0.1", "bind": "10.0.0.1", "port": 29402}] * 2
+    assert [spec["labels"] for spec in specs] == [["node0 (a)", "node1 (ann@b)"]] * 2
+    assert specs[0]["leases"] == ["cuda:0", "cuda:2", "port:29501", "port:29402", "port:29600"]
+    assert specs[1]["leases"] == ["cuda:1", "port:29601"] and specs[1]["operator"] == "al@laptop"
+    settings = ("peer_timeout", "on_stall", "stall_after", "on_nan")
+    assert [specs[0][name] for name in settings] == [6.0, "stop", "auto", "warn"]
+
+
+def test_single_node_meets_nobody() -> None:
+    plan = plan_of(cluster(NodeConfig("a")))
+    spec = spec_of(plan.nodes[0])
+    assert plan.control_port is None and spec["control"] is None and spec["leases"] == ["port:29500"]

@@ -12,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import Problem
-from launcher.yaml_overrides import expand_count
+from launcher.hostranges import RangeError, expand, is_range
+from launcher.yaml_nodes import expand_nodes, is_count
 from launcher.yaml_tree import Origin, Report, Scalar, Section, Sequence, Tree, describe
 
 Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
@@ -79,8 +80,8 @@ class Reader:
 
     def _nodes(self, tree: Tree, defaults: Section | None, transport: Tree | None) -> Tree:
         local = isinstance(transport, Scalar) and transport.text == "local"
-        listed = expand_count(tree)
-        if listed is not tree and not local:
+        listed = expand_nodes(tree)
+        if is_count(tree) and not local:
             self.origins[("nodes",)] = tree.origin
             self.report(("nodes",), "nodes: a number of nodes needs `transport: local`; list the hosts instead")
         if not isinstance(listed, Sequence):
@@ -101,10 +102,12 @@ class Reader:
         if not isinstance(host, Scalar) or host.empty:
             return node
         match = _HOST.fullmatch(host.text)
-        if not match:
+        wrong = _wrong_range(host.text) if is_range(host.text) else ""
+        if not match and not wrong:
+            wrong = f"expected host, user@host or user@host:port, found `{host.text}`"
+        if not match or wrong:
             self.origins[path] = host.origin
-            expected = "expected host, user@host or user@host:port"
-            self.report(path, f"{dotted(path)}.host: {expected}, found `{host.text}`")
+            self.report(path, f"{dotted(path)}.host: {wrong}")
             return node
         found = {name: Scalar(host.origin, text.strip("[]"), "str") for name, text in match.groupdict().items() if text}
         for name in sorted(found.keys() & node.items.keys() - {"host"}):
@@ -243,6 +246,14 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
         if isinstance(inner, type) and is_dataclass(inner):
             found |= sections(inner, f"{name}.{key}".lstrip("."))
     return found
+
+
+def _wrong_range(text: str) -> str:
+    """Why a host that is still a range cannot be read."""
+    try:
+        return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
+    except RangeError as error:
+        return str(error)
 
 
 def _with_defaults(node: Section, defaults: Section) -> Section:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Words
 from pathlib import Path
 
 from launcher.errors import Problem
+from launcher.yaml_nodes import expand_nodes
 from launcher.yaml_tree import Origin, Report, Scalar, Section, Sequence, Tree, read_tree
 
 
@@ -56,16 +57,9 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
 
 
 def _opened(tree: Tree, path: str, word: str) -> Tree:
-    """``nodes: 2`` and ``- user@host`` in their long forms, so that a key can be put inside."""
+    """``nodes: 2``, ``- node[01-04]`` and ``- user@host`` in their long forms, so that a key can be put inside."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
-        return expand_count(tree)
+        return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
         return Section(tree.origin, {"host": tree}, {"host": tree.origin})
-    return tree
-
-
-def expand_count(tree: Tree) -> Tree:
-    """``nodes: 2`` as two times localhost."""
-    if isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal():
-        return Sequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * int(tree.text))
     return tree

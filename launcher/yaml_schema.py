@@ -6,8 +6,9 @@ Paths written in a file are relative to that file, those in a ``--set`` to the c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from launcher.config_checks import check
 from launcher.config_paths import resolve_paths
 from launcher.config_reader import FLOAT, Reader
 from launcher.errors import ConfigError, Problem
+from launcher.hostranges import fold
 from launcher.yaml_overrides import apply_override
 from launcher.yaml_tree import Origin, Report, Scalar, Section, read_tree
+
+_NODE = re.compile(r"\bnodes\.\d+")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
@@ -33,13 +37,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     config = resolve_paths(reader.cluster(tree), reader)
     check(config, reader)
     if problems:
-        raise ConfigError(sorted(problems, key=lambda problem: (problem.line == 0, problem.line)))
+        raise ConfigError(sorted(_folded(problems), key=lambda problem: (problem.line == 0, problem.line)))
     return config
 
 
 def to_yaml(config: ClusterConfig) -> str:
     """``config`` as YAML that ``load_config`` reads back to an equal value."""
     return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """One of those that say the same of every node of one line, as a range or `defaults` makes them."""
+    alike: dict[Problem, list[tuple[Problem, str]]] = {}
+    for problem in problems:
+        node = _NODE.search(problem.message)
+        anyone = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
+        alike.setdefault(anyone, []).append((problem, node[0] if node else ""))
+    for (first, _), *others in alike.values():
+        more = f" (and so for {fold(name for _, name in others)})" if others and others[0][1] else ""
+        yield replace(first, message=first.message + more)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -5,6 +5,7 @@ Texts are kept as written: what ``1e-3`` or ``on`` means is decided by the type 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,5 +156,12 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     words = next((clear for known, clear in _CLEAR_WORDS.items() if known in problem), problem)
     start = error.context_mark
     mark = start if "never closed" in words and start else error.problem_mark or start
+    if mark and re.match(r"expected ',' or '[\]}]', but got '\['", problem) and _touches_a_word(mark):
+        words = "a host range inside [ ] or { } must be quoted, as [\"node[01-04]\"], or stand on a line of its own"
     since = f" (begun on line {start.line + 1})" if start and mark and start.line < mark.line else ""
     return (mark.line + 1 if mark else 1), words + since
+
+
+def _touches_a_word(mark: yaml.Mark) -> bool:
+    """Whether what is marked follows without a space, as the bracket of node[01-04] does."""
+    return bool((mark.buffer or "")[mark.pointer - 1 : mark.pointer].strip())

@@ -11,7 +11,7 @@ CODE_ROOT = Path(__file__).resolve().parent.parent
 
 def code_files() -> list[Path]:
     """The files a node needs, absolute and sorted: the supervisor's and all of ``trainer/``."""
-    own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").glob("*.py")]
+    own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
     return sorted([*own, *(path for path in (CODE_ROOT / "trainer").rglob("*") if _is_code(path))])
 
 

@@ -132,6 +132,7 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
 
 def _rank_env(job: Job, site: Site) -> dict[str, str]:
     env = _run_env(job, site)
+    env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
     if site.interface:
@@ -145,7 +146,7 @@ def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
     """The user's values win, except that PYTHONPATH is joined and the ranks are ours to give."""
     user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
     if "PYTHONPATH" in user:
-        user["PYTHONPATH"] = f"{site.code_dir}:{user['PYTHONPATH']}"
+        user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"
     return ours | user
 
 

@@ -248,7 +248,9 @@ def test_home_in_env_is_the_nodes_own() -> None:
     node = NodeConfig("a", env={"DATA": "~/d", "PYTHONPATH": "~/lib"})
     plan = plan_of(cluster(node, NodeConfig("b")), facts=facts_of(2, home="/home/ann")).nodes[0]
     assert plan.trainer.env["DATA"] == plan.start.env["DATA"] == "/home/ann/d"
-    assert plan.trainer.env["PYTHONPATH"] == f"{plan.code_dir}:/home/ann/lib"
+    assert plan.start.env["PYTHONPATH"] == f"{plan.code_dir}:/home/ann/lib"
+    site = f"{plan.code_dir}/launcher/node/site"
+    assert plan.trainer.env["PYTHONPATH"] == f"{site}:{plan.start.env['PYTHONPATH']}"
 
 
 @pytest.mark.parametrize(

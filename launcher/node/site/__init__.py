@@ -1,0 +1,1 @@
+"""First on PYTHONPATH of the ranks, for the module that Python imports at its start."""

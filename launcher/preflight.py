@@ -13,7 +13,7 @@ from launcher.config import ClusterConfig
 from launcher.errors import FleetError, PreflightRefused, TransportError
 from launcher.fanout import Answers, on_nodes
 from launcher.findings import Finding, Survey, all_findings, connect_finding
-from launcher.nodecall import call, program_source
+from launcher.nodecall import NodeAgent, call, program_source
 from launcher.placement import (
     candidate_ports,
     choose,
@@ -85,11 +85,11 @@ def _probe_all(
     config: ClusterConfig, lines: Mapping[int, Transport], run_id: str
 ) -> Answers[tuple[dict[str, Any], float]]:
     """(reply of node/probe.py, clock offset in seconds) per node."""
-    program = program_source("probe")
 
     def probe(k: int, peer: str = "") -> tuple[dict[str, Any], float]:
         before = time.time()
-        reply = call(lines[k], interpreter(config, k), program, probe_request(config, k, peer, run_id), _PROBE_TIMEOUT)
+        with NodeAgent(lines[k], interpreter(config, k)) as agent:
+            reply = agent.call("probe", probe_request(config, k, peer, run_id), _PROBE_TIMEOUT)
         began, ended = reply["times"]
         return reply, ((began - before) + (ended - time.time())) / 2
 

@@ -2,43 +2,56 @@
 
 ``main(request)`` with {"peer": an address other nodes have or "", "address": the one
 configured or "", "workdir", "run_dir" and "session": what a run will make there or "", "ports": [..],
-"manifest": path or ""} returns a dict of facts.
+"manifest": path or ""} returns a dict of facts. More may be asked for: "devices": whether CUDA devices are
+wanted, "names": [host names that must resolve], "code": digest of our code.
+
+It runs on all nodes at once, so it is sparing: what the answer does not need is neither imported nor looked at.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
-import subprocess
 import sys
 import time
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
+from launcher.node import machine, packages, places
+from launcher.node.addresses import addresses
+
 LISTEN = "0A"  # state in /proc/net/tcp
+LEASES = "/tmp/gnnfleet-leases"
+RESOLVE_SECONDS = 8.0
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     started = time.time()
+    asked = machine.commands(bool(request.get("devices")))
+    there = addresses()
     address = numeric(request["address"]) or own_address(request["peer"])
-    facts = {
+    leases, lease_error = held()
+    facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
         "address": address,
-        "interface": interface_of(address),
+        "addresses": there,
+        "interface": interface_of(address, there),
         "python": sys.executable,
-        "versions": versions(),
-        "tmux": tmux_version(),
-        "devices": cuda_devices(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "cpus": cpus(),
-        "boot_id": read("/proc/sys/kernel/random/boot_id").strip(),
-        "busy_ports": busy_ports(request["ports"]),
+        "versions": packages.versions(),
+        "boot_id": machine.read("/proc/sys/kernel/random/boot_id").strip(),
+        "leases": leases,
+        "lease_error": lease_error,
+        "busy_ports": busy_ports(request["ports"], leases),
+        "names": resolved(request.get("names", [])),
         "manifest": bool(request["manifest"]) and os.path.isfile(os.path.expanduser(request["manifest"])),
+        "graph": packages.graph_size(request["manifest"]),
+        "taken": taken(os.path.expanduser(request["run_dir"]), request["session"]),
     }
-    facts["taken"] = taken(os.path.expanduser(request["run_dir"]), request["session"])
-    facts.update(folder(os.path.expanduser(request["workdir"])))
+    facts.update(machine.capacity())
+    facts.update(places.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
+    facts["leftovers"] = leftovers(facts["workdir"])
+    facts["tmux"] = machine.tmux_version(asked)
+    facts.update(gpus(asked))
     facts["times"] = [started, time.time()]
     return facts
 
@@ -46,11 +59,29 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def numeric(name: str) -> str:
     """An address for the configured name or address; '' when it does not resolve, or to loopback
     as many machines' own name does (unless loopback was asked for)."""
-    try:
-        found = str(socket.getaddrinfo(name, None)[0][4][0]) if name else ""
-    except OSError:
-        return ""
+    found = lookup(name) if name else ""
     return "" if is_loopback(found) and found != name and name != "localhost" else found
+
+
+def lookup(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except (OSError, UnicodeError):
+        return ""
+
+
+def resolved(names: Iterable[str]) -> dict[str, str]:
+    """{name: address, '' when there is none}; a name server that does not answer takes its time, so all at once."""
+    import threading
+
+    found = dict.fromkeys(names, "")
+    threads = [threading.Thread(target=lambda n=name: found.update({n: lookup(n)}), daemon=True) for name in found]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + RESOLVE_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
 
 
 def own_address(peer: str) -> str:
@@ -77,90 +108,62 @@ def route_to(peer: str) -> str:
         return ""
 
 
-def interface_of(address: str) -> str:
+def interface_of(address: str, there: list[tuple[str, str]]) -> str:
     """Name of the interface that owns ``address``; '' when none does."""
-    return "lo" if address.startswith("127.") else by_ip_command(address) or by_ioctl(address)
-
-
-def by_ip_command(address: str) -> str:
-    for line in output(["ip", "-o", "addr", "show"]).splitlines():
-        words = line.split()
-        if len(words) > 3 and words[3].split("/")[0] == address:
-            return words[1]
-    return ""
-
-
-def by_ioctl(address: str) -> str:
-    """For machines without iproute2; sees only the first IPv4 address of an interface."""
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(sock, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return ""
-
-
-def versions() -> dict[str, str]:
-    """Installed versions without importing anything; '' when missing."""
-    from importlib import metadata
-
-    found = {"python": "%d.%d.%d" % sys.version_info[:3]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = ""
-    return found
-
-
-def tmux_version() -> str:
-    words = output(["tmux", "-V"]).split()
-    return words[1] if len(words) > 1 else ""
+    return "lo" if address.startswith("127.") else next((name for name, own in there if own == address), "")
 
 
 def taken(run_dir: str, session: str) -> str:
     """What is there already of what a run would make, in words; '' when nothing is."""
-    if session and session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines():
+    if session and machine.tmux_has(session):
         return "tmux session %s" % session
     return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
-def cuda_devices() -> list[str]:
-    """Names by index, in the order of nvidia-smi (PCI bus)."""
-    listed = output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"])
-    return [line.strip() for line in listed.splitlines() if line.strip()]
+def held() -> tuple[list[dict[str, Any]], str]:
+    """Leases of living runs, and why they cannot be read; most machines have none, and nothing is loaded then."""
+    try:
+        if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
+            return [], ""
+    except FileNotFoundError:
+        return [], ""
+    except OSError:
+        pass  # lease.held says it in words
+    from launcher.node import lease
+
+    try:
+        return [dict(one._asdict(), words=lease.describe(one)) for one in lease.held()], ""
+    except lease.LeaseError as error:
+        return [], str(error)
 
 
-def cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def leftovers(workdir: str) -> list[dict[str, Any]]:
+    """Processes of runs whose supervisor is gone; looked for only where a run has ended without a result."""
+    suspects = places.ended_without_result(workdir)
+    if not suspects:
+        return []
+    from launcher.node import orphans
+
+    return orphans.of_runs(suspects)
 
 
-def folder(path: str) -> dict[str, Any]:
-    """Facts about the work folder, or of the nearest folder above it that exists."""
-    real = os.path.realpath(path)
-    there = real
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    status = os.stat(there)
-    return {
-        "workdir": real,
-        "workdir_base": there,
-        "workdir_writable": os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK),
-        "workdir_id": "%d:%d" % (status.st_dev, status.st_ino),
-        "disk_free": shutil.disk_usage(there).free,
-    }
+def gpus(asked: dict[str, Any]) -> dict[str, Any]:
+    """Devices in the order of nvidia-smi (PCI bus); "devices" are their names."""
+    if "nvidia-smi" not in asked:
+        return {"devices": [], "gpus": [], "driver": ""}
+    from launcher.node import devices
+
+    return devices.look(machine.finish(asked["nvidia-smi"]))
 
 
-def busy_ports(ports: Iterable[int]) -> dict[str, str]:
-    """{port: who holds it} for those that cannot be listened on."""
-    return {str(port): holder(port) for port in ports if not can_listen(port)}
+def busy_ports(ports: Sequence[int], leases: Iterable[dict[str, Any]] = ()) -> dict[str, str]:
+    """{port: who holds it} for those that cannot be listened on, or that a run has leased."""
+    busy = {str(port): holder(port) for port in ports if not can_listen(port)}
+    for lease in leases:
+        kind, _, port = lease["resource"].partition(":")
+        if kind == "port" and int(port) in ports:
+            busy[port] = lease["words"]
+    return busy
 
 
 def can_listen(port: int) -> bool:
@@ -189,13 +192,13 @@ def holder(port: int) -> str:
     """The process that listens on ``port``, as far as /proc shows it to this user."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in read(table).splitlines()[1:]:
+        for line in machine.read(table).splitlines()[1:]:
             words = line.split()
             if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
                 inodes.add("socket:[%s]" % words[9])
     for pid in filter(str.isdigit, os.listdir("/proc")) if inodes else ():
         if inodes & open_files(pid):
-            command = read("/proc/%s/cmdline" % pid).replace("\0", " ").strip()
+            command = machine.read("/proc/%s/cmdline" % pid).replace("\0", " ").strip()
             return "pid %s: %s" % (pid, command[:80])
     return "a process of another user" if inodes else ""
 
@@ -206,20 +209,3 @@ def open_files(pid: str) -> set[str]:
         return {os.readlink(base + fd) for fd in os.listdir(base)}
     except OSError:  # gone, or not ours
         return set()
-
-
-def read(path: str) -> str:
-    try:
-        with open(path, errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
-def output(argv: list[str]) -> str:
-    """What a command prints; '' when it is missing, fails or hangs."""
-    try:
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""

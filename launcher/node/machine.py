@@ -1,0 +1,120 @@
+"""What a machine has: memory, limits, and what the commands tmux and nvidia-smi say of it.
+
+Part of node/probe.py: Python 3.8, standard library only, and little of that.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+from typing import Any
+
+GPU_FIELDS = (
+    "index,uuid,name,memory.total,memory.used,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
+)
+SECONDS = 30.0  # nvidia-smi without persistence mode loads the driver first
+
+
+def commands(want_devices: bool) -> dict[str, Any]:
+    """Start the commands that are installed; they run while other facts are found."""
+    wanted = {"tmux": ["tmux", "-V"]}
+    if want_devices:
+        fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
+        wanted["nvidia-smi"] = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
+    return {name: started(argv) for name, argv in wanted.items() if on_path(name)}
+
+
+def on_path(name: str) -> bool:
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return any(os.access(os.path.join(folder or ".", name), os.X_OK) for folder in folders)
+
+
+def started(argv: list[str]) -> Any:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.DEVNULL, close_fds=False)
+
+
+def finish(process: Any) -> str:
+    """What a command prints; '' when it fails or hangs."""
+    try:
+        out, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return ""
+    return out.decode("utf-8", "replace") if process.returncode == 0 else ""
+
+
+def output(argv: list[str]) -> str:
+    """The same for a command that may not be installed."""
+    return finish(started(argv)) if on_path(argv[0]) else ""
+
+
+def tmux_version(asked: dict[str, Any]) -> str:
+    """'' when it is not installed, '?' when it does not say."""
+    if "tmux" not in asked:
+        return ""
+    words = finish(asked["tmux"]).split()
+    return words[1] if len(words) > 1 else "?"
+
+
+def tmux_has(session: str) -> bool:
+    """Whether this user's tmux has such a session; without a socket it has none."""
+    folder = "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
+    if not os.path.exists(os.path.join(folder, "default")):
+        return False
+    return session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines()
+
+
+def read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def capacity() -> dict[str, Any]:
+    """CPUs, memory and limits of this login. Bytes; "memory_limit" and "memory_free" heed the control group."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
+    limit, room = group_memory()
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "memory": total,
+        "memory_limit": min(total, limit) if limit else total,
+        "memory_free": min(int(words[0]) * 1024 if words else total, room if limit else total),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "open_files": open_files if open_files >= 0 else 1 << 30,  # RLIM_INFINITY
+        "open_files_most": most if most >= 0 else 1 << 30,
+        "uid": os.getuid(),
+    }
+
+
+def group_memory() -> tuple[int, int]:
+    """(smallest limit, smallest room below one) of this process's control groups; (0, 0) without a limit."""
+    found = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += group_limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += group_limits("/sys/fs/cgroup/memory", path, *names)
+    return (min(one for one, _ in found), min(room for _, room in found)) if found else (0, 0)
+
+
+def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
+    """(limit, room) of a group and of those above it; page cache counts as room."""
+    found = []
+    while True:
+        folder = root + path.rstrip("/")
+        limit = read(os.path.join(folder, most)).strip()
+        if limit.isdigit() and int(limit) < 1 << 60:  # v1 writes "no limit" as a huge number
+            idle = [line.split()[1] for line in read(folder + "/memory.stat").splitlines() if line.split()[0] == cache]
+            taken = int(read(os.path.join(folder, used)).strip() or 0) - int(idle[0] if idle else 0)
+            found.append((int(limit), max(0, int(limit) - taken)))
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)

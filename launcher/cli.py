@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -48,6 +48,17 @@ class OwnCommandGroup(click.Group):
         return super().parse_args(ctx, words)
 
 
+HOST_FILTERS = (
+    click.option(
+        "--include",
+        multiple=True,
+        metavar="HOSTS",
+        help="Only these: node03, gpu*, node[03-05], node04:0,2; repeatable.",
+    ),
+    click.option("--exclude", multiple=True, metavar="HOSTS", help="All but these; written alike, repeatable."),
+)
+
+
 def config_options(command: F) -> F:
     """Options of everything that reads a config."""
     given = (
@@ -55,6 +66,7 @@ def config_options(command: F) -> F:
         click.option(
             "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable."
         ),
+        *HOST_FILTERS,
         click.option("--epochs", metavar="N", help="Passes over the train seeds."),
         click.option("--batch-size", metavar="N", help="Global batch: seeds per step over all processes."),
         click.option("--num-neighbors", metavar="15,10,5", help="Neighbours per hop, seeds outward."),
@@ -150,8 +162,18 @@ def check(ctx: click.Context, **values: Any) -> None:
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
+@HOST_FILTERS[0]
+@HOST_FILTERS[1]
 @click.pass_context
-def partition(ctx: click.Context, what: str, words: Sequence[str], config: Path | None, sets: Sequence[str]) -> None:
+def partition(
+    ctx: click.Context,
+    what: str,
+    words: Sequence[str],
+    config: Path | None,
+    sets: Sequence[str],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+) -> None:
     """Divide a graph, check a partition folder, or describe it.
 
     With --config the graph and folder come from the file; other words go to
@@ -159,9 +181,12 @@ def partition(ctx: click.Context, what: str, words: Sequence[str], config: Path 
     """
     from launcher.partitioning import partition_words, run_trainer
 
-    config = config or (ctx.obj or {}).get("config")
-    sets = (*((ctx.obj or {}).get("sets") or ()), *sets)
-    cluster = read_config(LaunchOptions(config, tuple(sets))) if config else None
+    before: dict[str, Any] = ctx.obj or {}
+    config = config or before.get("config")
+    sets, include, exclude = (
+        _repeated(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
+    )
+    cluster = read_config(LaunchOptions(config, sets, include, exclude)) if config else None
     ctx.exit(run_trainer(partition_words(what, cluster, words)))
 
 
@@ -197,7 +222,7 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     """One invocation's options; those before a subcommand count too, unless it repeats them."""
     before: dict[str, Any] = ctx.obj or {}
     merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
-    sets = (*(before.get("sets") or ()), *values["sets"])
+    sets, include, exclude = (_repeated(before, name, values[name]) for name in ("sets", "include", "exclude"))
     if merged["config"] is None:
         raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
     own_command = ctx.meta.get("own_command", ())
@@ -210,10 +235,17 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     return LaunchOptions(
         config=merged["config"],
         overrides=overrides_of({name: merged[name] for name in SHORT_KEYS}, sets),
+        include=include,
+        exclude=exclude,
         run_id=merged["run_id"],
         own_command=own_command,
         as_json=bool(merged["as_json"]),
     )
+
+
+def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[str, ...]:
+    """A repeatable option as given before a subcommand and after it."""
+    return (*(before.get(name) or ()), *after)
 
 
 def _console(options: LaunchOptions) -> Console:

@@ -10,12 +10,17 @@ from launcher.placement import host_key, node_workdir
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
-def check(config: ClusterConfig, reader: Reader) -> None:
-    """Report every contradiction among values that were themselves read without a mistake."""
+def check_nodes(config: ClusterConfig, reader: Reader) -> None:
+    """Report contradictions within nodes and between two of them, among values that were read without a mistake."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
-    _nodes(config, reader)
     _folders(config, reader)
+    _devices(config, reader)
+
+
+def check(config: ClusterConfig, reader: Reader) -> None:
+    """Report contradictions of the cluster as a whole."""
+    _nodes(config, reader)
     _data(config, reader)
     _train(config, reader)
     _ports(config, reader)
@@ -79,6 +84,23 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
             )
 
 
+def _devices(config: ClusterConfig, reader: Reader) -> None:
+    """A CUDA device belongs to one node of its host."""
+    first: dict[tuple[str, str, int], int] = {}
+    for k, node in enumerate(config.nodes):
+        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
+            continue
+        for device in node.devices:
+            same = first.setdefault((host_key(config, node), str(node.port), device), k)
+            if same != k:
+                reader.report(
+                    ("nodes", k, "devices"),
+                    f"nodes.{k}.devices: device {device} of {node.host} is nodes.{same}'s already; "
+                    "nodes on one host have devices of their own",
+                )
+                break
+
+
 def _data(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
     if data.dataset == "file" and not data.source and data.mode == "sync" and reader.good(("data", "source")):
@@ -106,8 +128,10 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         )
     cpu_only = next((k for k, node in enumerate(config.nodes) if not node.devices), None)
     if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
+        host = config.nodes[cpu_only].host
         reader.report(
-            ("train", "backend"), f"train.backend: nccl needs devices on every node, and nodes.{cpu_only} lists none"
+            ("train", "backend"),
+            f"train.backend: nccl needs devices on every node, and {host} (node{cpu_only}) lists none",
         )
 
 

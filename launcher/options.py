@@ -35,6 +35,8 @@ class LaunchOptions:
 
     config: Path
     overrides: tuple[str, ...] = ()  #: ``key=value``
+    include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.filters``; none: all
+    exclude: tuple[str, ...] = ()
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
     as_json: bool = False
@@ -48,10 +50,13 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """The config file with the command line's changes; raises ConfigError."""
+    """The config file with the command line's changes and choice of hosts; raises ConfigError and UsageError."""
+    from launcher.filters import filtered
     from launcher.yaml_schema import load_config
 
-    return load_config(options.config, options.overrides)
+    return load_config(
+        options.config, options.overrides, lambda config: filtered(config, options.include, options.exclude)
+    )
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:

@@ -30,10 +30,10 @@ def is_count(tree: Tree) -> bool:
 def _expanded(item: Tree) -> Iterator[Tree]:
     host = item.items.get("host") if isinstance(item, Section) else item
     hosts = [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
-    if not isinstance(item, Section):
-        yield from hosts or [item]
-    else:
-        yield from [Section(item.origin, {**item.items, "host": one}, item.keys) for one in hosts] or [item]
+    for one in hosts:
+        yield Section(item.origin, {**item.items, "host": one}, item.keys) if isinstance(item, Section) else one
+    if not hosts:
+        yield item
 
 
 def _names(host: Scalar) -> list[str]:

@@ -7,7 +7,7 @@ Paths written in a file are relative to that file, those in a ``--set`` to the c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from launcher.config import ClusterConfig
-from launcher.config_checks import check
+from launcher.config_checks import check, check_nodes
 from launcher.config_paths import resolve_paths
 from launcher.config_reader import FLOAT, Reader
 from launcher.errors import ConfigError, Problem
@@ -26,8 +26,13 @@ from launcher.yaml_tree import Origin, Report, Scalar, Section, read_tree
 _NODE = re.compile(r"\bnodes\.\d+")
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Read, override, check. Raises ConfigError with every mistake found."""
+def load_config(
+    path: Path, overrides: Sequence[str] = (), choose: Callable[[ClusterConfig], ClusterConfig] = lambda config: config
+) -> ClusterConfig:
+    """Read, override, choose (nodes, say), check. Raises ConfigError with every mistake found.
+
+    Nodes are checked all, what they add up to only as chosen.
+    """
     problems: list[Problem] = []
     report = problems.append
     tree = _read_file(path, report)
@@ -35,10 +40,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
         tree = apply_override(tree, override, report)
     reader = Reader(report)
     config = resolve_paths(reader.cluster(tree), reader)
-    check(config, reader)
+    check_nodes(config, reader)
+    chosen = config if problems else choose(config)
+    check(chosen, reader)
     if problems:
         raise ConfigError(sorted(_folded(problems), key=lambda problem: (problem.line == 0, problem.line)))
-    return config
+    return chosen
 
 
 def to_yaml(config: ClusterConfig) -> str:

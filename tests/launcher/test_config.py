@@ -118,7 +118,7 @@ MISTAKES = {
     TWO + "train: {batch_size: 1}\n": [
         "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
     ],
-    TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, and nodes.0 lists none"],
+    TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, and a (node0) lists none"],
     NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
     NODES + "  - host: a\n    devices: [0, 1]\n    procs: 1\n": [
         "5: nodes.0: fewer procs (1) than devices (2); each process has one device, so leave procs out or list as many "

@@ -1,0 +1,145 @@
+"""``--include`` and ``--exclude``: fewer hosts or devices than the config lists, for one command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from textwrap import shorten
+
+from launcher.config import ClusterConfig, NodeConfig, login_text
+from launcher.errors import UsageError
+from launcher.hostranges import RangeError, expand, fold
+
+Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
+
+_DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
+_NUMBERS = re.compile(r"[0-9]+(?:-[0-9]+)?")
+_LABEL = re.compile(r"node[0-9]+")
+_ADDRESS = re.compile(r"[0-9.]+|.*:.*")
+
+
+def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[str]) -> ClusterConfig:
+    """``config`` with the included nodes and devices (none named: all) less the excluded ones, renumbered.
+
+    Order stays; the first node left is the master. ``procs`` goes with the devices, and so does the default
+    number of parts with the nodes. Raises UsageError for what names nothing, and when nothing is left.
+    """
+    if not include and not exclude:
+        return config
+    kept = _chosen(config, include, "--include") if include else dict.fromkeys(range(len(config.nodes)))
+    dropped = _chosen(config, exclude, "--exclude")
+    nodes = [_rest(node, kept[k], k in dropped, dropped.get(k)) for k, node in enumerate(config.nodes) if k in kept]
+    left = tuple(node for node in nodes if node is not None)
+    if not left:
+        options = [*(f"--include {spec}" for spec in include), *(f"--exclude {spec}" for spec in exclude)]
+        raise UsageError(f"{' '.join(options)}: no host is left of {_hosts(config)}")
+    _master_is_left(config, left)
+    return replace(config, nodes=left)
+
+
+def _rest(
+    node: NodeConfig, kept: frozenset[int] | None, dropped: bool, gone: frozenset[int] | None
+) -> NodeConfig | None:
+    """What is left of one node; None for nothing."""
+    if dropped and gone is None:
+        return None
+    devices = tuple(d for d in node.devices if (kept is None or d in kept) and d not in (gone or ()))
+    if devices == node.devices:
+        return node
+    return replace(node, devices=devices, procs=node.procs and len(devices)) if devices else None
+
+
+def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
+    """What all ``specs`` name together."""
+    found: dict[int, frozenset[int] | None] = {}
+    for spec in specs:
+        try:
+            for k, devices in (one for name in _names(spec) for one in _named(config, name)):
+                before = found.get(k, frozenset())
+                found[k] = None if devices is None or before is None else before | devices
+        except (RangeError, LookupError) as error:
+            raise UsageError(f"{option} {spec}: {error.args[0]}") from None
+    return found
+
+
+def _names(spec: str) -> Iterator[str]:
+    """``a[1-2]:0,2,b`` as ``a1:0,2``, ``a2:0,2`` and ``b``; raises RangeError."""
+    pieces: list[str] = []
+    for word in re.split(r",(?![^\[]*\])", spec):
+        if pieces and _NUMBERS.fullmatch(word) and ":" in pieces[-1]:
+            pieces[-1] += f",{word}"
+        else:
+            pieces.append(word.strip())
+    for piece in pieces:
+        yield from expand(piece)
+
+
+def _named(config: ClusterConfig, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
+    """Nodes by one name, which may carry devices, or be several joined by @ as DeepSpeed has it; raises LookupError."""
+    ranks, devices = _ranks(config, name), _DEVICES.fullmatch(name)
+    if ranks:
+        yield from ((k, None) for k in ranks)
+    elif devices and (ranks := _ranks(config, devices[1])):
+        yield from _with_devices(config, ranks, frozenset(map(int, expand(f"[{devices[2]}]"))))
+    elif "@" in name:
+        for one in name.split("@"):
+            yield from _named(config, one)
+    else:
+        raise LookupError(f"no host is called `{name}`; there are {_hosts(config)}")
+
+
+def _with_devices(
+    config: ClusterConfig, ranks: Sequence[int], wanted: frozenset[int]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Nodes of one host may divide its devices among them."""
+    for host in dict.fromkeys(config.nodes[k].host for k in ranks):
+        nodes = {k: config.nodes[k].devices for k in ranks if config.nodes[k].host == host}
+        there = sorted({device for devices in nodes.values() for device in devices})
+        if not there:
+            raise LookupError(f"{host} has no `devices` in the config; it trains on its CPU")
+        if missing := sorted(wanted - {*there}):
+            has = f"its devices are {', '.join(map(str, there))}"
+            raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
+        yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
+
+
+def _ranks(config: ClusterConfig, name: str) -> list[int]:
+    """node_ranks of a name: as a host is written, else without its domain, else as ``node3``; * and ? are wild."""
+    words = (re.escape(char) for char in name.lower())
+    pattern = re.compile("".join({r"\*": ".*", r"\?": "."}.get(word, word) for word in words))
+    shorts = [_short(node.host) for node in config.nodes]
+    full = [k for k, node in enumerate(config.nodes) if _matches(pattern, node, node.host)]
+    short = [k for k, node in enumerate(config.nodes) if _matches(pattern, node, shorts[k])]
+    if full or short:
+        wild = "*" in name or "?" in name
+        return sorted({*full, *short}) if wild else full or short
+    if any(_LABEL.fullmatch(host) for host in shorts):  # node1 may be the first of them, so only hosts count
+        return []
+    return [k for k in range(len(config.nodes)) if pattern.fullmatch(f"node{k}")]
+
+
+def _matches(pattern: re.Pattern[str], node: NodeConfig, host: str) -> bool:
+    logins = [login_text(user, host, port) for user in {None, node.user} for port in {None, node.port}]
+    return any(pattern.fullmatch(login.lower()) for login in logins)
+
+
+def _short(host: str) -> str:
+    """A host name without its domain; an address as it is."""
+    return host if _ADDRESS.fullmatch(host) else host.partition(".")[0].lower()
+
+
+def _hosts(config: ClusterConfig) -> str:
+    hosts = [node.host for node in config.nodes]
+    listed = shorten(fold(hosts), 200, placeholder=" …")
+    return f"{listed} (node0 to node{len(hosts) - 1})" if len(set(hosts)) < len(hosts) else listed
+
+
+def _master_is_left(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
+    first, master = config.nodes[0], config.run.master_addr
+    gone = first.host not in (node.host for node in left)
+    if gone and master in (first.host, first.address):
+        raise UsageError(
+            f"run.master_addr is {master}, and {first.host} is left out; "
+            f"give --master-addr {left[0].address or 'auto'}, as {left[0].host} is node0 now"
+        )

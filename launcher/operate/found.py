@@ -1,0 +1,127 @@
+"""Which run is meant: by id, by the beginning of an id, by its folder, or the newest; and what is known of it here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ClusterConfig
+from launcher.errors import ConfigError, FleetError, UsageError
+from launcher.plan import LaunchPlan
+from launcher.registry import LaunchFile, is_run_folder, known_runs, registry_folder
+from launcher.runfile import read_run
+from launcher.yaml_schema import load_config
+
+_LISTED = 6
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run, and what this machine knows of it."""
+
+    run_id: str
+    folder: Path | None  #: its run folder here; None: it was launched elsewhere and never collected here
+    launch: LaunchFile | None
+    plan: LaunchPlan | None  #: None when its launcher ended before there was one
+    config: ClusterConfig | None
+    result: Mapping[str, Any] | None  #: result.json here
+    config_given: Path | None = None  #: the cluster file by whose hosts it was found
+
+    @property
+    def words(self) -> str:
+        """The run as the commands we suggest name it."""
+        return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
+
+    @property
+    def needed_plan(self) -> LaunchPlan:
+        """The plan; raises FleetError where there is none."""
+        if self.plan is None:
+            raise FleetError(f"run {self.run_id} has no plan: its launcher ended before it was made, so nothing runs")
+        return self.plan
+
+    @property
+    def needed_config(self) -> ClusterConfig:
+        """The config with the logins; raises FleetError where there is none."""
+        if self.config is None:
+            raise FleetError(
+                f"run {self.run_id}: {self.folder} holds no config.yml, so its hosts are not known; give --config"
+            )
+        return self.config
+
+
+def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
+    """The run meant by ``run`` (None: the newest); raises UsageError when there is none, or several."""
+    if run is not None and "/" in run.rstrip("/"):
+        return read_folder(_given_folder(Path(run).expanduser()))
+    known = known_runs(runs_dirs)
+    if not known:
+        raise UsageError(_none_known(run, runs_dirs))
+    if run is None:
+        return read_folder(known[0])
+    wanted = run.rstrip("/")
+    exact = [folder for folder in known if folder.name == wanted]
+    close = exact or [folder for folder in known if folder.name.startswith(wanted)]
+    if len(close) == 1:
+        return read_folder(close[0])
+    if not close:
+        raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
+    if exact:
+        raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
+    raise UsageError(f"`{run}` begins the ids of {len(close)} runs ({_names(close)}); give more of it")
+
+
+def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
+    """The run's folder on this machine, if there is one."""
+    return next((folder for folder in known_runs(runs_dirs) if folder.name == run_id), None)
+
+
+def read_folder(folder: Path) -> FoundRun:
+    """What a run folder tells; raises FleetError when a file in it is damaged."""
+    launch = LaunchFile.read(folder)
+    plan_text, result_text = (_text(folder / name) for name in ("run.json", "result.json"))
+    plan = read_run(plan_text) if plan_text else None
+    result = json.loads(result_text) if result_text else None
+    return FoundRun(launch.run_id if launch else folder.name, folder, launch, plan, read_config_of(folder), result)
+
+
+def read_config_of(folder: Path) -> ClusterConfig | None:
+    """The config as the run has used it; files it sent need not be on this machine any more."""
+    path = folder / "config.yml"
+    if not path.is_file():
+        return None
+    try:
+        return load_config(path, ("run.files=[]",))
+    except ConfigError as error:
+        raise FleetError(f"the config that run {folder.name} has used cannot be read any more:\n{error}") from None
+
+
+def _given_folder(folder: Path) -> Path:
+    if is_run_folder(folder):
+        return folder
+    what = "holds no run (no launch.json, run.json or plan.json)" if folder.is_dir() else "is no folder"
+    raise UsageError(f"{folder} {what}; `gnnfleet runs` lists the runs known here")
+
+
+def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
+    places = ", ".join(map(str, [*runs_dirs, registry_folder()]))
+    wanted = f"run `{run}` is not" if run else "no run is"
+    return (
+        f"{wanted} known on this machine (looked in {places}); "
+        "for one that was launched elsewhere give its cluster file: --config cluster.yml"
+    )
+
+
+def _names(folders: Sequence[Path]) -> str:
+    more = ", …" if len(folders) > _LISTED else ""
+    return ", ".join(folder.name for folder in folders[:_LISTED]) + more
+
+
+def _paths(folders: Sequence[Path]) -> str:
+    return ", ".join(str(folder) for folder in folders[:_LISTED])
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

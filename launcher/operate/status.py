@@ -1,0 +1,149 @@
+"""``gnnfleet status``: one sentence that is true, and a row for each node and rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from launcher.operate.found import FoundRun, read_folder
+from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes
+from launcher.operate.views import NodeView, OpenRun
+
+_EVERY = 2.0  # seconds between two looks with --watch
+_STYLES = {
+    "running": "bold green",
+    "done": "bold green",
+    "failed": "bold red",
+    "never started": "bold red",
+    "unknown": "bold yellow",
+    "stopped": "bold yellow",
+}
+_NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment."""
+
+    found: FoundRun
+    verdict: Verdict
+    views: Mapping[int, NodeView]  #: empty when what is written here is the whole truth
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        launch = self.found.launch
+        return {
+            "run_id": self.found.run_id,
+            "state": self.verdict.state,
+            "sentence": self.verdict.sentence,
+            "exit_status": self.verdict.exit_status,
+            "folder": str(self.found.folder) if self.found.folder else None,
+            "launcher": {"by": launch.who, "pid": launch.pid, "stage": launch.stage, "alive": launch.alive()}
+            if launch
+            else None,
+            "nodes": [_node_json(view) for view in self.views.values()],
+            "notes": list(self.verdict.notes),
+            "next": list(self.verdict.next),
+        }
+
+
+def status_now(run: OpenRun) -> Status:
+    """The run as it is now; asks the nodes where that can matter."""
+    if known_without_nodes(run.found):
+        return Status(run.found, from_here(run.found), {})
+    views = run.look()
+    return Status(run.found, judge(run.found, views), views)
+
+
+def watch_status(run: OpenRun, console: Console) -> Status:
+    """Show the status every two seconds until the run has ended; Ctrl-C ends the watching alone."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            found = run.found
+            status = status_now(replace(run, found=read_folder(found.folder) if found.folder else found))
+            live.update(rendered(status), refresh=True)
+            if status.verdict.state not in ("running", "stopping", "preparing", "unknown"):
+                return status
+            try:
+                time.sleep(_EVERY)
+            except KeyboardInterrupt:
+                return status
+
+
+def rendered(status: Status) -> Group:
+    """The sentence, the table, what else is known, and what can be typed next."""
+    verdict = status.verdict
+    parts: list[Text | Table] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
+    if status.views:
+        parts.append(_table(status.views))
+    parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
+    parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
+    parts += [Text(f"next: {command}", "dim") for command in verdict.next]
+    if status.found.folder:
+        parts.append(Text(f"run folder: {status.found.folder}", "dim"))
+    return Group(*parts)
+
+
+def _table(views: Mapping[int, NodeView]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("node", "rank", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("epoch", "step", "seeds/s", "loss", "remote", "heartbeat"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for view in views.values():
+        for row in _rows(view):
+            table.add_row(*row)
+    return table
+
+
+def _rows(view: NodeView) -> Iterator[tuple[Text | str, ...]]:
+    """One row for each rank; of one that has not told a step, the node's state alone."""
+    state = Text(view.word, _NODE_STYLES.get(view.word, ""))
+    age = view.heartbeat_age
+    beat = f"{age:.1f} s ago" if age is not None else "–"
+    for i, rank in enumerate(view.node.ranks):
+        step = view.ranks.get(str(rank), {})
+        yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
+
+
+def _step_cells(step: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+    if step.get("epoch") is None:
+        return ("–",) * 5
+    where = f"{step['step'] + 1}/{step['steps']}"
+    return (
+        str(step["epoch"]),
+        where,
+        _number(step.get("seeds_per_s"), ",.0f"),
+        _number(step.get("loss"), ".4f"),
+        _number(step.get("remote_share"), ".0%"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _findings(views: Mapping[int, NodeView]) -> list[str]:
+    """What the nodes have noticed, each once, in order of time."""
+    told = [finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])]
+    texts = [str(finding["text"]) for finding in sorted(told, key=lambda finding: float(finding["t"]))]
+    return list(dict.fromkeys(texts))
+
+
+def _node_json(view: NodeView) -> dict[str, Any]:
+    return {
+        "node_rank": view.node.node_rank,
+        "target": view.node.target,
+        "state": view.word,
+        "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
+        "heartbeat_age": view.heartbeat_age,
+        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in view.node.ranks},
+        "findings": list((view.result or view.state or {}).get("findings") or []),
+    }

@@ -1,0 +1,263 @@
+"""What is true of a run, from what is written here and what its nodes say: one sentence, and what can be done next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from launcher.operate.found import FoundRun
+from launcher.operate.views import NodeView
+from launcher.registry import LaunchFile, last_sign
+from launcher.words import count
+
+State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
+Views = Mapping[int, NodeView]
+
+#: Of ``gnnfleet status``.
+EXIT_STATUS: Mapping[State, int] = {
+    "preparing": 0,
+    "running": 0,
+    "stopping": 0,
+    "done": 0,
+    "failed": 1,
+    "never started": 1,
+    "stopped": 130,
+    "unknown": 3,
+}
+_BEFORE_NODES = ("connect", "preflight", "partition", "sync")
+_DOING = {
+    "connect": "connecting to its nodes",
+    "preflight": "checking its nodes",
+    "partition": "making its parts",
+    "sync": "sending files to its nodes",
+    "start": "starting it",
+    "train": "following it",
+    "collect": "collecting its results",
+    "end": "ending",
+}
+_FROM_RESULT: Mapping[str, State] = {"done": "done", "failed": "failed", "interrupted": "stopped"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The truth about a run, as far as it can be known from here."""
+
+    state: State
+    sentence: str
+    notes: tuple[str, ...] = ()  #: what else a person should know
+    next: tuple[str, ...] = ()  #: commands that go on from here, to paste
+
+    @property
+    def exit_status(self) -> int:
+        return EXIT_STATUS[self.state]
+
+
+def known_without_nodes(found: FoundRun) -> bool:
+    """Whether what is written here already is the whole truth: the run is over, or nothing of it can have started."""
+    if found.plan is None:
+        return True
+    launch, result = found.launch, found.result
+    if result is not None and result["state"] in _FROM_RESULT and not result["notes"]:
+        return True
+    return launch is not None and launch.stage in _BEFORE_NODES and launch.alive() is not None
+
+
+def from_here(found: FoundRun) -> Verdict:
+    """The verdict where ``known_without_nodes``."""
+    if found.result is not None and found.result["state"] in _FROM_RESULT:
+        return _over_by_result(found, found.result)
+    if found.launch is not None and found.launch.alive() is None:
+        told = f"run {found.run_id} had not started when last heard of: {launcher_words(found)}"
+        return Verdict("unknown", told, (), (f"gnnfleet status {found.words}",))
+    if found.launch is not None and found.launch.alive():
+        return _preparing(found, found.launch)
+    return _never_started(found, "nothing of it runs on the nodes")
+
+
+def judge(found: FoundRun, views: Views) -> Verdict:
+    """The verdict when the nodes have been asked."""
+    everyone = list(views.values())
+    alive = [view for view in everyone if view.alive]
+    away = [view for view in everyone if not view.reached]
+    if alive:
+        return _running(found, everyone, alive, away)
+    if away:
+        return _cannot_know(found, everyone, away)
+    if all(view.result is None and not view.lost for view in everyone):
+        if found.launch is not None and found.launch.alive() and found.launch.stage in (*_BEFORE_NODES, "start"):
+            return _preparing(found, found.launch)
+        return _never_started(found, "nothing of it runs on the nodes, which have been asked")
+    return _over(found, everyone)
+
+
+def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], away: list[NodeView]) -> Verdict:
+    ending = [view for view in alive if view.word == "stopping"]
+    state: State = "stopping" if ending else "running"
+    verb = "is stopping" if ending else "trains" if any(view.word == "training" for view in alive) else "is starting"
+    plan = found.needed_plan
+    size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
+    where = progress_words(found, alive)
+    told = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
+    notes = [*_away_notes(away, alive), *(_ended_note(view) for view in everyone if view.reached and not view.alive)]
+    here = found.words
+    following = () if state == "stopping" else (f"gnnfleet logs {here} -f", f"gnnfleet stop {here}")
+    return Verdict(state, told, tuple(notes), (f"gnnfleet follow {here}", *following))
+
+
+def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]) -> Verdict:
+    reached = [view for view in everyone if view.reached]
+    if not reached:
+        told = f"whether run {found.run_id} still runs cannot be known: no node of it can be reached from here"
+    else:
+        rest = "the others have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
+        told = f"run {found.run_id}: {_names(away)} cannot be reached from here; {rest} nothing of it running any more"
+    notes = [*_away_notes(away, reached), *(_ended_note(view) for view in reached), _upper(launcher_words(found))]
+    return Verdict("unknown", told, tuple(notes), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
+
+
+def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
+    if found.result is not None and found.result["state"] in _FROM_RESULT:
+        return _over_by_result(found, found.result)
+    words = {view.word for view in everyone}
+    plan = found.needed_plan
+    size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
+    if words == {"done"}:
+        state, told = "done", f"run {found.run_id} is done on all {size}"
+    elif words & {"failed", "lost", "not started"}:
+        state, told = "failed", f"run {found.run_id} has failed ({size})"
+    else:
+        state, told = "stopped", f"run {found.run_id} was stopped ({size})"
+    notes = [note for note in map(_ended_note, everyone) if note]
+    why = first_cause(everyone)
+    told += f": {why}" if why else ""
+    return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
+
+
+def _over_by_result(found: FoundRun, result: Mapping[str, Any]) -> Verdict:
+    state = _FROM_RESULT[result["state"]]
+    told = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
+    by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
+    why = result_words(result)
+    sentence = f"run {found.run_id} {told}{by} after {seconds_words(result['seconds'])}{f': {why}' if why else ''}"
+    return Verdict(state, sentence, tuple(result["notes"]), _after(found, state, collected=True))
+
+
+def _after(found: FoundRun, state: State, *, collected: bool = False) -> tuple[str, ...]:
+    bring = () if collected else (f"gnnfleet collect {found.words}",)
+    return bring if state == "done" else (*bring, f"gnnfleet resume {found.words}")
+
+
+def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
+    told = f"run {found.run_id} is being prepared: its launcher ({_launcher(launch)}) has been {_DOING[launch.stage]} "
+    told += f"since {clock(launch.since)}; nothing of it runs on the nodes yet"
+    return Verdict("preparing", told, (), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
+
+
+def _never_started(found: FoundRun, nodes: str) -> Verdict:
+    told = f"run {found.run_id} never started: {launcher_words(found)}; {nodes}"
+    return Verdict("never started", told, (), (f"gnnfleet resume {found.words}",))
+
+
+def launcher_words(found: FoundRun) -> str:
+    """What became of the launcher, as a clause."""
+    launch = found.launch
+    if launch is None:
+        return "it was launched from another machine"
+    who, alive = _launcher(launch), launch.alive()
+    if launch.stage == "end":
+        return f"its launcher ({who}) has ended"
+    if launch.detached:
+        return f"its launcher ({who}) has left it to itself since {clock(launch.since)}"
+    if alive:
+        return f"its launcher ({who}) is {_DOING[launch.stage]}"
+    if alive is None:
+        return f"it was launched by {launch.who}, whose launcher cannot be seen from here"
+    gone = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
+    return f"its launcher ({who}) is gone: it ended while {_DOING[launch.stage]}, after {gone}"
+
+
+def _launcher(launch: LaunchFile) -> str:
+    return f"{launch.who}, pid {launch.pid}"
+
+
+def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
+    """``epoch 4 of 10, step 13/40``: where the slowest rank is; '' before the first step."""
+    steps = [rank for view in views for rank in view.ranks.values() if rank.get("epoch") is not None]
+    if not steps:
+        return ""
+    slowest = min(steps, key=lambda rank: (rank["epoch"], rank["step"]))
+    own = found.launch is not None and found.launch.own_command
+    of = f" of {found.config.train.epochs}" if found.config and not own else ""
+    return f"epoch {slowest['epoch']}{of}, step {slowest['step'] + 1}/{slowest['steps']}"
+
+
+def first_cause(views: Sequence[NodeView]) -> str:
+    """Why the run ended, by the words of the node where it began; '' when all went well."""
+    for view in views:
+        cause = (view.result or {}).get("cause")
+        if cause:
+            return f"{cause['name']} of node{cause['node_rank']}: {cause['reason']}"
+    told = [f"node{view.node.node_rank}: {why}" for view in views if (why := _why_ended(view))]
+    return told[0] if told else ""
+
+
+def result_words(result: Mapping[str, Any]) -> str:
+    """A finished run in a few words: its accuracy, or its first failure."""
+    first = result.get("first_failure")
+    if first:
+        who = f"rank {first['rank']} on " if first["rank"] is not None else ""
+        who += f"{first['name']} of " if not who and first["name"] != "node" else ""
+        return f"{who}node{first['node_rank']} ({first['host']}) {first['reason']}"
+    accuracy = result.get("metrics", {}).get("test_accuracy")
+    return f"test accuracy {accuracy:.4f}" if accuracy is not None else ""
+
+
+def _why_ended(view: NodeView) -> str:
+    if view.lost:
+        return view.lost
+    result = view.result or {}
+    return str(result.get("reason", "")) if result.get("state") in ("failed", "stopped") else ""
+
+
+def _ended_note(view: NodeView) -> str:
+    why = _why_ended(view)
+    return f"{view.node.label}: {view.word}" + (f" ({why})" if why else "")
+
+
+def _away_notes(away: Sequence[NodeView], others: Sequence[NodeView]) -> list[str]:
+    """Of each node out of reach: why, and what the other nodes know of it."""
+    notes = []
+    for view in away:
+        k = str(view.node.node_rank)
+        heard = [other for other in others if k in ((other.state or {}).get("peers") or {})]
+        told = f"{view.node.label} cannot be reached from here: {view.unreachable}"
+        if heard:
+            peer = heard[0].state["peers"][k]  # type: ignore[index]
+            told += f"; node{heard[0].node.node_rank} last heard of it {peer['age']:.0f} s ago ({peer['state']})"
+        notes.append(told)
+    return notes
+
+
+def _names(views: Sequence[NodeView]) -> str:
+    return ", ".join(view.node.label for view in views)
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def clock(when: float) -> str:
+    """``12:03:11``, or with the date when that is another day; this machine's time zone."""
+    then, today = time.localtime(when), time.localtime()
+    same_day = then[:3] == today[:3]
+    return time.strftime("%H:%M:%S" if same_day else "%Y-%m-%d %H:%M:%S", then)
+
+
+def seconds_words(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3 h 5 min``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,93 @@
+"""Bringing files here: many small ones in one answer, large ones one by one, nothing twice, nothing partial."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.collect import collect
+from launcher.errors import UnreachableError
+from launcher.transport.base import OnBytes
+from launcher.transport.local import LocalTransport
+from run_kit import make_launch, make_node
+
+
+class Counting(LocalTransport):
+    """Says what was asked of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.downloads: list[str] = []
+        self.runs = 0
+
+    def run(self, *args, **more):
+        self.runs += 1
+        return super().run(*args, **more)
+
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        self.downloads.append(source)
+        super().download(source, dest, on_bytes=on_bytes)
+
+
+@pytest.fixture
+def plan(tmp_path: Path):
+    """Two nodes that have run, the first with a checkpoint and output."""
+    made = make_launch([make_node(tmp_path, k, []) for k in range(2)])
+    for node in made.nodes:
+        top = Path(node.run_dir)
+        for name, text in {
+            f"logs/rank{node.node_rank}.log": f"2026-11-20T21:00:00.000Z hello of {node.node_rank}\n",
+            f"metrics-rank{node.node_rank}.jsonl": '{"t": 1.0, "kind": "result", "test_accuracy": 0.5}\n',
+            f"outcomes/rank{node.node_rank}.json": f'{{"name": "rank{node.node_rank}"}}',
+            "result.json": '{"state": "done"}',
+            "node.json": '{"token": "secret"}',
+            "service.key": "secret",
+        }.items():
+            (top / name).parent.mkdir(parents=True, exist_ok=True)
+            (top / name).write_text(text)
+    first = Path(made.nodes[0].run_dir)
+    (first / "output/deep").mkdir(parents=True)
+    for k in range(300):
+        (first / f"output/deep/{k}.txt").write_text(str(k))
+    (first / "checkpoints").mkdir()
+    (first / "checkpoints/last.pt").write_bytes(os.urandom(3 << 20))
+    return made
+
+
+def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_path) -> None:
+    lines, here = [Counting(), Counting()], tmp_path / "here"
+    collected = collect(plan, dict(enumerate(lines)), here)
+    assert collected.notes == ()
+    assert [line.runs for line in lines] == [1, 1]
+    assert lines[0].downloads == [f"{plan.nodes[0].run_dir}/checkpoints/last.pt"] and lines[1].downloads == []
+    assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
+    assert (here / "output/node0/deep/299.txt").read_text() == "299"
+    assert collected.metrics.result["test_accuracy"] == 0.5
+    assert collected.outcomes[1] == ({"name": "rank1"},)
+    assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")
+
+
+def test_again_brings_only_what_has_changed(plan, tmp_path) -> None:
+    here = tmp_path / "here"
+    collect(plan, {0: LocalTransport(), 1: LocalTransport()}, here)
+    log = Path(plan.nodes[1].run_dir) / "logs/rank1.log"
+    log.write_text(log.read_text() + "more\n")
+    before = {path: path.stat().st_ino for path in here.rglob("*") if path.is_file()}
+    line = Counting()
+    collect(plan, {0: line, 1: LocalTransport()}, here)
+    after = {path: path.stat().st_ino for path in here.rglob("*") if path.is_file()}
+    assert line.downloads == []
+    assert [path.name for path in before if before[path] != after[path]] == ["rank1.log"]
+    assert (here / "logs/node1/rank1.log").read_text().endswith("more\n")
+
+
+def test_a_node_out_of_reach_is_noted_and_the_rest_comes(plan, tmp_path) -> None:
+    lost = UnreachableError("no answer", host="gnn2", node_rank=1)
+    collected = collect(plan, {0: LocalTransport(), 1: lost}, tmp_path / "here")
+    (note,) = collected.notes
+    assert note == (
+        "node1 (local): its files could not be fetched (no answer); they stay there in " + plan.nodes[1].run_dir
+    )
+    assert (tmp_path / "here/logs/node0/rank0.log").exists()

@@ -14,7 +14,7 @@ from launcher.hostranges import RangeError, expand, fold
 Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
 
 _DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
-_NUMBERS = re.compile(r"[0-9]+(?:-[0-9]+)?")
+_MORE_DEVICES = re.compile(r"[0-9]+(?:-[0-9]+)?(?:@.*)?")
 _LABEL = re.compile(r"node[0-9]+")
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")
 
@@ -67,7 +67,7 @@ def _names(spec: str) -> Iterator[str]:
     """``a[1-2]:0,2,b`` as ``a1:0,2``, ``a2:0,2`` and ``b``; raises RangeError."""
     pieces: list[str] = []
     for word in re.split(r",(?![^\[]*\])", spec):
-        if pieces and _NUMBERS.fullmatch(word) and ":" in pieces[-1]:
+        if pieces and _MORE_DEVICES.fullmatch(word) and ":" in pieces[-1]:
             pieces[-1] += f",{word}"
         else:
             pieces.append(word.strip())
@@ -131,7 +131,7 @@ def _short(host: str) -> str:
 
 def _hosts(config: ClusterConfig) -> str:
     hosts = [node.host for node in config.nodes]
-    listed = shorten(fold(hosts), 200, placeholder=" …")
+    listed = shorten(fold(dict.fromkeys(hosts)), 200, placeholder=" …")
     return f"{listed} (node0 to node{len(hosts) - 1})" if len(set(hosts)) < len(hosts) else listed
 
 

@@ -34,6 +34,9 @@ from types import TracebackType
 
 from netns_tools import (
     SEARCH_PATH,
+    STATE,
+    Machine,
+    MemoryCgroup,
     NetnsError,
     Process,
     free_prefix,
@@ -42,16 +45,16 @@ from netns_tools import (
     kill_namespace,
     processes_of,
     public_key,
+    remove_leftovers,
     start_ticks,
     state,
     tool,
     unavailable,
 )
 
-__all__ = ["Host", "NetCluster", "NetnsError", "Process", "remove_leftovers", "unavailable"]
+__all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_leftovers", "unavailable"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STATE = Path("/var/tmp/gnnfleet-netns")  # neither /tmp nor /run, which every host has its own of
 OWN = ("/tmp", "/run", "/dev/shm")
 PASSWORD = "gnnfleet-netns"  # of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$P1s222gr1yoQ8ubuPOv62jq7YdT39s8j0yxulK05rQkM1KOPAUi765/7qR6tR17Au4w6M2CETeDoMuxdLhORz."
@@ -62,8 +65,9 @@ _serial = itertools.count()
 class Host:
     """One machine of the cluster. ``home`` is as seen on the host, see ``root_path``."""
 
-    def __init__(self, cluster: NetCluster, index: int):
-        self.cluster, self.index = cluster, index
+    def __init__(self, cluster: NetCluster, index: int, machine: Machine):
+        self.cluster, self.index, self.machine = cluster, index, machine
+        self.memory = MemoryCgroup(f"{cluster.name}h{index}") if machine.own_memory else None
         self.name = f"{cluster.name}h{index}"
         self.address = f"{cluster.prefix}.{10 + index}"
         self.home = str(cluster.folder / "home")
@@ -79,13 +83,14 @@ class Host:
         for name in ("etc", "home/.ssh", "keep"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         keygen(self.folder / "etc/host_key", self.name)
-        shutil.copy(self.cluster.identity.with_suffix(".pub"), self.folder / "home/.ssh/authorized_keys")
+        key = self.machine.authorized or self.cluster.identity.with_suffix(".pub")
+        shutil.copy(key, self.folder / "home/.ssh/authorized_keys")
         for name, text in self._etc().items():
             (self.folder / "etc" / name).write_text(text)
         (self.folder / "etc/shadow").chmod(0o600)
 
     def _etc(self) -> dict[str, str]:
-        password = PASSWORD_HASH if self.cluster.password else "*"
+        password = PASSWORD_HASH if self._takes_password else "*"
         accounts = [f"{user}:x:0:0::{self.home}:/bin/bash" for user in ("root", PASSWORD_USER)]
         shadow = [f"{user}:{password}:19000:0:99999:7:::" for user in ("root", PASSWORD_USER)]
         accounts += [line for line in Path("/etc/passwd").read_text().splitlines() if not line.startswith("root:")]
@@ -95,17 +100,22 @@ class Host:
         texts = {"passwd": accounts, "shadow": shadow, "hosts": hosts, "hostname": [self.name]}
         return {name: "\n".join(lines) + "\n" for name, lines in texts.items()} | {"sshd_config": self._sshd_config()}
 
+    @property
+    def _takes_password(self) -> bool:
+        return self.cluster.password or self.machine.password
+
     def _sshd_config(self) -> str:
         options = {
             "HostKey": str(self.cluster.folder / "etc/host_key"),
             "PermitRootLogin": "yes",
-            "PasswordAuthentication": "yes" if self.cluster.password else "no",
+            "PasswordAuthentication": "yes" if self._takes_password else "no",
             "StrictModes": "no",
             "UsePAM": "no",
             "UseDNS": "no",
             "PidFile": "none",
             "Subsystem": "sftp internal-sftp",
             **self.cluster.sshd_options,
+            **self.machine.sshd,
         }
         return "".join(f"{name} {value}\n" for name, value in options.items())
 
@@ -113,11 +123,16 @@ class Host:
         """Boot; returns at once, ``wait_until_up`` waits."""
         link, mac = self.name, "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(self.address))
         ip(f"netns add {self.name}")
-        ip(f"link add {link} type veth peer name eth0 address {mac} netns {self.name}")
-        ip(f"-n {self.name} addr add {self.address}/24 dev eth0")
+        inside = self.machine.interface
+        ip(f"link add {link} type veth peer name {inside} address {mac} netns {self.name}")
+        ip(f"-n {self.name} addr add {self.address}/24 dev {inside}")
         ip(f"-n {self.name} link set lo up")
-        ip(f"-n {self.name} link set eth0 up")
+        ip(f"-n {self.name} link set {inside} up")
+        if self.machine.behind is not None:  # no answer ever gets back to the operator
+            ip(f"-n {self.name} route add blackhole {self.cluster.prefix}.1/32")
         ip(f"link set {link} master {self.cluster.bridge} up")
+        if self.memory:
+            self.memory.make()
         with open(self.folder / "console.log", "ab") as console:
             self._process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, "unshare", "-m", "-p", "-u", "-f", "--kill-child"]
@@ -134,6 +149,7 @@ class Host:
         quote, folder = shlex.quote, self.cluster.folder
         kept = [(quote(str(path)), quote(f"{self.folder}/keep/{k}")) for k, path in enumerate(self.cluster.kept())]
         lines = ["set -e", f"hostname {self.name}", "mount -t proc proc /proc"]
+        lines += [*self.memory.mounts, f"echo 0 > {self.memory.processes}"] if self.memory else []
         lines += [f"mkdir -p {place}; mount --rbind {path} {place}" for path, place in kept]
         lines += [f"mount -t tmpfs -o mode={'755' if own == '/run' else '1777'} tmpfs {own}" for own in OWN]
         lines += [f"mkdir -p {path}; mount --move {place} {path}" for path, place in kept]
@@ -156,6 +172,8 @@ class Host:
             self.hide(path)
 
     def _answers(self) -> bool:
+        if self.machine.behind is not None:
+            return ":0016 " in ip(f"netns exec {self.name} cat /proc/net/tcp", check=False)
         with contextlib.suppress(OSError), socket.create_connection((self.address, 22), timeout=1.0) as line:
             return line.recv(4) == b"SSH-"
         return False
@@ -182,6 +200,8 @@ class Host:
         self.init_pid = 0
         ip(f"link del {self.name}", check=False)
         ip(f"netns del {self.name}", check=False)
+        if self.memory:
+            self.memory.remove()
 
     # --- use --------------------------------------------------------------------------
 
@@ -241,12 +261,17 @@ class Host:
         """Limit both directions to ``rate`` (in the words of ``tc``)."""
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
-        tool(["tc", "-n", self.name, "qdisc", "replace", "dev", "eth0", *shape.split()])
+        tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
         """Undo ``slow_link``."""
         tool(["tc", "qdisc", "del", "dev", self.name, "root"], check=False)
-        tool(["tc", "-n", self.name, "qdisc", "del", "dev", "eth0", "root"], check=False)
+        tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
+
+    def limit_memory(self, size: int | None) -> None:
+        """Have the kernel end processes once all of the host together take more than ``size`` bytes."""
+        assert self.memory is not None
+        self.memory.limit(size)
 
     def hide(self, path: str) -> None:
         """Make a file or folder vanish on this host only, as if it were not installed."""
@@ -273,6 +298,7 @@ class NetCluster:
     ``shared_folder``: a folder that all hosts and the operator see at the same path; made if missing.
     ``password``: sshd also takes PASSWORD, for root and for PASSWORD_USER.
     ``sshd_options``: lines of sshd_config, e.g. ``{"MaxSessions": "2"}``.
+    ``machines``: what single hosts have for themselves, by index.
     """
 
     def __init__(
@@ -282,6 +308,7 @@ class NetCluster:
         shared_folder: Path | None = None,
         password: bool = False,
         sshd_options: Mapping[str, str] | None = None,
+        machines: Mapping[int, Machine] | None = None,
     ):
         remove_leftovers()
         self.owner = os.getpid()
@@ -295,7 +322,7 @@ class NetCluster:
         self.identity = self.operator_home / ".ssh/id_ed25519"
         self.operator_ssh_config = self.operator_home / ".ssh/config"
         self.hosts: list[Host] = []
-        self.hosts = [Host(self, index) for index in range(count)]
+        self.hosts = [Host(self, index, (machines or {}).get(index, Machine())) for index in range(count)]
 
     def __enter__(self) -> NetCluster:
         atexit.register(self.close)
@@ -341,6 +368,7 @@ class NetCluster:
         blocks = [
             f"Host {host.name} {host.address}\n  HostName {host.address}\n  User root\n  IdentityFile {self.identity}\n"
             f"  IdentitiesOnly yes\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking yes\n"
+            + (f"  ProxyJump {self.hosts[host.machine.behind].name}\n" if host.machine.behind is not None else "")
             for host in self.hosts
         ]
         known.write_text(
@@ -366,20 +394,3 @@ class NetCluster:
             host.destroy()
         ip(f"link del {self.bridge}", check=False)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def remove_leftovers() -> None:
-    """Take down clusters whose process is gone (killed before it could clean up)."""
-    for owner in STATE.glob("gf*/owner"):
-        try:
-            pid, _, ticks = owner.read_text().partition(" ")
-        except FileNotFoundError:  # its owner has just removed it
-            continue
-        if start_ticks(int(pid)) == ticks:
-            continue
-        name = owner.parent.name
-        for folder in owner.parent.glob("h[0-9]*"):
-            kill_namespace(name + folder.name)
-            ip(f"netns del {name}{folder.name}", check=False)
-        ip(f"link del {name}b", check=False)
-        shutil.rmtree(owner.parent, ignore_errors=True)

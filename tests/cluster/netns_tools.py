@@ -9,10 +9,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+STATE = Path("/var/tmp/gnnfleet-netns")  # neither /tmp nor /run, which every host has its own of
 TOOLS = {
     "ip": "iproute2",
     "bridge": "iproute2",
@@ -24,6 +27,77 @@ TOOLS = {
     "nsenter": "util-linux",
 }
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What makes a host unlike the others."""
+
+    interface: str = "eth0"
+    sshd: Mapping[str, str] = field(default_factory=dict)  #: lines of sshd_config
+    authorized: Path | None = None  #: the public key that may log in, if not the operator's
+    password: bool = False  #: takes PASSWORD
+    behind: int | None = None  #: the operator reaches it only through that host
+    own_memory: bool = False  #: ``limit_memory`` works; needs a memory cgroup
+
+
+def no_memory_limits() -> str:
+    """Why hosts cannot have a memory limit here, or ''."""
+    probe = MemoryCgroup(f"gfprobe{os.getpid()}")
+    try:
+        probe.make()
+        probe.limit(None)
+    except OSError as error:
+        return f"no memory cgroup can be made here: {error}"
+    finally:
+        probe.remove()
+    return ""
+
+
+class MemoryCgroup:
+    """A memory cgroup of version 1 or 2, whichever this machine has."""
+
+    def __init__(self, name: str):
+        self._old = Path("/sys/fs/cgroup/memory")
+        self.folder = (self._old if self._old.is_dir() else Path("/sys/fs/cgroup")) / name
+        self.processes = self.folder / "cgroup.procs"
+
+    @property
+    def mounts(self) -> list[str]:
+        """Shell lines that show it in a namespace whose /sys is new."""
+        if not self._old.is_dir():
+            return ["mount -t cgroup2 cgroup2 /sys/fs/cgroup"]
+        return [
+            "mount -t tmpfs tmpfs /sys/fs/cgroup",
+            f"mkdir {self._old}",
+            f"mount -t cgroup -o memory cgroup {self._old}",
+        ]
+
+    def make(self) -> None:
+        if not self._old.is_dir():
+            (self.folder.parent / "cgroup.subtree_control").write_text("+memory")
+        self.folder.mkdir(exist_ok=True)
+
+    def limit(self, size: int | None) -> None:
+        """None: no limit."""
+        name, none = ("memory.limit_in_bytes", "-1") if self._old.is_dir() else ("memory.max", "max")
+        (self.folder / name).write_text(none if size is None else str(size))
+
+    def used(self) -> int:
+        """Bytes taken now."""
+        name = "memory.usage_in_bytes" if self._old.is_dir() else "memory.current"
+        return int((self.folder / name).read_text())
+
+    def remove(self) -> None:
+        for _ in range(100):  # the kernel takes a moment to let go of the last process
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.02)
+            else:
+                return
 
 
 def unavailable() -> str:
@@ -112,3 +186,20 @@ def tool(argv: Sequence[str], *, check: bool = True) -> str:
     if check and done.returncode:
         raise NetnsError(f"{shlex.join(argv)} exited {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def remove_leftovers() -> None:
+    """Take down clusters whose process is gone (killed before it could clean up)."""
+    for owner in STATE.glob("gf*/owner"):
+        try:
+            pid, _, ticks = owner.read_text().partition(" ")
+        except FileNotFoundError:  # its owner has just removed it
+            continue
+        if start_ticks(int(pid)) == ticks:
+            continue
+        name = owner.parent.name
+        for folder in owner.parent.glob("h[0-9]*"):
+            kill_namespace(name + folder.name)
+            ip(f"netns del {name}{folder.name}", check=False)
+        ip(f"link del {name}b", check=False)
+        shutil.rmtree(owner.parent, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""Random faults: the first cause is named, every node is clean within ten seconds, the exit status is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fault_kit import KINDS, Fault, FaultyCluster, draw
+from netns import NetCluster
+from netns_tools import no_memory_limits
+
+SEED = 4
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    if reason := no_memory_limits():
+        pytest.skip(reason)
+    with NetCluster(4, machines=FaultyCluster.machines()) as cluster:
+        yield FaultyCluster(cluster, tmp_path_factory.mktemp("faults"))
+
+
+def test_a_draw_has_every_kind_before_any_comes_again() -> None:
+    assert {fault.kind for fault in draw(len(KINDS), SEED)} == set(KINDS)
+    assert draw(20, SEED) == draw(20, SEED) != draw(20, SEED + 1)
+
+
+@pytest.mark.parametrize("fault", draw(len(KINDS), SEED), ids=str)
+def test_the_first_cause_is_named_and_everything_is_clean(faulty: FaultyCluster, fault: Fault) -> None:
+    verdict = faulty.run(fault)
+    assert not verdict.wrong, verdict
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_fifty_faults(faulty: FaultyCluster) -> None:
+    verdicts = [faulty.run(fault) for fault in draw(50, SEED + 1)]
+    wrong = [str(verdict) for verdict in verdicts if verdict.wrong]
+    assert not wrong, "\n".join(wrong)

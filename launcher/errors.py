@@ -11,12 +11,14 @@
     │   └── TransportError            the line to it
     │       ├── UnreachableError
     │       ├── AuthError
+    │       │   └── PasswordRefused   asked for once more
     │       ├── HostKeyError
     │       ├── CommandTimeout
     │       ├── ConnectionLost
     │       └── RemoteFileError   1   a file on the node cannot be read or written
     ├── SyncError                 1   a file could not be brought over, or differs
     ├── SessionError              1   a tmux session could not be started or stopped
+    ├── OutOfReach                1   no node answers any more; the run goes on without us
     └── Interrupted             130
 
 Every message says what, where and what to do; the command line prints it without a traceback.
@@ -100,6 +102,10 @@ class AuthError(TransportError):
     """Reached, but no key, agent or password was accepted."""
 
 
+class PasswordRefused(AuthError):
+    """A password or passphrase was wrong, or is wanted where only a passphrase was asked for."""
+
+
 class HostKeyError(TransportError):
     """The host's key is unknown under ``strict``, or differs from the known one."""
 
@@ -128,6 +134,10 @@ class SyncError(FleetError):
 
 class SessionError(FleetError):
     """A node's tmux session could not be started or stopped."""
+
+
+class OutOfReach(FleetError):
+    """A run that goes on cannot be followed any more."""
 
 
 class Interrupted(FleetError):

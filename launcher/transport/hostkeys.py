@@ -12,13 +12,14 @@ import fcntl
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import paramiko
 from paramiko.hostkeys import HostKeys
 
-from launcher.config import HostKeys as Mode
 from launcher.errors import HostKeyError
+from launcher.transport.hop import Hop
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class KnownKey:
     blob: bytes
     revoked: bool
     where: str  #: file:line
+    authority: bool = False  #: the key of one who signs host keys, not of a host
 
     def names(self, host: str) -> bool:
         """Whether the line is about ``host`` (a plain, hashed or wildcard name)."""
@@ -50,20 +52,27 @@ def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
     """All usable lines of the files that exist; other lines are passed over, as ssh does."""
     for path in paths:
         if path.is_file():
-            for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
-                if known := _parse(line, f"{path}:{number}"):
-                    yield known
+            found = path.stat()
+            yield from _lines_of(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=16)
+def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[KnownKey, ...]:
+    """Read once for all nodes, as long as the file stays the same."""
+    lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
+    return tuple(known for number, line in lines if (known := _parse(line, f"{path}:{number}")))
 
 
 def _parse(line: str, where: str) -> KnownKey | None:
     words = line.split()
     marker = words.pop(0) if words and words[0].startswith("@") else ""
-    if len(words) < 3 or words[0].startswith("#") or marker == "@cert-authority":
+    if len(words) < 3 or words[0].startswith("#"):
         return None
     try:
-        return KnownKey(words[0], words[1], base64.b64decode(words[2], validate=True), marker == "@revoked", where)
+        blob = base64.b64decode(words[2], validate=True)
     except binascii.Error:
         return None
+    return KnownKey(words[0], words[1], blob, marker == "@revoked", where, marker == "@cert-authority")
 
 
 def host_name(host: str, port: int) -> str:
@@ -71,20 +80,32 @@ def host_name(host: str, port: int) -> str:
     return host if port == 22 else f"[{host}]:{port}"
 
 
-class HostKeyCheck(paramiko.MissingHostKeyPolicy):
-    """Decides on the key a host shows. Raises ``HostKeyError``.
+def checking_mode(host_keys: str, hop: Hop) -> str:
+    """``ask`` and ``yes`` refuse what is unknown, ``accept-new`` learns it, ``no`` takes anything but learns it,
+    ``insecure`` looks at nothing."""
+    return {"auto": hop.checking, "strict": "yes"}.get(host_keys, host_keys)
+
+
+class HostKeyCheck:
+    """Decides on the key a host shows. Its errors name no node: a jump host is many nodes'.
 
     ``known`` holds the lines about this host under ``name``; a line without the port
     is good enough to accept a key, as with ``ssh``.
     """
 
-    def __init__(self, mode: Mode, host: str, port: int, files: Sequence[Path], target: str, node_rank: int | None):
-        self.mode, self.host, self.port = mode, host, port
-        self.name, self.files = host_name(host, port), tuple(files)
-        self.target, self.node_rank = target, node_rank
-        lines = list(read_known_hosts(self.files)) if mode != "insecure" else []
-        self.known = [line for line in lines if line.names(self.name)]
-        self._portless = [line for line in lines if line.names(host)]
+    def __init__(self, hop: Hop, host_keys: str):
+        self.mode = checking_mode(host_keys, hop)
+        self.host, self.port = (hop.key_name, 22) if hop.key_name else (hop.host, hop.port)
+        self.name, self.files = host_name(self.host, self.port), hop.known_hosts
+        lines = list(read_known_hosts(self.files)) if self.mode != "insecure" else []
+        self.known = [line for line in lines if line.names(self.name) and not line.authority]
+        self._portless = [line for line in lines if line.names(self.host) and not line.authority]
+        self._authorities = [line for line in lines if line.authority and line.names(self.name)]
+
+    @property
+    def needs_certificate(self) -> bool:
+        """Whether the host is known only by who signs its key, which paramiko cannot check."""
+        return bool(self._authorities) and not self.known
 
     def key_types(self) -> list[str]:
         """Types of the known keys, so that the host is asked for one that can be compared."""
@@ -93,45 +114,50 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             types += ["rsa-sha2-512", "rsa-sha2-256"] if line.type == "ssh-rsa" else [line.type]
         return list(dict.fromkeys(types))
 
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Called by paramiko for each key, as it is told of no known ones itself."""
+    def check(self, key: paramiko.PKey) -> None:
+        """Raises ``HostKeyError``."""
         if self.mode == "insecure":
             return
         blob = key.asbytes()
         same = [line for line in (*self.known, *self._portless) if line.blob == blob]
-        if any(line.revoked for line in same):
-            raise self._error(f"{_shown(key)} is marked as revoked in {same[0].where}", "do not use this host")
+        if self.mode != "no" and any(line.revoked for line in same):
+            raise HostKeyError(f"{_shown(key)} is marked as revoked in {same[0].where}", remedy="do not use this host")
         if same:
             return
         if others := [line for line in self.known if not line.revoked]:
+            if self.mode == "no":
+                return
             raise self._changed(key, others[0])
-        if self.mode == "strict":
+        if self.mode in ("yes", "ask"):
             raise self._unknown(key)
+        self._learn(key)
+
+    def _learn(self, key: paramiko.PKey) -> None:
         try:
             learn(self.files[0], self.name, key)
         except OSError as error:
-            raise self._error(
+            if self.mode == "no":
+                return
+            raise HostKeyError(
                 f"host key of {self.name} is new and cannot be written down: {self.files[0]}: {error.strerror}",
-                "make that file writable, or set UserKnownHostsFile in ~/.ssh/config",
+                remedy="make that file writable, or set UserKnownHostsFile in ~/.ssh/config",
             ) from error
 
     def _unknown(self, key: paramiko.PKey) -> HostKeyError:
         port = "" if self.port == 22 else f"-p {self.port} "
-        return self._error(
+        return HostKeyError(
             f"host key of {self.name} is not known: {_shown(key)}",
-            f"compare the fingerprint, then `ssh-keyscan {port}{self.host} >> {self.files[0]}` "
+            remedy=f"compare the fingerprint, then `ssh-keyscan {port}{self.host} >> {self.files[0]}` "
             f"or log in once with `ssh {port}{self.host}`; or set `host_keys: accept-new`",
         )
 
     def _changed(self, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
-        return self._error(
+        file = known.where.rpartition(":")[0]
+        return HostKeyError(
             f"host key of {self.name} has CHANGED: it shows {_shown(key)}, but {known.where} "
             f"has another {known.type} key. Somebody may be in between, or the machine was set up anew",
-            f"if you know that it was, `ssh-keygen -f {known.where.rpartition(':')[0]} -R '{self.name}'` and try again",
+            remedy=f"if you know that it was, `ssh-keygen -f {file} -R '{self.name}'` and try again",
         )
-
-    def _error(self, message: str, remedy: str) -> HostKeyError:
-        return HostKeyError(message, host=self.target, node_rank=self.node_rank, remedy=remedy)
 
 
 def _shown(key: paramiko.PKey) -> str:

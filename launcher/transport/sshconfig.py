@@ -1,58 +1,214 @@
-"""From a node of the config to a fabric ``Connection``: ~/.ssh/config, jump hosts, keys."""
+"""What ``ssh HOST`` would do: ~/.ssh/config and the system's, resolved for one host, with its jump hosts.
+
+paramiko's parser is quick, but does not know all of ssh_config. Where a config holds anything that
+it reads otherwise than OpenSSH does, ``ssh -G HOST`` is asked instead (4 ms a host).
+"""
 
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import shlex
-import socket
-from collections.abc import Iterator
-from functools import partial
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import paramiko
-from fabric import Config, Connection
-from fabric.connection import derive_shorthand
 
-from launcher.config import HostKeys, NodeConfig, login_text
-from launcher.errors import AuthError, TransportError
-from launcher.script import Secret
-from launcher.transport.hostkeys import HostKeyCheck
-
-# its tracebacks would go to the terminal; what they say is in our errors
-logging.getLogger("paramiko").addHandler(logging.NullHandler())
+from launcher.errors import TransportError
+from launcher.transport.hop import Hop, make_hop
 
 _SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
-_SYSTEM_KNOWN = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
-_USER_KNOWN = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
 _MAX_INCLUDES = 16  # as OpenSSH
-# authenticated ciphers first: 145 against 75 MB/s up on loopback, as no separate MAC is computed in Python
-_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
+_MAX_HOPS = 16
+_RESOLVE_TIMEOUT = 20.0  # Match exec and canonicalisation may ask the network
+
+#: Keywords that paramiko's parser reads as OpenSSH does, as long as no token, quote or comment is in the value.
+_READ = set(
+    "hostname port user identityfile certificatefile identityagent identitiesonly proxyjump userknownhostsfile "
+    "globalknownhostsfile stricthostkeychecking hostkeyalias addressfamily bindaddress connecttimeout "
+    "preferredauthentications pubkeyauthentication".split()
+)
+#: Keywords that do not decide whether, where and as whom one gets in.
+_IDLE = set(
+    "addkeystoagent batchmode checkhostip ciphers clearallforwardings compression connectionattempts controlmaster "
+    "controlpath controlpersist dynamicforward escapechar exitonforwardfailure fingerprinthash forwardagent forwardx11 "
+    "forwardx11timeout forwardx11trusted gatewayports gssapiauthentication gssapidelegatecredentials hashknownhosts "
+    "ipqos kbdinteractiveauthentication kexalgorithms localcommand localforward loglevel logverbose macs "
+    "numberofpasswordprompts obscurekeystroketiming passwordauthentication permitlocalcommand rekeylimit "
+    "remoteforward requesttty sendenv serveralivecountmax serveraliveinterval setenv tcpkeepalive updatehostkeys "
+    "visualhostkey xauthlocation".split()
+)
 
 
-def load_ssh_config() -> paramiko.SSHConfig:
-    """The user's and the system's ssh config, in that order, with ``Include`` followed."""
-    lines = [*_included(Path("~/.ssh/config").expanduser(), 0), "Host *", *_included(_SYSTEM_CONFIG, 0)]
-    return paramiko.SSHConfig.from_text("\n".join(lines))
+@dataclass(frozen=True)
+class SshConfig:
+    """The config files as they were when read; ``stamps`` tells when they have changed."""
+
+    lines: tuple[str, ...]
+    stamps: Mapping[Path, tuple[int, int] | None]
+    resolved: dict[tuple[str, str | None, int | None], Hop] = field(default_factory=dict)
+
+    def is_current(self) -> bool:
+        return all(_stamp(path) == stamp for path, stamp in self.stamps.items())
+
+    @cached_property
+    def parsed(self) -> paramiko.SSHConfig:
+        """Raises ``paramiko.SSHException`` for a line that is none."""
+        return paramiko.SSHConfig.from_text("\n".join(self.lines))
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether paramiko's parser is good enough for it."""
+        keys = {key for key, _ in map(_key_and_value, self.lines)}
+        both = {"proxyjump", "proxycommand"} <= keys  # the one that comes first wins
+        return not both and all(_is_plain(*_key_and_value(line)) for line in self.lines)
 
 
-def _included(path: Path, depth: int) -> Iterator[str]:
+_lock = threading.Lock()
+_current: dict[str, SshConfig] = {}  # by home folder
+
+
+def read_ssh_config() -> SshConfig:
+    """The user's and the system's config, ``Include`` followed; read again only when a file has changed."""
+    home = os.path.expanduser("~")
+    with _lock:
+        known = _current.get(home)
+        if known is None or not known.is_current():
+            stamps: dict[Path, tuple[int, int] | None] = {}
+            lines = [*_included(Path(home, ".ssh/config"), 0, stamps), "Host *"]
+            known = _current[home] = SshConfig((*lines, *_included(_SYSTEM_CONFIG, 0, stamps)), stamps)
+        return known
+
+
+def find_way(name: str, user: str | None = None, port: int | None = None) -> tuple[Hop, ...]:
+    """All machines on the way to ``name``, jump hosts first. Raises ``TransportError`` for an unusable config."""
+    config = read_ssh_config()
+    way = [_resolve(config, name, user, port)]
+    jumps: Sequence[str] = way[0].jumps
+    seen = {name}
+    while jumps and len(way) < _MAX_HOPS:
+        jump_user, jump, jump_port = split_destination(jumps[-1])
+        if jump in seen:  # `Host *` with a ProxyJump: the jump host itself is reached directly
+            break
+        seen.add(jump)
+        way.insert(0, _resolve(config, jump, jump_user, jump_port))
+        jumps = jumps[:-1] or way[0].jumps
+    return tuple(way)
+
+
+@contextmanager
+def labelled(node_rank: int | None) -> Iterator[None]:
+    """Errors of the block name the node, too."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(error.message, host=error.host, node_rank=node_rank, remedy=error.remedy) from error
+
+
+def split_destination(text: str) -> tuple[str | None, str, int | None]:
+    """User, host and port of ``[ssh://][user@]host[:port]``."""
+    user, _, rest = text.strip().removeprefix("ssh://").rpartition("@")
+    host, port = rest, ""
+    if rest.startswith("["):
+        host, _, port = rest[1:].partition("]")
+        port = port.removeprefix(":")
+    elif rest.count(":") == 1:
+        host, _, port = rest.partition(":")
+    return user or None, host, int(port) if port.isdigit() else None
+
+
+def ssh_program() -> str | None:
+    """The OpenSSH client, if there is one."""
+    return shutil.which("ssh")
+
+
+def ssh_argv(user: str | None, port: int | None) -> list[str]:
+    """The words before the host name for OpenSSH to see the same config and login as we do."""
+    argv = [ssh_program() or "ssh"]
+    if os.path.expanduser("~") != os.path.expanduser(f"~{_local_user()}"):  # it looks into the home of /etc/passwd
+        config = os.path.expanduser("~/.ssh/config")
+        argv += ["-F", config if os.path.isfile(config) else "none"]
+    argv += ["-l", user] if user else []
+    return argv + (["-p", str(port)] if port else [])
+
+
+def _local_user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def _resolve(config: SshConfig, name: str, user: str | None, port: int | None) -> Hop:
+    key = (name, user, port)
+    if key not in config.resolved:
+        try:
+            plain = config.is_plain or ssh_program() is None
+            options = _by_paramiko(config, name) if plain else _by_openssh(name, user, port)
+        except (paramiko.SSHException, OSError, ValueError, subprocess.SubprocessError) as error:
+            raise TransportError(f"~/.ssh/config cannot be used: {error}", host=name) from error
+        config.resolved[key] = make_hop(name, user, port, options)
+    return config.resolved[key]
+
+
+def _by_paramiko(config: SshConfig, name: str) -> dict[str, list[str]]:
+    found = config.parsed.lookup(name)
+    return {key: [value] if isinstance(value, str) else list(value) for key, value in found.items() if value}
+
+
+def _by_openssh(name: str, user: str | None, port: int | None) -> dict[str, list[str]]:
+    """What ``ssh -G`` prints; raises ``OSError`` with ssh's words for a config that it refuses."""
+    done = subprocess.run(
+        [*ssh_argv(user, port), "-T", "-G", "--", name],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_RESOLVE_TIMEOUT,
+    )
+    if done.returncode:
+        raise OSError("; ".join(done.stderr.strip().splitlines()) or f"ssh -G exited {done.returncode}")
+    options: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return _with_own_home(options)
+
+
+def _with_own_home(options: dict[str, list[str]]) -> dict[str, list[str]]:
+    """ssh expands ``~`` to the home in /etc/passwd; ours is $HOME."""
+    theirs, ours = os.path.expanduser(f"~{_local_user()}"), os.path.expanduser("~")
+    for key in ("userknownhostsfile", "identityfile", "certificatefile") if theirs != ours else ():
+        values = [" ".join(_rehomed(word, theirs, ours) for word in value.split()) for value in options.get(key, [])]
+        options.update({key: values} if values else {})
+    return options
+
+
+def _rehomed(path: str, theirs: str, ours: str) -> str:
+    return f"{ours}/.ssh/" + path.removeprefix(f"{theirs}/.ssh/") if path.startswith(f"{theirs}/.ssh/") else path
+
+
+def _included(path: Path, depth: int, stamps: dict[Path, tuple[int, int] | None]) -> Iterator[str]:
     """Lines of ``path``; after an included file the block it stood in goes on."""
+    stamps[path] = _stamp(path)
     if not path.is_file() or depth > _MAX_INCLUDES:
         return
     block = "Host *"
-    for line in path.read_text().splitlines():
-        words = line.replace("=", " ", 1).split()
-        if not words or words[0].lower() != "include":
-            if words and words[0].lower() in ("host", "match"):
-                block = line
+    for line in path.read_text(errors="replace").splitlines():
+        key, value = _key_and_value(line)
+        if key != "include":
+            block = line if key in ("host", "match") else block
             yield line
             continue
-        for pattern in words[1:]:
-            for found in sorted(glob.glob(str(_include_base(path) / Path(pattern.strip('"')).expanduser()))):
-                yield from _included(Path(found), depth + 1)
+        for pattern in shlex.split(value):
+            place = str(_include_base(path) / Path(pattern).expanduser())
+            stamps[Path(place).parent] = _stamp(Path(place).parent)  # a new file there is noticed
+            for found in sorted(glob.glob(place)):
+                yield from _included(Path(found), depth + 1, stamps)
         yield block
 
 
@@ -60,164 +216,25 @@ def _include_base(path: Path) -> Path:
     return path.parent if path.is_relative_to("/etc/ssh") else Path("~/.ssh").expanduser()
 
 
-def make_connection(
-    node: NodeConfig, host_keys: HostKeys, password: Secret | None, *, node_rank: int | None, timeout: float
-) -> Connection:
-    """A connection, not yet open. Raises ``AuthError`` for a key file that cannot be used."""
+def _stamp(path: Path) -> tuple[int, int] | None:
     try:
-        config = Config(lazy=True, ssh_config=load_ssh_config())
-    except (paramiko.SSHException, OSError) as error:
-        raise TransportError(f"~/.ssh/config cannot be used: {error}", host=node.host, node_rank=node_rank) from error
-    # the banner's is shorter than the handshake's, so that it is the one that speaks
-    limits = {"banner_timeout": 0.8 * timeout, "auth_timeout": timeout, "channel_timeout": timeout}
-    connection = Connection(
-        node.host,
-        user=node.user,
-        port=node.port,
-        config=config,
-        gateway=_gateway(node.host, config, (node.host,)),
-        forward_agent=False,
-        connect_timeout=max(1, round(timeout)),
-        connect_kwargs={**limits, **_explicit_auth(node, password)},
-    )
-    check_key_files(connection, node, password, node_rank)
-    for hop in hops(connection):
-        if hop is not connection:
-            hop.connect_timeout = connection.connect_timeout
-            hop.connect_kwargs = {**limits, "key_filename": _existing(hop)}
-        _arm(hop, host_keys, connection_target(connection), node_rank)
-    return connection
-
-
-def connection_target(connection: Connection) -> str:
-    """``user@host:port`` as resolved."""
-    return login_text(connection.user, connection.host, connection.port if connection.port != 22 else None)
-
-
-def hops(connection: Connection) -> Iterator[Connection]:
-    """The connection, then the jump hosts behind it."""
-    hop: Any = connection
-    while isinstance(hop, Connection):
-        yield hop
-        hop = hop.gateway
-
-
-def _gateway(host: str, config: Config, seen: tuple[str, ...]) -> Connection | str | bool:
-    """What ``ProxyJump``/``ProxyCommand`` ask for; jump hosts are visited in the order written."""
-    options = config.base_ssh_config.lookup(host)
-    jump, command = options.get("proxyjump", "none"), options.get("proxycommand", "none")
-    if jump.lower() == "none":
-        return False if command.lower() == "none" else command
-    gateway: Connection | str | bool = False
-    for number, hop in enumerate(jump.split(",")):
-        hop = hop.strip().removeprefix("ssh://")
-        name = derive_shorthand(hop)["host"]
-        if name in seen:  # `Host *` with a ProxyJump: the jump host itself is reached directly
-            return gateway
-        if number == 0:
-            gateway = _gateway(name, config, (*seen, name))
-        gateway = Connection(hop, config=config.clone(), gateway=gateway, forward_agent=False)
-    return gateway
-
-
-def _explicit_auth(node: NodeConfig, password: Secret | None) -> dict[str, Any]:
-    """With a password and no key, only the password is tried: servers count wrong keys as failures.
-
-    What unlocks a key is a passphrase, which must not be shown to the server as a password.
-    """
-    key = Path(node.key).expanduser() if node.key else None
-    auth: dict[str, Any] = {"key_filename": [str(key)] if key else []}
-    if password is not None:
-        name = "passphrase" if key and key.is_file() and _encrypted(key) else "password"
-        auth |= {name: password.reveal(), "allow_agent": False, "look_for_keys": False}
-    elif node.key:
-        auth["look_for_keys"] = False
-    return auth
-
-
-def check_key_files(connection: Connection, node: NodeConfig, password: Secret | None, node_rank: int | None) -> None:
-    """Say before connecting what is wrong with ``key``; pass over what ssh config names in vain, as ssh does."""
-    if node.key:
-        if problem := key_problem(Path(node.key).expanduser(), password):
-            raise AuthError(problem[0], host=connection_target(connection), node_rank=node_rank, remedy=problem[1])
-        connection.connect_kwargs["key_filename"] = connection.connect_kwargs["key_filename"][:1]
-    else:
-        connection.connect_kwargs["key_filename"] = [] if password is not None else _existing(connection)
-
-
-def _existing(connection: Connection) -> list[str]:
-    named = connection.ssh_config.get("identityfile", [])
-    return [path for path in map(os.path.expanduser, named) if os.access(path, os.R_OK)]
-
-
-def key_problem(path: Path, password: Secret | None) -> tuple[str, str] | None:
-    """(what, remedy) when the private key at ``path`` cannot be used, else None."""
-    if not path.is_file():
-        return f"key file {path} does not exist", "correct `key` in the config"
-    if not os.access(path, os.R_OK):
-        return f"key file {path} cannot be read", "check its owner and mode"
-    try:
-        unlocked = _unlocks(path, password.reveal() if password is not None else None)
-    except paramiko.PasswordRequiredException:
-        if "SSH_AUTH_SOCK" in os.environ:
-            return None
-        return (
-            f"key file {path} is encrypted and no ssh-agent is running",
-            f"start one (`eval $(ssh-agent)`) and `ssh-add {shlex.quote(str(path))}`, "
-            "or set `password: true` to be asked for the passphrase",
-        )
-    if unlocked:
+        found = path.stat()
+    except OSError:
         return None
-    if password is not None and _encrypted(path):
-        return f"wrong passphrase for key file {path}", "try again"
-    hint = " (it looks like the public half)" if path.suffix == ".pub" else ""
-    return f"key file {path} holds no RSA, ECDSA or Ed25519 private key{hint}", "correct `key` in the config"
+    return found.st_mtime_ns, found.st_size
 
 
-def _unlocks(path: Path, passphrase: str | None) -> bool:
-    """Whether paramiko can read the private key; raises ``PasswordRequiredException`` when it is locked."""
-    for kind in (paramiko.RSAKey, paramiko.ECDSAKey, paramiko.Ed25519Key):
-        try:
-            kind.from_private_key_file(str(path), passphrase)
-        except paramiko.PasswordRequiredException:
-            raise
-        except (paramiko.SSHException, ValueError):
-            continue
-        return True
-    return False
+def _key_and_value(line: str) -> tuple[str, str]:
+    """Keyword in lower case and the rest; ("", "") for a comment."""
+    words = line.strip().replace("=", " ", 1).split(None, 1)
+    if not words or words[0].startswith("#"):
+        return "", ""
+    return words[0].lower(), words[1].strip() if len(words) > 1 else ""
 
 
-def _encrypted(path: Path) -> bool:
-    try:
-        _unlocks(path, None)
-    except paramiko.PasswordRequiredException:
-        return True
-    return False
-
-
-def _arm(connection: Connection, host_keys: HostKeys, target: str, node_rank: int | None) -> None:
-    """Give one hop its host key check and our preferred algorithms."""
-    options = connection.ssh_config
-    files = [*_known_files(options, "userknownhostsfile", _USER_KNOWN)]
-    files += _known_files(options, "globalknownhostsfile", _SYSTEM_KNOWN)
-    alias = options.get("hostkeyalias")
-    name, port = (alias, 22) if alias else (connection.host, connection.port)
-    check = HostKeyCheck(host_keys, name, port, files, target, node_rank)
-    connection.client.set_missing_host_key_policy(check)
-    connection.connect_kwargs["transport_factory"] = partial(_transport, check.key_types())
-
-
-def _known_files(options: paramiko.SSHConfigDict, option: str, default: tuple[str, ...]) -> list[Path]:
-    names = shlex.split(options.get(option, "")) or default
-    return [Path(os.devnull if name.lower() == "none" else name).expanduser() for name in names]
-
-
-def _transport(known_types: list[str], sock: Any, **kwargs: Any) -> paramiko.Transport:
-    if isinstance(sock, socket.socket):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each command waits 40 ms for an ACK
-    transport = paramiko.Transport(sock, **kwargs)
-    options = transport.get_security_options()
-    options.ciphers = sorted(options.ciphers, key=lambda name: name not in _CIPHERS)
-    usable = [name for name in known_types if name in options.key_types]
-    options.key_types = [*usable, *(name for name in options.key_types if name not in usable)]
-    return transport
+def _is_plain(key: str, value: str) -> bool:
+    if key == "proxycommand":
+        return "#" not in value and '"' not in value
+    if key in ("", "host") or key in _READ:
+        return not set(value) & set("\"'#%$\\")
+    return key in _IDLE

@@ -7,22 +7,27 @@ import os
 import socket
 
 import paramiko
-from fabric import Connection
 from paramiko.ssh_exception import NoValidConnectionsError
 
-from launcher.errors import AuthError, ConnectionLost, TransportError, UnreachableError
-from launcher.transport.sshconfig import connection_target, hops
+from launcher.errors import AuthError, ConnectionLost, HostKeyError, PasswordRefused, TransportError, UnreachableError
+from launcher.transport.hop import Hop
+from launcher.transport.line import LINE_ERRORS, HopFailed
+from launcher.transport.login import LoginRefused
 
-LINE_ERRORS = (paramiko.SSHException, EOFError, OSError)
+__all__ = ["LINE_ERRORS", "connect_error", "line_error", "relabelled", "was_dropped"]
 
 
-def connect_error(error: Exception, connection: Connection, timeout: float, node_rank: int | None) -> TransportError:
-    """The error to raise when ``connection.open()`` raised ``error``."""
-    hop = failed_hop(connection)
-    kind, what, remedy = _explain(error, hop, timeout)
-    if hop is not connection:
-        what = f"jump host {connection_target(hop)}: {what}"
-    return kind(what, host=connection_target(connection), node_rank=node_rank, remedy=remedy)
+def connect_error(failed: HopFailed, way: tuple[Hop, ...], timeout: float, node_rank: int | None) -> TransportError:
+    """The error to raise when ``failed`` came up on the way to the last hop."""
+    kind, what, remedy = _explain(failed, way, timeout)
+    if failed.hop != way[-1]:
+        what = f"jump host {failed.hop.target}: {what}"
+    return kind(what, host=way[-1].target, node_rank=node_rank, remedy=remedy)
+
+
+def relabelled(error: HostKeyError, host: str, node_rank: int | None) -> HostKeyError:
+    """The same, said of one node."""
+    return HostKeyError(error.message, host=host, node_rank=node_rank, remedy=error.remedy)
 
 
 def was_dropped(error: Exception) -> bool:
@@ -32,12 +37,6 @@ def was_dropped(error: Exception) -> bool:
     if "protocol banner" in str(error):
         return not isinstance(error.__context__, TimeoutError)
     return isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
-
-
-def failed_hop(connection: Connection) -> Connection:
-    """The first machine on the way that is not connected."""
-    chain = list(hops(connection))
-    return next((hop for hop in reversed(chain) if not hop.is_connected), connection)
 
 
 def line_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
@@ -58,65 +57,72 @@ def line_error(error: Exception, alive: bool, target: str, node_rank: int | None
     )
 
 
-def _explain(error: Exception, hop: Connection, timeout: float) -> tuple[type[TransportError], str, str]:
-    if isinstance(error, paramiko.AuthenticationException) or _during_login(error, hop):
-        return AuthError, *_auth(error, hop)
+def _explain(failed: HopFailed, way: tuple[Hop, ...], timeout: float) -> tuple[type[TransportError], str, str]:
+    error, hop = failed.error, failed.hop
+    if isinstance(error, LoginRefused):
+        return _refused(error, hop)
+    if isinstance(error, paramiko.AuthenticationException) or failed.reached:
+        return AuthError, f"the host hung up during login of {hop.user} ({error})", _by_hand(hop)
     if isinstance(error, paramiko.ChannelException):
-        return UnreachableError, *_through_jump(error, hop)
+        return UnreachableError, *_through_jump(error, hop, way)
     return UnreachableError, *_unreachable(error, hop, timeout)
 
 
-def _during_login(error: Exception, hop: Connection) -> bool:
-    """Whether all but the login worked. paramiko may then raise what its last key parser said."""
-    line = hop.client.get_transport()
-    return isinstance(error, paramiko.SSHException) and line is not None and line.is_active() and line.initial_kex_done
+def _by_hand(hop: Hop) -> str:
+    return f"see what `ssh -v {hop.as_ssh_words}` says"
 
 
-def _auth(error: Exception, hop: Connection) -> tuple[str, str]:
-    by_hand = f"see what `ssh -v {_ssh_words(hop)}` says"
-    if isinstance(error, paramiko.PasswordRequiredException):
+def _refused(error: LoginRefused, hop: Hop) -> tuple[type[TransportError], str, str]:
+    offered, words = _offered(error, hop), hop.as_ssh_words
+    if error.wants_password:
+        return PasswordRefused, f"the host also wants a password of {hop.user} (after {offered})", "give it when asked"
+    if error.password_tried:
+        return PasswordRefused, f"password of {hop.user} was not accepted", "check user and password, then try again"
+    if error.allowed and "publickey" not in error.allowed:
+        allowed = ", ".join(error.allowed)
+        remedy = f"set `password: true` to be asked for it; {_by_hand(hop)}"
+        if not {"password", "keyboard-interactive"} & set(error.allowed):
+            remedy = f"set up {allowed}; {_by_hand(hop)}"
+        return AuthError, f"the host accepts only {allowed} for {hop.user} (tried {offered})", remedy
+    if error.locked:
         return (
-            f"no key was accepted; one is encrypted and was not usable (tried {tried(hop)})",
-            f"`ssh-add` it to an ssh-agent, or set `key` and `password: true`; {by_hand}",
+            AuthError,
+            f"no key was accepted for {hop.user}; {error.locked[0]} is encrypted and was not usable (tried {offered})",
+            f"`ssh-add` it to an ssh-agent, or set `key` and `password: true`; {_by_hand(hop)}",
         )
-    if isinstance(error, paramiko.BadAuthenticationType):
-        allowed = ", ".join(error.allowed_types)
-        return f"the host accepts only {allowed} for {hop.user} (tried {tried(hop)})", f"set up {allowed}; {by_hand}"
-    if "saw EOF" in str(error) or "timeout" in str(error).lower():
-        return f"the host hung up during login of {hop.user} ({error})", by_hand
-    if hop.connect_kwargs.get("password"):
-        return f"password of {hop.user} was not accepted", "check user and password, then try again"
+    if error.credentials.password is not None:
+        return (
+            AuthError,
+            f"the host accepts only {', '.join(error.allowed)} for {hop.user} (tried {offered})",
+            (f"set up {', '.join(error.allowed)}; {_by_hand(hop)}"),
+        )
     return (
-        f"no key was accepted for {hop.user} (tried {tried(hop)})",
-        f"`ssh-copy-id {_ssh_words(hop)}`, or set `key` or `password: true`; {by_hand}",
+        AuthError,
+        f"no key was accepted for {hop.user} (tried {offered})",
+        f"`ssh-copy-id {words}`, or set `key` or `password: true`; {_by_hand(hop)}",
     )
 
 
-def tried(hop: Connection) -> str:
+def _offered(error: LoginRefused, hop: Hop) -> str:
     """What was offered at login, for a person."""
-    options = hop.connect_kwargs
-    offered = [str(path) for path in options.get("key_filename", [])]
-    if options.get("allow_agent", True):
-        keys = len(paramiko.Agent().get_keys()) if "SSH_AUTH_SOCK" in os.environ else 0
-        offered.append(f"{keys} keys of the ssh-agent" if keys else "no ssh-agent")
-    if options.get("look_for_keys", True):
-        home = os.path.expanduser("~/.ssh")
-        usual = [f"{home}/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")]
-        offered += [path for path in usual if os.path.isfile(path)] or [f"no key in {home}"]
-    if options.get("password"):
-        offered.append("the password")
+    offered = list(error.offered)
+    if not any("agent" in each for each in offered):
+        offered.append("no key of the ssh-agent" if os.path.exists(hop.agent or os.devnull + "/") else "no ssh-agent")
+    if not any(os.path.sep in each for each in offered):
+        folders = dict.fromkeys(os.path.dirname(path) for path in hop.identity_files)
+        offered += [f"no key in {folder}" for folder in folders]
     return ", ".join(dict.fromkeys(offered))
 
 
-def _through_jump(error: paramiko.ChannelException, hop: Connection) -> tuple[str, str]:
-    via = connection_target(hop.gateway) if isinstance(hop.gateway, Connection) else "the jump host"
+def _through_jump(error: paramiko.ChannelException, hop: Hop, way: tuple[Hop, ...]) -> tuple[str, str]:
+    via = way[way.index(hop) - 1].target
     return (
         f"{via} could not open a line to {hop.host}:{hop.port} ({error.text})",
         f"try `ssh {via} nc -z {hop.host} {hop.port}`; AllowTcpForwarding must be on there",
     )
 
 
-def _unreachable(error: Exception, hop: Connection, timeout: float) -> tuple[str, str]:
+def _unreachable(error: Exception, hop: Hop, timeout: float) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
         return f"name {hop.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
     if isinstance(error, TimeoutError):
@@ -128,6 +134,11 @@ def _unreachable(error: Exception, hop: Connection, timeout: float) -> tuple[str
         return _no_socket({e.errno for e in error.errors.values() if isinstance(e, OSError)}, error, hop)
     if isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH):
         return _no_socket({error.errno}, error, hop)
+    if hop.proxy_command and (was_dropped(error) or "protocol banner" in str(error)):
+        return (
+            f"ProxyCommand `{hop.proxy_command}` ended without a line to an SSH server",
+            "run it by hand; it must print `SSH-2.0-…`",
+        )
     if "protocol banner" in str(error) and isinstance(error.__context__, TimeoutError):
         return f"port {hop.port} is open, but no SSH server speaks there", "check `port`"
     if "No existing session" in str(error):
@@ -137,17 +148,12 @@ def _unreachable(error: Exception, hop: Connection, timeout: float) -> tuple[str
             f"port {hop.port} answered, then hung up before login ({error})",
             "is that sshd? a busy one drops newcomers (MaxStartups, fail2ban)",
         )
-    return f"SSH failed: {error or type(error).__name__}", f"see what `ssh -v {_ssh_words(hop)}` says"
+    return f"SSH failed: {error or type(error).__name__}", _by_hand(hop)
 
 
-def _no_socket(numbers: set[int | None], error: Exception, hop: Connection) -> tuple[str, str]:
+def _no_socket(numbers: set[int | None], error: Exception, hop: Hop) -> tuple[str, str]:
     if errno.ECONNREFUSED in numbers:
         return f"connection refused on port {hop.port}", "is sshd running there, and on that port?"
     if numbers & {errno.EHOSTUNREACH, errno.ENETUNREACH}:
         return f"no route to {hop.host}", "is the machine up and in a network you can reach?"
     return f"cannot connect to port {hop.port}: {error}", "check host and port"
-
-
-def _ssh_words(hop: Connection) -> str:
-    port = f"-p {hop.port} " if hop.port != 22 else ""
-    return f"{port}{hop.user}@{hop.host}"

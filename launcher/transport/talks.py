@@ -17,7 +17,7 @@ from launcher.transport.base import Completed, Talk
 from launcher.transport.lines import LineSplitter
 
 if TYPE_CHECKING:
-    from launcher.transport.channel import RemoteCommand  # imports paramiko, which takes 0.3 s
+    from launcher.transport.channel import Remote  # imports paramiko, which takes 0.3 s
 
 _END_WAIT = 1.0  # seconds a command gets to end by itself when its stdin is closed
 
@@ -106,9 +106,9 @@ class ChannelTalk(_LineTalk):
 
     def __init__(
         self,
-        remote: RemoteCommand,
+        remote: Remote,
         errors: Callable[[], AbstractContextManager[None]],
-        status: Callable[[RemoteCommand], int],
+        status: Callable[[Remote], int],
         end: Callable[[], None],
         name: str,
         host: str,

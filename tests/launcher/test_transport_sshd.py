@@ -190,8 +190,8 @@ def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(ssh
 
 def test_a_host_that_falls_silent_is_noticed(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reset, no end of file: only a missing answer tells."""
-    monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
-    monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
+    monkeypatch.setattr("launcher.transport.line._PING_EVERY", 0.5)
+    monkeypatch.setattr("launcher.transport.line._PING_TIMEOUT", 1.0)
     node.close()
     node.connect(10)
     session = int(node.run(sh("echo $PPID"), timeout=10).stdout)

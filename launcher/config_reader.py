@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config import ClusterConfig, NodeConfig
@@ -21,6 +22,9 @@ Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs"
 _INT = re.compile(r"[-+]?\d[\d_]*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
+
+
+_hints = cache(get_type_hints)
 
 
 class _Wrong(Exception):
@@ -127,7 +131,7 @@ class Reader:
         return cls(**values)
 
     def _read_fields(self, cls: type, tree: Section, path: Place) -> dict[str, Any]:
-        hints, known = get_type_hints(cls), {item.name: item for item in fields(cls)}
+        hints, known = _hints(cls), {item.name: item for item in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in tree.items.items():
             if name not in known:
@@ -150,7 +154,7 @@ class Reader:
         if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
             return _stand_in(item)
         self.origins.setdefault(path, tree.origin)
-        kind = "section" if is_dataclass(get_type_hints(ClusterConfig).get(item.name)) else "key"
+        kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
         self.report(here, f"missing {kind} `{item.name}`{f' in {dotted(path)}' if path else ''}: {_help(item)}")
         return _stand_in(item)
 
@@ -241,7 +245,7 @@ def plain_value(tree: Tree) -> Any:
 def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
     """Every dataclass of the config by its dotted name; "" for the top level, ``nodes`` for one node."""
     found = {name: cls}
-    for key, hint in get_type_hints(cls).items():
+    for key, hint in _hints(cls).items():
         inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
         if isinstance(inner, type) and is_dataclass(inner):
             found |= sections(inner, f"{name}.{key}".lstrip("."))
@@ -335,7 +339,7 @@ def _stand_in(item: Field[Any]) -> Any:
     """Something of the right type, so that the other mistakes of the file can be found."""
     if _has_default(item):
         return _default(item)
-    return {"nodes": (), "data": get_type_hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")
+    return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")
 
 
 def _names(section: type) -> set[str]:

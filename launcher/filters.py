@@ -53,9 +53,10 @@ def _rest(
 def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
     """What all ``specs`` name together."""
     found: dict[int, frozenset[int] | None] = {}
+    names = _Names(config)
     for spec in specs:
         try:
-            for k, devices in (one for name in _names(spec) for one in _named(config, name)):
+            for k, devices in (one for name in _listed(spec) for one in _named(config, names, name)):
                 before = found.get(k, frozenset())
                 found[k] = None if devices is None or before is None else before | devices
         except (RangeError, LookupError) as error:
@@ -63,7 +64,7 @@ def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
     return found
 
 
-def _names(spec: str) -> Iterator[str]:
+def _listed(spec: str) -> Iterator[str]:
     """``a[1-2]:0,2,b`` as ``a1:0,2``, ``a2:0,2`` and ``b``; raises RangeError."""
     pieces: list[str] = []
     for word in re.split(r",(?![^\[]*\])", spec):
@@ -75,16 +76,16 @@ def _names(spec: str) -> Iterator[str]:
         yield from expand(piece)
 
 
-def _named(config: ClusterConfig, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
+def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
     """Nodes by one name, which may carry devices, or be several joined by @ as DeepSpeed has it; raises LookupError."""
-    ranks, devices = _ranks(config, name), _DEVICES.fullmatch(name)
+    ranks, devices = names.ranks(name), _DEVICES.fullmatch(name)
     if ranks:
         yield from ((k, None) for k in ranks)
-    elif devices and (ranks := _ranks(config, devices[1])):
+    elif devices and (ranks := names.ranks(devices[1])):
         yield from _with_devices(config, ranks, frozenset(map(int, expand(f"[{devices[2]}]"))))
     elif "@" in name:
         for one in name.split("@"):
-            yield from _named(config, one)
+            yield from _named(config, names, one)
     else:
         raise LookupError(f"no host is called `{name}`; there are {_hosts(config)}")
 
@@ -104,24 +105,27 @@ def _with_devices(
         yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
 
 
-def _ranks(config: ClusterConfig, name: str) -> list[int]:
-    """node_ranks of a name: as a host is written, else without its domain, else as ``node3``; * and ? are wild."""
-    words = (re.escape(char) for char in name.lower())
-    pattern = re.compile("".join({r"\*": ".*", r"\?": "."}.get(word, word) for word in words))
-    shorts = [_short(node.host) for node in config.nodes]
-    full = [k for k, node in enumerate(config.nodes) if _matches(pattern, node, node.host)]
-    short = [k for k, node in enumerate(config.nodes) if _matches(pattern, node, shorts[k])]
-    if full or short:
-        wild = "*" in name or "?" in name
-        return sorted({*full, *short}) if wild else full or short
-    if any(_LABEL.fullmatch(host) for host in shorts):  # node1 may be the first of them, so only hosts count
-        return []
-    return [k for k in range(len(config.nodes)) if pattern.fullmatch(f"node{k}")]
+class _Names:
+    """node_ranks by all that a node may be called."""
 
+    def __init__(self, config: ClusterConfig) -> None:
+        self.full: dict[str, list[int]] = {}
+        self.short: dict[str, list[int]] = {}
+        for k, node in enumerate(config.nodes):
+            for names, host in ((self.full, node.host), (self.short, _short(node.host))):
+                for login in {login_text(user, host, port) for user in (None, node.user) for port in (None, node.port)}:
+                    names.setdefault(login.lower(), []).append(k)
+        hosts_so_called = any(map(_LABEL.fullmatch, self.short))  # then node1 may well be the first of them
+        self.labels = {} if hosts_so_called else {f"node{k}": [k] for k in range(len(config.nodes))}
 
-def _matches(pattern: re.Pattern[str], node: NodeConfig, host: str) -> bool:
-    logins = [login_text(user, host, port) for user in {None, node.user} for port in {None, node.port}]
-    return any(pattern.fullmatch(login.lower()) for login in logins)
+    def ranks(self, name: str) -> list[int]:
+        """As a host is written, else without its domain, else as ``node3``; * and ? are wild."""
+        name = name.lower()
+        if "*" not in name and "?" not in name:
+            return self.full.get(name) or self.short.get(name) or self.labels.get(name, [])
+        matches = re.compile("".join({"*": ".*", "?": "."}.get(char) or re.escape(char) for char in name)).fullmatch
+        hosts = {k for names in (self.full, self.short) for one, ranks in names.items() if matches(one) for k in ranks}
+        return sorted(hosts) or [k for one, ranks in self.labels.items() if matches(one) for k in ranks]
 
 
 def _short(host: str) -> str:

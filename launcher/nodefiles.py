@@ -21,7 +21,7 @@ class SharedFiles:
     """What is read or rendered once for all nodes."""
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
-    cluster: str  #: cluster.json
+    cluster: PlannedFile  #: cluster.json; dest relative to the run folder
     labels: tuple[str, ...]  #: what messages call the nodes
 
 
@@ -29,7 +29,7 @@ def shared_files(job: Job) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
     labels = tuple(node_label(site.node_rank, node_target(job.config, site.node)) for site in job.sites)
-    return SharedFiles(code, json.dumps(_cluster(job), indent=1), labels)
+    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), labels)
 
 
 def node_files(
@@ -63,7 +63,7 @@ def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
     spec = Secret(json.dumps({**_node_spec(job, site, commands), "labels": shared.labels}))
     files = [
-        generated(f"{site.run_dir}/cluster.json", shared.cluster),
+        _below(site.run_dir, shared.cluster),
         generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
         generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
         PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # made at launch: launcher.runfile

@@ -94,8 +94,10 @@ def _with_devices(
     config: ClusterConfig, ranks: Sequence[int], wanted: frozenset[int]
 ) -> Iterator[tuple[int, frozenset[int]]]:
     """Nodes of one host may divide its devices among them."""
-    for host in dict.fromkeys(config.nodes[k].host for k in ranks):
-        nodes = {k: config.nodes[k].devices for k in ranks if config.nodes[k].host == host}
+    hosts: dict[str, dict[int, tuple[int, ...]]] = {}
+    for k in ranks:
+        hosts.setdefault(config.nodes[k].host, {})[k] = config.nodes[k].devices
+    for host, nodes in hosts.items():
         there = sorted({device for devices in nodes.values() for device in devices})
         if not there:
             raise LookupError(f"{host} has no `devices` in the config; it trains on its CPU")

@@ -1,0 +1,83 @@
+"""What planning costs as the cluster grows, counted and not timed, so that a busy machine fails nothing."""
+
+from __future__ import annotations
+
+import cProfile
+import hashlib
+import pstats
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher import planned
+from launcher.codefiles import code_files
+from launcher.filters import filtered
+from launcher.plan import LaunchPlan
+from launcher.yaml_schema import load_config
+from plan_kit import facts_of, parts_folder, plan_of
+
+
+def config_of(folder: Path, nodes: int) -> Path:
+    """A config with one node more than wanted, and no secret of it."""
+    path = folder / f"{nodes}.yml"
+    path.write_text(
+        f"defaults: {{venv: ~/v, env: {{A: b}}}}\nnodes:\n  - host: n[0001-{nodes + 1:04}].lab\n    devices: [0, 1]\n"
+        "train: {batch_size: 9000}\ndata: {dataset: synthetic}\n"
+    )
+    return path
+
+
+def planned_for(folder: Path, nodes: int) -> LaunchPlan:
+    """Config → filtered → plan with facts and parts, all of it."""
+    config = filtered(load_config(config_of(folder, nodes)), (), ["n0002", "n*:1"])
+    return plan_of(config, facts=facts_of(nodes), manifest=parts_folder(folder / f"parts{nodes}", nodes))
+
+
+def calls(folder: Path, nodes: int) -> int:
+    """Function calls of everything but the test's own making of parts."""
+    manifest = parts_folder(folder / f"parts{nodes}", nodes)
+    facts, path = facts_of(nodes), config_of(folder, nodes)
+    profile = cProfile.Profile()
+    profile.enable()
+    plan_of(filtered(load_config(path), (), ["n0002", "n*:1"]), facts=facts, manifest=manifest)
+    profile.disable()
+    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_work_grows_with_the_nodes_and_not_with_their_square(tmp_path: Path) -> None:
+    planned_for(tmp_path, 2)  # what is computed once per process
+    once, twice, four = (calls(tmp_path, nodes) for nodes in (40, 80, 160))
+    assert (four - twice) / (twice - once) == pytest.approx(2, rel=0.1), (once, twice, four)
+
+
+def test_code_and_parts_are_read_once_however_many_nodes_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    hashed: list[bytes] = []
+
+    def file_sha256(path: Path) -> str:
+        read.append(path)
+        return "d1"
+
+    def sha256(raw: bytes) -> Any:
+        hashed.append(raw)
+        return hashlib.sha256(raw)
+
+    monkeypatch.setattr(planned, "file_sha256", file_sha256)
+    monkeypatch.setattr(planned, "hashlib", SimpleNamespace(sha256=sha256))
+    plan = planned_for(tmp_path, 30)
+    assert sorted(read) == code_files()
+    texts = [file for node in plan.nodes for file in node.files if file.content]
+    assert len(hashed) == len(texts) - len(plan.nodes) + 1, "cluster.json is one text for all"
+
+
+def test_each_node_is_sent_its_own_part_only(tmp_path: Path) -> None:
+    for node in planned_for(tmp_path, 5).nodes:
+        sent = {
+            file.dest.removeprefix(f"{node.data_dir}/") for file in node.files if file.dest.startswith(node.data_dir)
+        }
+        mine = f"part{node.node_rank}/nodes/node/attrs/x.npy"
+        assert sent == {mine, "shared/nodes/node/seeds/train.npy", "manifest.json"}

@@ -1,23 +1,92 @@
-"""What preflight asks a node (node/probe.py's request), and what it makes of all answers: a Survey."""
+"""What preflight asks the nodes (node/probe.py's request), and what it makes of all answers: a Survey."""
 
 from __future__ import annotations
 
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from launcher.codefiles import code_digest
 from launcher.config import ClusterConfig
+from launcher.findings import GraphSize, Survey
+from launcher.node.packages import size_of
 from launcher.placement import candidate_ports, node_workdir, run_dir, session_name
 
 
+@dataclass(frozen=True)
+class Inquiry:
+    """One preflight's questions; what they need from this machine's disk is read once."""
+
+    config: ClusterConfig
+    run_id: str = ""
+    code: str = ""  #: digest of our code
+    graph: GraphSize | None = None  #: of the parts on this machine, in mode sync
+
+    @classmethod
+    def about(cls, config: ClusterConfig, run_id: str = "") -> Inquiry:
+        """``run_id``: the run that is to be launched; its folder must be new on each node."""
+        local = config.data.mode == "sync"
+        return cls(config, run_id, code_digest(), _graph_here(config.data.folder) if local else None)
+
+    def request(self, k: int, peer: str = "") -> dict[str, Any]:
+        """What node ``k`` is asked. ``peer``: an address others have, for a node reached over loopback."""
+        config, node, run_id = self.config, self.config.nodes[k], self.run_id
+        local = "127.0.0.1" if config.transport == "local" else ""
+        workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
+        return {
+            "address": node.address or local,
+            "peer": peer,
+            "workdir": workdir,
+            "run_dir": run_dir(workdir, run_id, k) if run_id else "",
+            "session": session_name(run_id, k) if run_id else "",
+            "ports": list(candidate_ports(config, k)),
+            "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" else "",
+            "devices": bool(node.devices),
+            "names": _names(config),
+            "code": self.code,
+        }
+
+    def survey(
+        self,
+        probes: Mapping[int, Mapping[str, Any]],
+        clock_offsets: Mapping[int, float],
+        own_command: bool = False,
+        bytes_needed: Mapping[int, int] | None = None,
+    ) -> Survey:
+        """All answers, for ``findings.all_findings``. ``bytes_needed`` is what the plan stores on each node."""
+        graph = self.graph or next((_graph(probe["graph"]) for probe in probes.values() if probe["graph"]), None)
+        return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
+
+
 def probe_request(config: ClusterConfig, k: int, peer: str = "", run_id: str = "") -> dict[str, Any]:
-    """What node ``k`` is asked. ``peer``: an address others have, for a node reached over loopback."""
-    node = config.nodes[k]
-    local = "127.0.0.1" if config.transport == "local" else ""
-    return {
-        "address": node.address or local,
-        "peer": peer,
-        "workdir": node_workdir(node, k),
-        "run_dir": run_dir(node_workdir(node, k), run_id, k) if run_id else "",
-        "session": session_name(run_id, k) if run_id else "",
-        "ports": list(candidate_ports(config, k)),
-        "manifest": f"{node.data_folder or config.data.folder}/manifest.json" if config.data.mode == "verify" else "",
-    }
+    """What node ``k`` is asked, for one node alone."""
+    return Inquiry.about(config, run_id).request(k, peer)
+
+
+def _names(config: ClusterConfig) -> list[str]:
+    """Host names that the nodes are told to reach each other by; addresses need no looking up."""
+    given = [config.run.master_addr, *(node.address for node in config.nodes)]
+    return [name for name in dict.fromkeys(given) if name and name != "auto" and not _is_ip(name)]
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _graph(found: Mapping[str, Any]) -> GraphSize:
+    return GraphSize(found["nodes"], found["row_bytes"])
+
+
+def _graph_here(folder: str) -> GraphSize | None:
+    """Of parts that are here already; a damaged manifest is told by whoever uses it."""
+    try:
+        return _graph(size_of(json.loads((Path(folder).expanduser() / "manifest.json").read_text())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

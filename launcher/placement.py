@@ -92,7 +92,7 @@ def make_sites(
             ranks=tuple(range(first_rank, first_rank + node.nproc)),
             parts=part_block(k, len(config.nodes), config.num_parts),
             address=address,
-            bind=address if fact is None or _is_ip(address) else fact.address,
+            bind=_bind(address, fact),
             interface=node_interface(config, node, fact),
             workdir=workdir,
             code_dir=f"{workdir}/code/{code_digest[:16]}",
@@ -127,6 +127,15 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
     node = config.nodes[node_rank]
     found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
     return node.address or found
+
+
+def _bind(address: str, fact: NodeFacts | None) -> str:
+    """``address`` where it is the node's own; all of its own where it stands for it (NAT)."""
+    if fact is None or (_is_ip(address) and (address in fact.addresses or not fact.addresses)):
+        return address
+    if not _is_ip(address):
+        return fact.address
+    return "::" if ":" in address else "0.0.0.0"
 
 
 def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:

@@ -53,6 +53,7 @@ class NodeFacts:
     cpus: int
     clock_offset: float  #: node clock minus this machine's, seconds
     free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound, in the order to take them
+    addresses: tuple[str, ...] = ()  #: all of its own
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The addresses of this machine's network interfaces, from the kernel (rtnetlink). Python 3.8, standard library only."""
+"""The addresses of this machine's network interfaces, from the kernel (rtnetlink). Python 3.8, only what it brings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCOPE_LINK = 253  # means nothing without naming an interface
 
 def addresses() -> list[tuple[str, str]]:
     """(interface, address) of all that other machines might use, and of loopback, in the kernel's order."""
-    names = {number: name for number, name in socket.if_nameindex()}
+    names = dict(socket.if_nameindex())
     return [(names.get(number, ""), address) for number, address in dumped()]
 
 

@@ -1,41 +1,92 @@
-"""Node program: prove that one node can reach a port of another. Python 3.8, standard library only.
+"""Node program: prove that the nodes can reach a port of each other. Python 3.8, standard library only.
 
-``main({"role": "listen", "port", "token", "clients", "seconds"})`` binds and greets that many
-clients; replies {"bound", "error", "seen": [names]}.
-``main({"role": "connect", "address", "port", "token", "name", "seconds"})`` replies {"ok", "error"}.
+``{"op": "open", "token", "rank", "ports"}`` listens on these ports and on a free one; replies {"refused": {port: why},
+"free": port, "routes": digest of the routes}.
+``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all of them at
+once; replies {"blocked": [[rank, address, port, why]]}, ``why`` as in ``meaning``. Listening ends with the process.
+
+A listener greets whoever comes with the token and its rank, so that nothing else can be taken for it.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import os
+import select
 import socket
+import struct
+import threading
 import time
-from typing import Any
+from typing import Any, Iterator
+
+IN_FLIGHT = 256  # connections at a time, well below the usual limit on open files
+BACKLOG = 4096
+NO_LINGER = struct.pack("ii", 1, 0)  # closing leaves no TIME_WAIT, on either side
+STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    return listen(request) if request["role"] == "listen" else connect(request)
+    if request["op"] == "open":
+        return open_all(request)
+    return {"blocked": list(connect_all(request))}
 
 
-def listen(request: dict[str, Any]) -> dict[str, Any]:
-    seen: list[str] = []
-    try:
-        server = open_server(request["port"])
-    except OSError as error:
-        return {"bound": False, "error": error.strerror or str(error), "seen": seen}
-    deadline = time.monotonic() + request["seconds"]
-    with server:
-        while len(seen) < request["clients"] and time.monotonic() < deadline:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
+def greeting(token: str, rank: int) -> bytes:
+    return ("gnnfleet %s %d\n" % (token, rank)).encode()
+
+
+# -- listening -----------------------------------------------------------
+
+
+def open_all(request: dict[str, Any]) -> dict[str, Any]:
+    listeners = Listeners(greeting(request["token"], request["rank"]))
+    refused = {}
+    for port in request["ports"]:
+        try:
+            listeners.add(port)
+        except OSError as error:
+            refused[str(port)] = error.strerror or str(error)
+    free = listeners.add(0)
+    listeners.start()
+    return {"refused": refused, "free": free, "routes": routes()}
+
+
+class Listeners:
+    """Ports that greet whoever connects, in a thread of their own."""
+
+    def __init__(self, words: bytes):
+        self.words, self.poll = words, select.epoll()
+        self.servers = {}  # type: dict[int, socket.socket]
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+
+    def add(self, port: int) -> int:
+        """Listen on ``port`` (0: any); returns the port. Raises OSError."""
+        server = open_server(port)
+        self.servers[server.fileno()] = server
+        self.poll.register(server.fileno(), select.EPOLLIN)
+        return int(server.getsockname()[1])
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def serve(self) -> None:
+        while True:
+            for number, _ in self.poll.poll():
+                self.greet_all(self.servers[number])
+
+    def greet_all(self, server: Any) -> None:
+        """Greet everyone who waits at this listener."""
+        while True:
             try:
-                client, _ = server.accept()
-            except socket.timeout:
-                break
-            with client:
-                name = greet(client, request["token"])
-                if name and name not in seen:
-                    seen.append(name)
-    return {"bound": True, "error": "", "seen": seen}
+                client, _ = server._accept()  # half the system calls of accept()
+            except OSError:
+                return
+            try:
+                os.write(client, self.words)
+            except OSError:
+                pass  # it has gone already
+            os.close(client)
 
 
 def open_server(port: int) -> socket.socket:
@@ -53,68 +104,169 @@ def open_server(port: int) -> socket.socket:
 def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
     try:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setblocking(False)
         server.bind(address)
-        server.listen(128)
+        server.listen(BACKLOG)
     except OSError:
         server.close()
         raise
     return server
 
 
-def greet(client: socket.socket, token: str) -> str:
-    """Name of a client that knows the token; '' for any other."""
-    client.settimeout(2)
+def routes() -> str:
+    """A digest of where packets go, without counters: when it changes, what was reachable may not be."""
     try:
-        line = read_line(client)
-        word, _, name = line.partition(" ")
-        if word != token:
-            return ""
-        client.sendall(("welcome " + token + "\n").encode())
-        return name
-    except (OSError, UnicodeDecodeError):
+        with open("/proc/net/route") as file:
+            lines = [line.split() for line in file]
+    except OSError:
         return ""
+    kept = sorted(" ".join(words[:4] + words[6:8]) for words in lines)
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
-def connect(request: dict[str, Any]) -> dict[str, Any]:
-    """Tries again while refused, as the listener may still be starting."""
-    deadline = time.monotonic() + request["seconds"]
-    while True:
-        left = deadline - time.monotonic()
+# -- connecting ----------------------------------------------------------
+
+
+def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
+    """[rank, address, port, why] of each that was not reached; those after our own rank come first, so that
+    not everyone knocks at the same door."""
+    own = request["rank"]
+    targets = sorted(request["targets"], key=lambda target: ((target[0] - own) <= 0, target[0]))
+    numeric = resolved({address for _, address, _ in targets})
+    ways = []
+    for rank, address, ports in targets:
+        for port in ports:
+            if numeric[address]:
+                ways.append(Way(rank, address, numeric[address], port, greeting(request["token"], rank)))
+            else:
+                yield [rank, address, port, NO_NAME]
+    for way, why in knock(ways, request["seconds"]):
+        if why:
+            yield [way.rank, way.address, way.port, why]
+
+
+class Way:
+    """One connection to try."""
+
+    __slots__ = ("rank", "address", "numeric", "port", "words", "socket", "deadline", "heard")
+
+    def __init__(self, rank: int, address: str, numeric: str, port: int, words: bytes):
+        self.rank, self.address, self.numeric, self.port, self.words = rank, address, numeric, port, words
+        self.heard = b""
+
+    def start(self, deadline: float) -> int:
+        """Begin to connect; raises OSError where that fails at once."""
+        family = socket.AF_INET6 if ":" in self.numeric else socket.AF_INET
+        self.socket, self.deadline = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK), deadline
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        failed = self.socket.connect_ex((self.numeric, self.port))
+        if failed not in (0, errno.EINPROGRESS):
+            self.socket.close()
+            raise OSError(failed, os.strerror(failed))
+        return self.socket.fileno()
+
+    def listen(self) -> str | None:
+        """'' when our listener has greeted, why not when it has not, None when more may come."""
         try:
-            return {"ok": True, "error": say_hello(request, max(0.5, left))}
+            data = self.socket.recv(256)
+        except BlockingIOError:
+            return None
         except OSError as error:
-            refused = error.errno == errno.ECONNREFUSED
-            if not refused or left < 0.2:
-                return {"ok": False, "error": reason(error)}
-        time.sleep(0.1)
+            return meaning(error)
+        self.heard += data
+        if self.heard == self.words:
+            return ""
+        return None if data and self.words.startswith(self.heard) else STRANGER
 
 
-def say_hello(request: dict[str, Any], seconds: float) -> str:
-    """'' when our listener answered; raises OSError."""
-    with socket.create_connection((request["address"], request["port"]), timeout=seconds) as sock:
-        sock.sendall((request["token"] + " " + request["name"] + "\n").encode())
-        if read_line(sock) != "welcome " + request["token"]:
-            raise OSError(errno.EPROTO, "something else answers there")
-    return ""
+def knock(ways: list[Way], seconds: float) -> Iterator[tuple[Way, str]]:
+    """Each way and why it failed, '' for those that did not."""
+    poll, open_ways = select.epoll(), {}  # type: Any, dict[int, Way]
+    waiting = iter(ways)
+    left = len(ways)
+    while left:
+        while len(open_ways) < IN_FLIGHT:
+            way = next(waiting, None)
+            if way is None:
+                break
+            try:
+                number = way.start(time.monotonic() + seconds)
+                open_ways[number] = way
+                poll.register(number, select.EPOLLIN)
+            except OSError as error:
+                left -= 1
+                yield way, meaning(error)
+        for number, why in told(poll, open_ways):
+            way = open_ways.pop(number)
+            way.socket.close()
+            left -= 1
+            yield way, why
+    poll.close()
 
 
-def read_line(sock: socket.socket) -> str:
-    data = b""
-    while not data.endswith(b"\n"):
-        more = sock.recv(256)
-        if not more or len(data) > 1024:
-            raise OSError(errno.EPROTO, "something else answers there")
-        data += more
-    return data.decode().strip()
+def told(poll: Any, open_ways: dict[int, Way]) -> list[tuple[int, str]]:
+    """(file number, why) of those that are decided: by an answer, or by the time that has passed."""
+    if not open_ways:
+        return []
+    first = next(iter(open_ways.values()))  # the oldest, so the first whose time is over
+    events = poll.poll(max(0.0, first.deadline - time.monotonic()))
+    decided = []
+    for number, _ in events:
+        why = open_ways[number].listen()
+        if why is not None:
+            decided.append((number, why))
+    now, done = time.monotonic(), {number for number, _ in decided}
+    for number, way in open_ways.items():
+        if way.deadline > now:
+            break
+        if number not in done:
+            decided.append((number, NO_ANSWER))
+    return decided
 
 
-def reason(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "the name cannot be resolved"
-    if isinstance(error, socket.timeout) or error.errno == errno.ETIMEDOUT:
-        return "timed out (a firewall?)"
-    if error.errno == errno.ECONNREFUSED:
-        return "refused (a firewall, or another machine at this address?)"
-    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return "no route"
-    return error.strerror or str(error)
+def resolved(names: set[str]) -> dict[str, str]:
+    """A numeric address for each; '' for names that nobody knows. All are asked for at once."""
+    found = dict.fromkeys(names, "")
+
+    def resolve(name: str) -> None:
+        try:
+            found[name] = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            pass  # stays ''
+
+    unknown = []
+    for name in names:
+        if is_numeric(name):
+            found[name] = name
+        else:
+            unknown.append(threading.Thread(target=resolve, args=(name,), daemon=True))
+    for thread in unknown:
+        thread.start()
+    for thread in unknown:
+        thread.join(10)
+    return found
+
+
+def is_numeric(name: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, name)
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def meaning(error: OSError) -> str:
+    """One of: refused, no route, no answer, reset, or what the system says."""
+    known = {
+        errno.ECONNREFUSED: "refused",
+        errno.EHOSTUNREACH: "no route",
+        errno.ENETUNREACH: "no route",
+        errno.EINVAL: "no route",  # a blackhole route
+        errno.EACCES: "no route",  # a prohibit route
+        errno.EADDRNOTAVAIL: "no route",  # no address of that family here
+        errno.ETIMEDOUT: NO_ANSWER,
+        errno.ECONNRESET: "reset",
+    }
+    return known.get(error.errno or 0, error.strerror or str(error))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import ConnectionLost, RemoteFileError
+from launcher.errors import ConnectionLost, RemoteFileError, TransportError
 from launcher.nodecall import MARKER, join_request, split_request
 from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
@@ -174,6 +174,7 @@ class FakeTalk(Talk):
         self._sources: dict[str, str] = {}
         self._answers: deque[str] = deque()
         self._ended = Completed(0, b"", b"")
+        self._lost: TransportError | None = None
 
     def send(self, line: str) -> None:
         asked = json.loads(line)
@@ -185,7 +186,11 @@ class FakeTalk(Talk):
             return
         self._sources |= asked["sources"]
         program = self._sources[asked["program"]]
-        done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
+        try:
+            done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
+        except TransportError as error:
+            self._lost = error
+            raise
         if done.returncode:
             self._ended = done
         else:
@@ -193,6 +198,8 @@ class FakeTalk(Talk):
             self._answers.append(MARKER + json.dumps({"reply": reply}))
 
     def receive(self, timeout: float) -> str | None:
+        if self._lost:
+            raise self._lost
         return self._answers.popleft() if self._answers else None
 
     def ended(self) -> Completed:
@@ -200,6 +207,19 @@ class FakeTalk(Talk):
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What node/wire.py of a healthy node replies; ``closed(source, target, address, port)`` says why a way is shut."""
+
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        if request["op"] == "open":
+            return {"refused": {}, "free": 40000 + request["rank"], "routes": "r"}
+        ways = [(rank, address, port) for rank, address, ports in request["targets"] for port in ports]
+        told = [[*way, closed(request["rank"], *way) if closed else ""] for way in ways]
+        return {"blocked": [one for one in told if one[-1]]}
+
+    return reply
 
 
 def _program(reply: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> Answer:

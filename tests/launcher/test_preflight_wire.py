@@ -1,0 +1,253 @@
+"""The test of the wire: the node program on this machine, the choice of addresses, and what is said of closed ways."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from fake_transport import FakeTransport, wire
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.errors import ConnectionLost
+from launcher.node import probe as probe_program
+from launcher.node import wire as program
+from launcher.preflight import PreflightReport, run_preflight
+from launcher.probing import probe_request
+
+Closed = Callable[[int, int, str, int], str]
+CHECKS = ("wire", "interface", "connect", "master port", "control port", "service port")
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> ClusterConfig:
+    """Fixed ports, so that messages can be told."""
+    nodes = tuple(NodeConfig(host=f"host{k}", **of_node) for k in range(count))
+    run = run or RunConfig(master_port=29500, control_port=29400, service_port=29600)
+    return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), run=run)
+
+
+@cache
+def this_machine() -> dict[str, Any]:
+    """What the probe finds here: all that the checks look at."""
+    return probe_program.main(probe_request(cluster(1), 0))
+
+
+def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport:
+    def probe(request: dict[str, Any]) -> dict[str, Any]:
+        own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
+        there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
+        return {**this_machine(), **own, "addresses": there, "busy_ports": {}, **facts}
+
+    fake = FakeTransport(target=f"host{k}", node_rank=k)
+    return fake.on_program("what this machine is and has", probe).on_program("can reach a port", wire(closed))
+
+
+def report_of(count: int, closed: Closed, config: ClusterConfig | None = None, **facts: Any) -> PreflightReport:
+    machines = {k: machine(k, closed, **facts) for k in range(count)}
+    return run_preflight(config or cluster(count), machines)
+
+
+def blocked(report: PreflightReport) -> list[tuple[int, str]]:
+    return [(f.node_rank, f.message) for f in report.findings if f.severity == "block" and f.check in CHECKS]
+
+
+def remedy(report: PreflightReport) -> str:
+    (finding,) = (f for f in report.findings if f.severity == "block" and f.check in CHECKS)
+    return finding.remedy
+
+
+def word(why: str, sources: set[int], targets: set[int], *ports: int) -> Closed:
+    """Closed for these sources and targets, on these ports (none: all)."""
+    return lambda i, j, address, port: why if i in sources and j in targets and (not ports or port in ports) else ""
+
+
+# -- what is said --------------------------------------------------------
+
+
+def test_all_is_well() -> None:
+    report = report_of(4, lambda *way: "")
+    assert blocked(report) == []
+    fine = [(f.node_rank, f.message) for f in report.findings if f.check in ("wire", "interface")]
+    for k in range(4):
+        assert (k, "all 12 pairs reach each other") in fine and (k, "traffic goes over eth0") in fine
+
+
+def test_a_blocked_pair_is_named() -> None:
+    report = report_of(4, word("no answer", {2}, {0}, 29500))
+    assert blocked(report) == [(2, "node2 → node0:29500 blocked: no answer")]
+    assert "let TCP port 29500 through to node0" in remedy(report) and "10.0.0.0 is the wrong network" in remedy(report)
+
+
+@pytest.mark.parametrize(
+    ("closed", "place", "says"),
+    [
+        (word("refused", {0, 1, 2, 3}, {0}, 29500), 0, "all → node0:29500 blocked: refused"),
+        (word("no answer", {2}, {0, 1, 2, 3}), 2, "node2 → all blocked: no answer"),
+        (word("no answer", {0, 1, 3}, {2}), 2, "all → node2 blocked: no answer"),
+        (word("no answer", {0, 1, 3}, {2}, 29602), 2, "all → node2:29602 blocked: no answer"),
+        (word("no route", {0, 1}, {2, 3}), 2, "node0–node1 → node2–node3 blocked: no route"),
+        (word("refused", {1}, {2}, 40002), 1, "node1 → node2 blocked on free ports: refused"),
+        (word("stranger", {1}, {3}, 29603), 1, "node1 → node3:29603 blocked: something else answers there"),
+        (word("no answer", {0, 1, 2}, {1, 2, 3}, 29601, 29602, 29603), 0, "blocked: no answer"),
+    ],
+)
+def test_many_blocked_pairs_are_folded(closed: Closed, place: int, says: str) -> None:
+    told = blocked(report_of(4, closed))
+    assert says in told[0][1]
+    if says != "blocked: no answer":
+        assert told == [(place, says)]
+
+
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        ("refused", "a firewall rejects it, or 10.0.0.2 is another machine"),
+        ("no answer", "a firewall drops it, or 10.0.0.2 is the wrong network"),
+        ("no route", "10.0.0.2 cannot be reached from there (`ip route`)"),
+        ("stranger", "another machine or a proxy stands at 10.0.0.2 (NAT?)"),
+        ("name", "10.0.0.2 is not known there: add it to /etc/hosts"),
+    ],
+)
+def test_the_remedy_tells_causes_apart(why: str, says: str) -> None:
+    assert says in remedy(report_of(3, word(why, {1}, {2}, 29602)))
+
+
+def test_sixty_four_nodes_with_a_cut_between_racks_are_one_line() -> None:
+    left, right = set(range(32)), set(range(32, 64))
+    report = report_of(64, lambda i, j, *way: "no answer" if (i in left) != (j in left) else "")
+    told = [message for _, message in blocked(report)]
+    assert sorted(told) == [
+        "node0–node31 → node32–node63 blocked: no answer",
+        "node32–node63 → node0–node31 blocked: no answer",
+    ]
+    assert right
+
+
+def test_a_node_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reply(request: dict[str, Any]) -> dict[str, Any]:
+        answer = wire()(request)
+        return {**answer, "refused": {"29500": "Address already in use"}} if request["op"] == "open" else answer
+
+    first = machine(0).on_program("can reach a port", reply)
+    report = run_preflight(cluster(2), {0: first, 1: machine(1)})
+    assert blocked(report) == [(0, "cannot listen on its master port: Address already in use")]
+    assert "run.master_port" in remedy(report)
+
+
+def test_a_line_lost_during_the_test_is_a_finding() -> None:
+    broken = machine(1).on_program("can reach a port", ConnectionLost("connection lost", node_rank=1))
+    report = run_preflight(cluster(2), {0: machine(0), 1: broken})
+    assert [(f.node_rank, f.check) for f in report.findings if f.severity == "block"] == [(1, "connect")]
+
+
+# -- the choice of addresses ---------------------------------------------
+
+TWO_NETWORKS = {"addresses": [["lo", "127.0.0.1"], ["docker0", "172.17.0.1"]]}
+
+
+def two_networks(k: int, closed: Closed, **facts: Any) -> FakeTransport:
+    there = [["lo", "127.0.0.1"], ["docker0", "172.17.0.1"], ["eth0", f"10.0.0.{k}"], ["ib0", f"10.9.0.{k}"]]
+    return machine(k, closed, **{"addresses": there, **facts})
+
+
+def test_an_address_that_all_reach_is_chosen_where_the_first_is_not() -> None:
+    def closed(i: int, j: int, address: str, port: int) -> str:
+        return "no answer" if address == "10.0.0.2" and i == 0 else "refused" if address == "172.17.0.1" else ""
+
+    report = run_preflight(cluster(3), {k: two_networks(k, closed) for k in range(3)})
+    assert blocked(report) == []
+    assert [(fact.address, fact.interface) for fact in report.facts.values()] == [
+        ("10.0.0.0", "eth0"), ("10.0.0.1", "eth0"), ("10.9.0.2", "ib0"),
+    ]  # fmt: skip
+    assert "traffic goes over ib0 (10.9.0.2), as not all nodes reach 10.0.0.2" in [f.message for f in report.findings]
+
+
+def test_the_configured_interface_decides() -> None:
+    config = cluster(3)
+    nodes = (replace(config.nodes[0], interface="ib0"), *config.nodes[1:])
+    report = run_preflight(replace(config, nodes=nodes), {k: two_networks(k, lambda *way: "") for k in range(3)})
+    assert (report.facts[0].address, report.facts[0].interface) == ("10.9.0.0", "ib0")
+    nodes = (replace(config.nodes[0], interface="ib7"), *config.nodes[1:])
+    report = run_preflight(replace(config, nodes=nodes), {k: two_networks(k, lambda *way: "") for k in range(3)})
+    assert blocked(report)[0][1].startswith("it has no address on interface ib7; its addresses: 127.0.0.1 (lo), 172.")
+
+
+def test_a_node_reached_over_loopback_takes_an_outward_address() -> None:
+    here = two_networks(0, lambda *way: "", address="127.0.0.1")
+    report = run_preflight(cluster(2), {0: here, 1: machine(1)})
+    assert (report.facts[0].address, report.facts[0].interface) == ("10.0.0.0", "eth0")
+
+
+def test_nodes_that_are_all_reached_over_loopback_use_it() -> None:
+    machines = {k: two_networks(k, lambda *way: "", address="127.0.0.1") for k in range(2)}
+    report = run_preflight(cluster(2), machines)
+    assert [fact.address for fact in report.facts.values()] == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_an_address_behind_nat_is_fine_when_all_reach_it() -> None:
+    asked: list[tuple[int, str]] = []
+
+    def closed(i: int, j: int, address: str, port: int) -> str:
+        asked.append((port, address))
+        return ""
+
+    config = cluster(3)
+    nodes = (replace(config.nodes[0], address="203.0.113.7"), *config.nodes[1:])
+    report = run_preflight(replace(config, nodes=nodes), {k: machine(k, closed) for k in range(3)})
+    assert blocked(report) == []
+    assert {(port, address) for port, address in asked if port in (29500, 29400, 29600)} == {
+        (port, "203.0.113.7") for port in (29500, 29400, 29600)
+    }
+    assert (40000, "10.0.0.0") in asked  # gloo tells the others the interface's own address
+    assert (report.facts[0].address, report.facts[0].interface) == ("10.0.0.0", "eth0")
+
+
+# -- the program ---------------------------------------------------------
+
+
+@pytest.fixture
+def listening() -> Any:
+    reply = program.main({"op": "open", "token": "t", "rank": 7, "ports": [0]})
+    return reply["free"]
+
+
+def connect(*targets: tuple[int, str, list[int]], token: str = "t", rank: int = 0) -> list[list[Any]]:
+    request = {"op": "connect", "token": token, "rank": rank, "targets": targets, "seconds": 0.5}
+    found: list[list[Any]] = program.main(request)["blocked"]
+    return found
+
+
+def test_our_own_listener_answers(listening: int) -> None:
+    assert connect((7, "127.0.0.1", [listening]), (7, "localhost", [listening])) == []
+    assert connect(*[(7, "127.0.0.1", [listening] * 10) for _ in range(60)]) == []
+
+
+def test_another_run_or_another_node_is_a_stranger(listening: int) -> None:
+    assert connect((7, "127.0.0.1", [listening]), token="other") == [[7, "127.0.0.1", listening, "stranger"]]
+    assert connect((6, "127.0.0.1", [listening])) == [[6, "127.0.0.1", listening, "stranger"]]
+
+
+def test_what_stands_in_the_way_is_told_apart(listening: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as gone:
+        quiet, free = silent.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        ways = [(1, "127.0.0.1", [quiet, free]), (2, "no.such.host.invalid", [80]), (7, "127.0.0.1", [listening])]
+        found = connect(*ways)
+    assert sorted(found) == [[1, "127.0.0.1", *one] for one in sorted([(quiet, "no answer"), (free, "refused")])] + [
+        [2, "no.such.host.invalid", 80, "name"]
+    ]
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        reply = program.main({"op": "open", "token": "t", "rank": 0, "ports": [port]})
+    assert reply["refused"] == {str(port): "Address already in use"}

@@ -56,8 +56,8 @@ __all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_lef
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = ("/tmp", "/run", "/dev/shm")
-PASSWORD = "gnnfleet-netns"  # of root and PASSWORD_USER on hosts made with password=True
-PASSWORD_HASH = "$6$gnnfleet$P1s222gr1yoQ8ubuPOv62jq7YdT39s8j0yxulK05rQkM1KOPAUi765/7qR6tR17Au4w6M2CETeDoMuxdLhORz."
+PASSWORD = "correct-horse-9"  # of root and PASSWORD_USER on hosts made with password=True
+PASSWORD_HASH = "$6$gnnfleet$FlffmUHd8jMB5CKYvAOydeqTZ7F3umb87lM.c5Ncj4IHPUIzRpEmm7D7gtgJtNGHzGI6C06R8pYVBocfx9FuS1"
 PASSWORD_USER = "worker"
 _serial = itertools.count()
 

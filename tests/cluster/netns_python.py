@@ -37,7 +37,7 @@ def own_python(host: Host, folder: str = "venv", *, conda: bool = False) -> str:
     (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\nimport gnnfleet_clock\n")
     (site / "gnnfleet_clock.py").write_text(CLOCK.format(file=f"{host.home}/.clock"))
     if conda:
-        (top / "conda-meta").mkdir()
+        (top / "conda-meta").mkdir(exist_ok=True)
         (top / "conda-meta/history").touch()
     return f"{host.home}/{folder}/bin/python"
 

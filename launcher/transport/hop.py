@@ -45,7 +45,7 @@ class Hop:
     bind_address: str
     connect_timeout: float  #: seconds, 0 where ssh_config has none
     only_openssh: str  #: the keyword that only OpenSSH's own client can follow, or ""
-    control_path: str  #: socket of a connection the user keeps open himself, or ""
+    has_control_path: bool  #: the user may keep a connection open himself (ControlMaster)
 
     @property
     def target(self) -> str:
@@ -87,7 +87,7 @@ def make_hop(name: str, user: str | None, port: int | None, options: Options) ->
         bind_address=_value(options, "bindaddress"),
         connect_timeout=_seconds(_value(options, "connecttimeout")),
         only_openssh=_only_openssh(options, "" if jump else command),
-        control_path=_control_path(tokens, options),
+        has_control_path=bool(_value(options, "controlpath")),
     )
 
 
@@ -216,8 +216,3 @@ def _only_openssh(options: Options, command: str) -> str:
     named = [command, *options.get("identityfile", ()), *options.get("certificatefile", ())]
     named += [*options.get("userknownhostsfile", ()), _value(options, "identityagent")]
     return "a token in ssh_config" if any(_NOT_OURS.search(text.replace("%%", "")) for text in named) else ""
-
-
-def _control_path(tokens: _Tokens, options: Options) -> str:
-    path = tokens.path(_value(options, "controlpath"))
-    return "" if "%" in path else path

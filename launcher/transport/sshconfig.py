@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import os
+import pwd
 import shlex
 import shutil
 import subprocess
@@ -131,17 +132,20 @@ def ssh_program() -> str | None:
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
     """The words before the host name for OpenSSH to see the same config and login as we do."""
     argv = [ssh_program() or "ssh"]
-    if os.path.expanduser("~") != os.path.expanduser(f"~{_local_user()}"):  # it looks into the home of /etc/passwd
+    if not is_home_of_passwd():
         config = os.path.expanduser("~/.ssh/config")
         argv += ["-F", config if os.path.isfile(config) else "none"]
     argv += ["-l", user] if user else []
     return argv + (["-p", str(port)] if port else [])
 
 
-def _local_user() -> str:
-    import pwd
+def is_home_of_passwd() -> bool:
+    """Whether $HOME is the folder in which OpenSSH looks: that in /etc/passwd."""
+    return os.path.expanduser("~") == _passwd_home()
 
-    return pwd.getpwuid(os.getuid()).pw_name
+
+def _passwd_home() -> str:
+    return pwd.getpwuid(os.getuid()).pw_dir
 
 
 def _resolve(config: SshConfig, name: str, user: str | None, port: int | None) -> Hop:
@@ -181,7 +185,7 @@ def _by_openssh(name: str, user: str | None, port: int | None) -> dict[str, list
 
 def _with_own_home(options: dict[str, list[str]]) -> dict[str, list[str]]:
     """ssh expands ``~`` to the home in /etc/passwd; ours is $HOME."""
-    theirs, ours = os.path.expanduser(f"~{_local_user()}"), os.path.expanduser("~")
+    theirs, ours = _passwd_home(), os.path.expanduser("~")
     for key in ("userknownhostsfile", "identityfile", "certificatefile") if theirs != ours else ():
         values = [" ".join(_rehomed(word, theirs, ours) for word in value.split()) for value in options.get(key, [])]
         options.update({key: values} if values else {})

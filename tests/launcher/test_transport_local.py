@@ -1,4 +1,4 @@
-"""What ``local`` and ``ssh`` both promise: one contract, run against each."""
+"""What ``local``, ``ssh`` and OpenSSH's client all promise: one contract, run against each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launcher.script import Command
 from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
 from sshd_inprocess import Sshd, serving
-from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
+from transport_kit import know, new_key, openssh_to, save_key, sh, ssh_threads, ssh_to
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(params=["local", "ssh"])
+@pytest.fixture(params=["local", "ssh", "openssh"])
 def node(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Iterator[Transport]:
     """A connected transport whose login folder is ``home``."""
     if request.param == "local":
@@ -39,7 +39,8 @@ def node(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Iterator
     client, host = new_key(), new_key()
     with serving(Sshd(home=home, host_key=host, authorized=client)) as sshd:
         know(home, sshd.port, host)
-        transport = ssh_to(sshd, key=save_key(client, tmp_path / "id"))
+        key = save_key(client, tmp_path / "id")
+        transport = ssh_to(sshd, key=key) if request.param == "ssh" else openssh_to(sshd, key=key)
         transport.connect(10)
         yield transport
         transport.close()

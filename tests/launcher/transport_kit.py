@@ -9,6 +9,8 @@ import paramiko
 
 from launcher.config import HostKeys, NodeConfig
 from launcher.script import Command, Secret
+from launcher.transport.login import Credentials
+from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import SshTransport
 from sshd_inprocess import Sshd
 
@@ -47,6 +49,12 @@ def ssh_to(
     port = sshd if isinstance(sshd, int) else sshd.port
     node = NodeConfig(host="127.0.0.1", port=port, user="ann", key=str(key) if key else None)
     return SshTransport(node, host_keys, Secret(password) if password is not None else None, node_rank)
+
+
+def openssh_to(sshd: Sshd, *, key: Path | None = None, password: str | None = None) -> OpenSshTransport:
+    node = NodeConfig(host="127.0.0.1", port=sshd.port, user="ann", key=str(key) if key else None)
+    secret = Secret(password) if password is not None else None
+    return OpenSshTransport(node, "strict", Credentials(node.key, password=secret), 3)
 
 
 def ssh_threads() -> list[str]:

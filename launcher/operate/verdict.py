@@ -59,8 +59,8 @@ def known_without_nodes(found: FoundRun) -> bool:
     if found.plan is None:
         return True
     launch, result = found.launch, found.result
-    if result is not None and result["state"] in _FROM_RESULT and not result["notes"]:
-        return True
+    if result is not None and result["state"] in _FROM_RESULT and not (result["notes"] and result["nodes"]):
+        return True  # a note on a run that was started may say that something of it is left
     return launch is not None and launch.stage in _BEFORE_NODES and launch.alive() is not None
 
 
@@ -139,9 +139,11 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any]) -> Verdict:
     state = _FROM_RESULT[result["state"]]
     told = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
-    why = result_words(result)
+    why, notes = result_words(result), tuple(result["notes"])
+    if not result["nodes"]:  # given up before anything ran
+        why, notes = "; ".join(notes), ()
     sentence = f"run {found.run_id} {told}{by} after {seconds_words(result['seconds'])}{f': {why}' if why else ''}"
-    return Verdict(state, sentence, tuple(result["notes"]), _after(found, state, collected=True))
+    return Verdict(state, sentence, notes, _after(found, state, collected=True))
 
 
 def _after(found: FoundRun, state: State, *, collected: bool = False) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,16 +94,15 @@ class OpenRun:
     def errors(self) -> dict[int, TransportError]:
         return {k: line for k, line in self.attempts.items() if isinstance(line, TransportError)}
 
-    def look(self, *words: str, ranks: Sequence[int] | None = None) -> dict[int, NodeView]:
-        """All nodes (or ``ranks``) as they are now; ``words``: options of ``watch.py --once``, by default no file."""
+    def look(
+        self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
+    ) -> dict[int, NodeView]:
+        """All nodes (or ``ranks``) as they are now; ``options``: of ``watch.py --once``, by default no file."""
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
-        answers = on_nodes(asked, lambda k: look_at(nodes[k], self.transports[k], words or ("--only", "")))
-        views = answers.values | {
-            k: NodeView(nodes[k], unreachable=_why(error))
-            for k, error in (self.errors | answers.errors).items()
-            if k in nodes
-        }
+        answers = on_nodes(asked, lambda k: look_at(nodes[k], self.transports[k], options(k)))
+        errors = {k: error for k, error in (self.errors | answers.errors).items() if k in nodes}
+        views = answers.values | {k: NodeView(nodes[k], unreachable=_why(error)) for k, error in errors.items()}
         return {k: views[k] for k in sorted(views)}
 
 

@@ -1,0 +1,332 @@
+"""Commands for runs that have been launched: status, logs, follow, attach, stop, collect, runs, resume."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from launcher.options import LaunchOptions, overrides_of, read_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.interrupts import OnInterrupt
+    from launcher.operate.bring import Brought
+    from launcher.operate.choice import Choice
+    from launcher.operate.found import FoundRun
+    from launcher.operate.views import OpenRun
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LIVE = (
+    click.option("--plain", is_flag=True, help="Prefixed lines instead of the live view."),
+    click.option(
+        "--on-interrupt",
+        type=click.Choice(["ask", "stop", "detach"]),
+        help="What the first Ctrl-C does; default: ask (run.on_interrupt).",
+    ),
+)
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
+
+
+def _with(*given: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(command: F) -> F:
+        for option in reversed(given):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_RUN = (
+    click.argument("run", required=False),
+    click.option(
+        "--config",
+        "-c",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
+    ),
+    click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs."),
+    click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
+)
+
+
+@click.command(
+    epilog=_examples("status", "status toy-2026 --watch", "status --config cluster.yml")
+    + "\n\nExit status: 0 it runs or is done, 1 failed or never started, 130 stopped, 3 no node can tell."
+)
+@_with(*_RUN)
+@click.option("--watch", is_flag=True, help="Show it again every 2 s until the run has ended.")
+@click.pass_context
+def status(ctx: click.Context, watch: bool, **values: Any) -> None:
+    """How a run is, from any machine that reaches its nodes.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest.
+    """
+    from launcher.operate.status import rendered, status_now, watch_status
+    from launcher.operate.verdict import known_without_nodes
+
+    console, as_json = _console(ctx, values)
+    with _open(ctx, values, known_without_nodes) as run:
+        told = watch_status(run, console) if watch and not as_json else status_now(run)
+    if as_json:
+        click.echo(json.dumps(told.to_json(), indent=1))
+    elif not watch:
+        console.print(rendered(told), soft_wrap=True)
+    ctx.exit(told.verdict.exit_status)
+
+
+@click.command(epilog=_examples("logs", "logs --rank 3 --since 10m", "logs toy-2026 -f --node 1", "logs --all -n 100"))
+@_with(*_RUN[:3])
+@click.option("--follow", "-f", "follows", is_flag=True, help="Go on with new lines until the run has ended.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Of one node alone.")
+@click.option("--rank", type=click.IntRange(0), metavar="R", help="Of one rank alone.")
+@click.option("--since", metavar="WHEN", help="Since then: 10m, 2h, 12:30, or an ISO time.")
+@click.option("-n", "last", type=click.IntRange(0), metavar="LINES", help="Only so many last lines.")
+@click.option("--all", "every", is_flag=True, help="Also of supervisors, graph servers and torch.distributed.run.")
+@click.option("--times", "-t", is_flag=True, help="With the time of each line, by this machine's clock.")
+@click.pass_context
+def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **values: Any) -> None:
+    """Lines of all ranks, merged in order of time.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. Lines come from the nodes,
+    or from the run folder once they have been collected. -f begins with the last ten lines of each rank.
+    """
+    from launcher.operate import showlogs
+
+    when = showlogs.since_when(since) if since else None
+    wanted = showlogs.Wanted(values["node"], values["rank"], when, values["last"], values["every"])
+    console, _ = _console(ctx, values)
+    with _open(ctx, values, showlogs.all_collected) as run:
+        plan = run.found.needed_plan
+        printer = showlogs.LinePrinter(console, plan, times=times, every=wanted.every)
+        follows = follows and not showlogs.all_collected(run.found)
+        missing = (showlogs.follow_logs if follows else showlogs.print_logs)(run, wanted, printer)
+    for line in showlogs.missing_words(missing, plan):
+        click.secho(line, fg="yellow", err=True)
+    ctx.exit(1 if missing else 0)
+
+
+@click.command(epilog=_examples("follow", "follow toy-2026 --plain"))
+@_with(*_RUN, *_LIVE)
+@click.pass_context
+def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
+    """Watch a run as its launcher does; collect and report at its end.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest.
+    """
+    console, as_json = _console(ctx, values)
+    with _open(ctx, values, _is_over_here) as run:
+        if _is_over_here(run.found):
+            ctx.exit(_show_over(run.found, console, as_json))
+        from launcher.operate.bring import folder_for
+        from launcher.operate.rejoined import follow as follow_run
+
+        folder = folder_for(run, _choice(ctx, values).runs_dirs[0])
+        report = follow_run(run, folder, console, on_interrupt=on_interrupt, plain=plain, as_json=as_json)
+    if as_json:
+        click.echo(json.dumps({"kind": "report", **report.to_json()}))
+    ctx.exit(report.exit_status)
+
+
+@click.command(epilog=_examples("attach", "attach toy-2026 --print"))
+@_with(*_RUN[:3])
+@click.option("--print", "only_print", is_flag=True, help="Print the command for each node, and do nothing.")
+@click.pass_context
+def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
+    """Look into the nodes' tmux sessions: a local session with a pane per node.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. Leave with Ctrl-b d; the run
+    goes on. Panes are read-only.
+    """
+    from launcher.operate.panes import enter, make_session, panes_of
+
+    with _open(ctx, values, lambda found: True) as run:
+        panes = panes_of(run.found)
+        run_id = run.found.run_id
+    if only_print:
+        for pane in panes:
+            click.echo(pane.command)
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("attach needs a terminal; --print shows the command for each node", ctx)
+    ctx.exit(enter(make_session(run_id, panes)))
+
+
+@click.command(epilog=_examples("stop", "stop toy-2026 --now"))
+@_with(*_RUN)
+@click.option("--now", is_flag=True, help="Kill at once, without the grace to end by themselves (run.grace).")
+@click.pass_context
+def stop(ctx: click.Context, now: bool, **values: Any) -> None:
+    """Stop a run on all its nodes, whatever became of its launcher; then collect.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. Other runs are not touched.
+    Exit status 0 when nothing of the run is left, else 1.
+    """
+    from launcher.operate.ended import end_run
+    from launcher.operate.verdict import known_without_nodes
+
+    console, as_json = _console(ctx, values)
+    with _open(ctx, values, known_without_nodes) as run:
+        ended = end_run(run, _choice(ctx, values).runs_dirs[0], console, now=now)
+    if as_json:
+        click.echo(json.dumps(ended.to_json(), indent=1))
+    ctx.exit(ended.exit_status)
+
+
+@click.command(epilog=_examples("collect", "collect toy-2026", "collect --config cluster.yml"))
+@_with(*_RUN)
+@click.pass_context
+def collect(ctx: click.Context, **values: Any) -> None:
+    """Bring a run's logs, outcomes, metrics, checkpoint and output here, and report.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that still goes on,
+    what there is by now. What is here already is not fetched again.
+    """
+    from launcher.operate.bring import bring, folder_for
+
+    console, as_json = _console(ctx, values)
+    with _open(ctx, values, _is_over_here) as run:
+        if _is_over_here(run.found):
+            ctx.exit(_show_over(run.found, console, as_json))
+        brought = bring(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
+    _tell_brought(brought, console)
+    if as_json:
+        click.echo(json.dumps(brought.to_json(), indent=1))
+    ctx.exit(brought.exit_status)
+
+
+@click.command(epilog=_examples("runs", "runs -n 5", "runs --json"))
+@click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.option("-n", "last", type=click.IntRange(1), metavar="N", help="Only the newest N.")
+@click.pass_context
+def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
+    """What has been run: when, on what, and what came of it."""
+    from launcher.operate.history import history, rendered, to_json
+
+    console, as_json = _console(ctx, values)
+    entries = history(_choice(ctx, values).runs_dirs, last)
+    if as_json:
+        click.echo(to_json(entries))
+    elif entries:
+        console.print(rendered(entries))
+    else:
+        console.print("no run is known on this machine")
+
+
+@click.command(
+    epilog=_examples("resume toy-2026", "resume toy-2026 --epochs 40 --detach", "resume mine -- python a.py")
+)
+@_with(click.argument("run"), *_RUN[1:])
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
+@click.option("--epochs", metavar="N", help="Passes over the train seeds in all, those before included.")
+@click.option("--run-id", metavar="ID", help="Name of the new run; default: made from name and time.")
+@click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on.")
+@_with(*_LIVE)
+@click.pass_context
+def resume(
+    ctx: click.Context, sets: tuple[str, ...], epochs: str | None, on_interrupt: str | None, **values: Any
+) -> None:
+    """Launch a run again, from its newest checkpoint: same config, same own command.
+
+    RUN is a run's id, the beginning of one, or its folder.
+    """
+    from launcher.operate.again import go_to, needs_no_node, prepare
+    from launcher.run import launch
+
+    console, as_json = _console(ctx, values)
+    asked = LaunchOptions(
+        config=Path(),
+        overrides=overrides_of({"epochs": epochs, "on_interrupt": on_interrupt}, sets),
+        run_id=values["run_id"],
+        own_command=ctx.meta.get("own_command", ()),
+        as_json=as_json,
+        plain=values["plain"],
+        detach=values["detach"],
+    )
+    with _open(ctx, values, needs_no_node) as run:
+        again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
+    for text in (*again.notes, again.told):
+        console.print(text, soft_wrap=True, markup=False)
+    config = read_config(again.options)
+    go_to(again.cwd)
+    report = launch(config, again.options, console)
+    if as_json:
+        click.echo(json.dumps({"kind": "report", **report.to_json()}))
+    ctx.exit(report.exit_status)
+
+
+COMMANDS = (status, logs, follow, attach, stop, collect, runs, resume)
+
+
+def register_commands(group: click.Group) -> None:
+    """Make them commands of ``group``."""
+    for command in COMMANDS:
+        group.add_command(command)
+
+
+def _choice(ctx: click.Context, values: Mapping[str, Any]) -> Choice:
+    """Which run; options before the command count too."""
+    from launcher.operate.choice import Choice
+
+    before: Mapping[str, Any] = ctx.obj or {}
+    config, runs_dir = (values.get(name) or before.get(name) for name in ("config", "runs_dir"))
+    return Choice(values.get("run"), config, tuple(before.get("sets") or ()), runs_dir)
+
+
+def _open(
+    ctx: click.Context, values: Mapping[str, Any], offline: Callable[[FoundRun], bool]
+) -> AbstractContextManager[OpenRun]:
+    from launcher.operate.choice import chosen
+
+    return chosen(_choice(ctx, values), offline=offline)
+
+
+def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
+    """Where to print, and whether stdout is for JSON."""
+    from rich.console import Console
+
+    as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
+    return Console(stderr=as_json, highlight=False), as_json
+
+
+def _is_over_here(found: FoundRun) -> bool:
+    """Whether nothing of the run is anywhere but here: its end is known, or nothing has ever started."""
+    from launcher.operate.verdict import known_without_nodes
+
+    return known_without_nodes(found)
+
+
+def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
+    """Say how such a run ended."""
+    from launcher.operate.status import Status, rendered
+    from launcher.operate.verdict import from_here
+
+    told = Status(found, from_here(found), {})
+    if as_json:
+        click.echo(json.dumps(told.to_json(), indent=1))
+    else:
+        console.print(rendered(told), soft_wrap=True)
+    return told.verdict.exit_status
+
+
+def _tell_brought(brought: Brought, console: Console) -> None:
+    from launcher.report import print_report
+
+    if brought.report is not None:
+        print_report(brought.report, console)
+        return
+    console.print(brought.told, soft_wrap=True, markup=False)
+    for note in brought.notes:
+        console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)

@@ -1,0 +1,123 @@
+"""``gnnfleet runs``: what was run, when, on what, and what came of it; reads files of this machine alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from launcher.errors import FleetError
+from launcher.operate.verdict import result_words, seconds_words
+from launcher.registry import LaunchFile, began, known_runs
+from launcher.runfile import read_run
+from launcher.words import count
+
+_STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
+_WIDEST = 90
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the past, or one that may still go on."""
+
+    run_id: str
+    folder: str
+    when: float  #: launched, seconds since the epoch
+    config: str  #: as given to the launch; '' when it was launched elsewhere
+    size: str  #: ``3 nodes × 6 ranks``
+    state: str
+    seconds: float | None
+    test_accuracy: float | None
+    why: str  #: why it ended, in one line
+    resumed_from: str | None
+
+
+def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
+    """All runs known here, the newest first."""
+    return [entry_of(folder) for folder in known_runs(runs_dirs)[:limit]]
+
+
+def entry_of(folder: Path) -> Entry:
+    """What a run's folder tells of it; what is damaged is said in the entry."""
+    try:
+        launch, result, size = LaunchFile.read(folder), _json(folder / "result.json"), _size(folder)
+    except (FleetError, ValueError) as error:
+        return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, None, str(error), None)
+    state, why = _state(launch, result, has_plan=bool(size))
+    return Entry(
+        run_id=launch.run_id if launch else folder.name,
+        folder=str(folder),
+        when=began(folder),
+        config=launch.config if launch else "",
+        size=size,
+        state=state,
+        seconds=result.get("seconds") if result else None,
+        test_accuracy=(result or {}).get("metrics", {}).get("test_accuracy"),
+        why=why,
+        resumed_from=launch.resumed_from if launch else None,
+    )
+
+
+def to_json(entries: Sequence[Entry]) -> str:
+    """For ``--json``: a list, the newest first."""
+    return json.dumps([asdict(entry) for entry in entries], indent=1)
+
+
+def rendered(entries: Sequence[Entry]) -> Table:
+    """A row per run."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("when", "run", "config", "size", "state"):
+        table.add_column(name, no_wrap=name != "config")
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("result")
+    for entry in entries:
+        took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
+        state = Text(entry.state, _STYLES.get(entry.state, "bold"))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
+        table.add_row(when, entry.run_id, Path(entry.config).name or "–", entry.size or "–", state, took, entry.why)
+    return table
+
+
+def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
+    """Without asking any node: those that may still run are left to ``gnnfleet status``."""
+    if result is not None and result["state"] != "detached":
+        by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
+        return result["state"], _one_line(by or result_words(result) or _first_note(result))
+    if launch is None:
+        return "open", "collected while it ran; gnnfleet status tells more"
+    if launch.alive():
+        return ("running" if launch.stage in ("train", "collect", "end") else "preparing"), ""
+    if launch.alive() is False and (not has_plan or launch.stage in ("connect", "preflight", "partition", "sync")):
+        return "never started", f"its launcher ended during {launch.stage}"
+    gone = "detached" if launch.detached else "its launcher is gone"
+    return "open", f"{gone}; gnnfleet status {launch.run_id} tells how it is"
+
+
+def _size(folder: Path) -> str:
+    path = folder / "run.json"
+    if not path.is_file():
+        return ""
+    plan = read_run(path.read_text(encoding="utf-8"))
+    return f"{count(len(plan.nodes), 'node')} × {count(plan.world_size, 'rank')}"
+
+
+def _first_note(result: dict[str, Any]) -> str:
+    return next(iter(result.get("notes") or ()), "")
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _WIDEST else line[: _WIDEST - 1] + "…"
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return values

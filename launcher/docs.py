@@ -29,6 +29,22 @@ default gives.
 **Short forms.** A node may be just `host`, `user@host` or `user@host:port`. With `transport: local`, `nodes: 2` stands
 for two nodes on this machine. A list of numbers may be written `15,10,5`, and a list of one text as that text.
 
+**Host ranges.** `node[01-16].lab` is sixteen nodes, `10.0.0.[10-14]` five, `n[1-3,7]r[1-2]` eight, the first bracket
+varying slowest; leading zeros are kept. A range stands for up to 4,096 hosts, among `nodes` or in `host:`, whose other
+keys then hold for each of them:
+
+```yaml
+nodes:
+  - node[01-04].lab
+  - host: alice@gpu[1-2]:2222
+    devices: [0, 1, 2, 3]
+  - gnn1:[2201-2202]           # two containers on one host
+data: {dataset: synthetic}
+```
+
+In YAML's own brackets and braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address keeps its
+brackets before a port: `[fe80::1]:22`. A host may carry several nodes; devices of one host are divided among them.
+
 **Paths.** Paths of this machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`, `train.resume`) are
 relative to the YAML file they stand in; given with `--set` they are relative to the current directory, and so is
 `run.runs_dir` always. Paths of a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode verify) begin with
@@ -38,6 +54,23 @@ the path.
 **Changing a key for one run.** `--set key=value`, as often as needed: `--set train.lr=1e-3`,
 `--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`; `--set 'nodes.*.procs=2'` sets it on every node. The value
 is YAML; `null` takes a key back to its default.
+
+**Fewer hosts or devices for one run.** `--include` and `--exclude` choose among the nodes, on every command that reads
+the file, as often as needed; what is included is kept in the file's order, then what is excluded is taken away, and
+node ranks are counted anew. The first node left is the master, `procs` goes with the devices, and so does the default
+of `data.num_parts` with the nodes.
+
+| written | chooses |
+|---|---|
+| `node03`, `node03.lab`, `alice@node03:2222` | the host `node03.lab`, with or without domain, user and port |
+| `node[03-05]`, `node03,node05`, `gpu*`, `gpu?` | several; case does not matter |
+| `node04:0,2`, `gpu[1-2]:0-3` | devices of a host, by the ids in its `devices` |
+| `node04:0,2@node05` | several joined by `@`, as DeepSpeed writes it |
+| `node3`, `node[0-3]` | nodes by their rank in the whole file, as tables show it, where no host is called `node` and a number |
+
+```bash
+gnnfleet check --config cluster.yml --exclude host2
+```
 
 **Mistakes.** All of them are listed at once, each with file and line; nothing is started. `gnnfleet check` goes on to
 look at the machines themselves.

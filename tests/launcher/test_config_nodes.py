@@ -1,0 +1,158 @@
+"""Everything a node can have of its own, on three nodes that have nothing in common."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher import cli
+from launcher.codefiles import CODE_ROOT
+from launcher.plan import NodePlan
+from launcher.script import Command, render
+from launcher.yaml_schema import load_config
+from plan_kit import plan_of
+
+#: A python that tells how it was started.
+STUB = """#!/bin/sh
+echo "$0|$PWD|$*"
+env | grep -E '^(COMMON|LEVEL|MODULE|DEFAULT|ACTIVE|PYTHONPATH|CUDA_VISIBLE_DEVICES|GLOO_SOCKET_IFNAME)=' | sort
+"""
+CONFIG = """
+defaults: {user: alice, env: {COMMON: "1", LEVEL: low}, setup: [export DEFAULT=yes], venv: HERE/nowhere}
+nodes:
+  - {host: gpu1, port: 2222, key: keys/one, venv: "HERE/a venv", workdir: HERE/w0, devices: [3, 1], env: {LEVEL: high}}
+  - host: 10.0.0.8
+    user: bob
+    password: true
+    conda: my env
+    workdir: HERE/w{node_rank}
+    procs: 3
+    setup: [export CONDA_EXE=HERE/conda/bin/conda, "export MODULE='a b'"]
+    address: 192.168.1.8
+    interface: ib0
+  - {host: gpu3, python: HERE/py/bin/python3.12, workdir: HERE/w 2, devices: [0], env: {PYTHONPATH: /opt/mine}}
+data: {dataset: synthetic, num_parts: 5}
+run: {service_port: 7000}
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> tuple[NodePlan, ...]:
+    for name in ("a venv/bin/python", "py/bin/python3.12", "conda/envs/python"):
+        stub = tmp_path / name
+        stub.parent.mkdir(parents=True)
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+    profile = tmp_path / "conda/etc/profile.d/conda.sh"
+    profile.parent.mkdir(parents=True)
+    profile.write_text(f'conda() {{ export ACTIVE="$1 $2" PATH={shlex.quote(str(tmp_path))}/conda/envs:"$PATH"; }}\n')
+    config = tmp_path / "c.yml"
+    config.write_text(CONFIG.replace("HERE", str(tmp_path)))
+    return plan_of(load_config(config)).nodes
+
+
+def ran(command: Command) -> tuple[list[str], dict[str, str]]:
+    """What bash makes of a command: the stub's ``[itself, folder, arguments]`` and the environment it saw."""
+    Path(command.cwd).mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-c", render(command)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first, *rest = done.stdout.splitlines()
+    return first.split("|"), dict(line.split("=", 1) for line in rest)
+
+
+def test_each_node_starts_with_its_own_python_environment_and_folder(
+    nodes: tuple[NodePlan, ...], tmp_path: Path
+) -> None:
+    pythons = ["a venv/bin/python", "conda/envs/python", "py/bin/python3.12"]
+    own = [
+        {"COMMON": "1", "DEFAULT": "yes", "LEVEL": "high"},
+        {"COMMON": "1", "LEVEL": "low", "MODULE": "a b", "ACTIVE": "activate my env"},
+        {"COMMON": "1", "DEFAULT": "yes", "LEVEL": "low"},
+    ]
+    for node, python, folder, expected in zip(nodes, pythons, ["w0", "w1", "w 2"], own, strict=True):
+        (itself, cwd, words), seen = ran(node.start)
+        assert (itself, cwd) == (str(tmp_path / python), node.run_dir)
+        assert node.run_dir == f"{tmp_path}/{folder}/runs/r1/node{node.node_rank}"
+        assert words == f"{node.code_dir}/launcher/node/supervisor.py {node.run_dir}/node.json"
+        paths = seen.pop("PYTHONPATH").split(":")
+        assert paths == [node.code_dir, *(["/opt/mine"] if node.node_rank == 2 else [])]
+        assert seen == expected
+
+
+def test_each_node_trains_on_its_own_devices_ranks_and_interface(nodes: tuple[NodePlan, ...]) -> None:
+    told = []
+    for node in nodes:
+        argv, env = node.trainer.argv, node.trainer.env
+        assert {str(argv[0]), str(argv[argv.index("--no-python") + 1])} == {node.start.argv[0]}
+        assert argv[argv.index("--master-addr") + 1] == "gpu1" and argv[argv.index("--nnodes") + 1] == "3"
+        told.append(
+            (argv[argv.index("--nproc-per-node") + 1], env["CUDA_VISIBLE_DEVICES"], env.get("GLOO_SOCKET_IFNAME"))
+        )
+    assert told == [("2", "3,1", None), ("3", "", "ib0"), ("1", "0", None)]
+    assert [node.ranks for node in nodes] == [(0, 1), (2, 3, 4), (5,)]
+    assert [node.target for node in nodes] == ["alice@gpu1:2222", "bob@10.0.0.8", "alice@gpu3"]
+
+
+def test_each_node_serves_its_own_parts_at_its_own_address(nodes: tuple[NodePlan, ...]) -> None:
+    served = []
+    for node in nodes:
+        assert node.server is not None and node.server.env["CUDA_VISIBLE_DEVICES"] == ""
+        argv = node.server.argv
+        served.append((argv[argv.index("--own") + 1], argv[argv.index("--bind") + 1]))
+        assert argv[argv.index("--parts") + 1] == f"{node.workdir}/data/synthetic"
+    assert served == [("0", "tcp://gpu1:7000"), ("1,2", "tcp://192.168.1.8:7001"), ("3,4", "tcp://gpu3:7002")]
+
+
+def test_each_node_is_reached_in_its_own_way(tmp_path: Path) -> None:
+    config = tmp_path / "c.yml"
+    config.write_text(CONFIG.replace("HERE", str(tmp_path)))
+    reached = [(node.login, node.key, node.password) for node in load_config(config).nodes]
+    assert reached == [
+        ("alice@gpu1:2222", str(tmp_path / "keys/one"), False),
+        ("bob@10.0.0.8", None, True),
+        ("alice@gpu3", None, False),
+    ]
+
+
+def test_what_a_node_takes_on_its_machine_is_its_own(nodes: tuple[NodePlan, ...]) -> None:
+    """The leases of node.json."""
+    specs = [next(file for file in node.files if file.dest.endswith("/node.json")) for node in nodes]
+    leases = [json.loads(spec.content.reveal())["leases"] for spec in specs]  # type: ignore[attr-defined]
+    assert [[one for one in taken if one.startswith("cuda")] for taken in leases] == [
+        ["cuda:1", "cuda:3"],
+        [],
+        ["cuda:0"],
+    ]
+    assert [taken[-1] for taken in leases] == ["port:7000", "port:7001", "port:7002"]
+
+
+# Templates
+
+
+def commands() -> list[tuple[Path, list[str]]]:
+    """The launches that templates show in their comments, but those of an own script that is not here."""
+    return [
+        (template, shlex.split(line.removeprefix("#"), comments=False))
+        for template in sorted((CODE_ROOT / "templates").glob("*.yml"))
+        for line in template.read_text().splitlines()
+        if line.startswith("#   python launch.py") and " -- " not in line
+    ]
+
+
+@pytest.mark.parametrize(("template", "words"), commands(), ids=lambda value: str(value)[-60:])
+def test_commands_in_templates_work(
+    template: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(template.parent)
+    asked = [words[i : i + 2] for i in range(len(words)) if words[i] in ("--include", "--exclude")]
+    chosen = [word for pair in asked for word in pair]
+    assert cli.run(["plan", "--config", template.name, *chosen]) == 0
+    assert template.name in words[words.index("--config") + 1]
+    shown = capsys.readouterr().out
+    assert ("node03" not in shown and "devices 0,2,5,6 " in shown) if "node03" in chosen else "node0 " in shown

@@ -23,7 +23,7 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
     return field(default=default, metadata=metadata)
 
 
-HostKeys = Literal["strict", "accept-new", "insecure"]
+HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
 
 
 def login_text(user: str | None, host: str, port: int | None) -> str:
@@ -241,7 +241,9 @@ class ClusterConfig:
     run: RunConfig = setting("How the run is placed and watched.", RunConfig)
     transport: Literal["ssh", "local"] = setting("`ssh`, or `local`: every node on this machine, without sshd.", "ssh")
     host_keys: HostKeys = setting(
-        "Unknown SSH host keys: `strict` refuses, `accept-new` learns them, `insecure` asks nothing.", "strict"
+        "Unknown SSH host keys: `strict` refuses, `accept-new` learns them, `insecure` asks nothing; "
+        "`auto`: as StrictHostKeyChecking in ssh_config says, which refuses by itself.",
+        "auto",
     )
     name: str = setting("Begins the run ids and is shown in reports.", "run")
 

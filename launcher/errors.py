@@ -103,7 +103,9 @@ class AuthError(TransportError):
 
 
 class PasswordRefused(AuthError):
-    """A password or passphrase was wrong, or is wanted where only a passphrase was asked for."""
+    """A password or passphrase was wrong; or (``wants_more``) the key was taken, and a password is wanted, too."""
+
+    wants_more = False
 
 
 class HostKeyError(TransportError):

@@ -1,95 +1,103 @@
-"""Lines to the nodes: ``local`` (subprocess) and ``ssh`` (fabric/paramiko) behind one type."""
+"""Lines to the nodes: ``local`` (subprocess), ``ssh`` (paramiko) and OpenSSH's own client behind one type."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-
-import click
+from typing import TYPE_CHECKING
 
 from launcher.config import ClusterConfig
-from launcher.errors import TransportError, UsageError
+from launcher.errors import PasswordRefused, TransportError
 from launcher.script import Secret
-from launcher.transport.base import Completed, Transport
+from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.local import LocalTransport
 
-__all__ = ["Completed", "Transport", "ask_password", "close_all", "connect_all", "make_transport", "open_transport"]
+if TYPE_CHECKING:
+    from launcher.transport.login import Credentials
+    from launcher.transport.passwords import AskPassword, Passwords
 
-AskPassword = Callable[[str], Secret]
+__all__ = [
+    "Completed",
+    "Talk",
+    "Transport",
+    "ask_password",
+    "close_all",
+    "connect_all",
+    "make_transport",
+    "open_transport",
+]
+
+Opened = dict[int, Transport | TransportError]  #: by node_rank: a line, or why there is none
 
 
-def ask_password(target: str) -> Secret:
+def ask_password(prompt: str) -> Secret:
     """Ask on the terminal, without echo; raises UsageError where there is none."""
-    if not _at_terminal():
-        raise UsageError(
-            f"the config asks for a password of {target} (`password: true`), but there is no terminal to ask on; "
-            "start from a terminal, or set `key` to a private key that needs no password"
-        )
-    return Secret(click.prompt(f"Password for {target}", hide_input=True, err=True))
+    from launcher.transport import passwords  # paramiko takes 0.3 s to import
+
+    return passwords.ask_password(prompt)
 
 
-def _at_terminal() -> bool:
-    """Whether somebody can be asked: getpass uses the controlling terminal, else standard input."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return sys.stdin.isatty()
-    return True
-
-
-def make_transport(config: ClusterConfig, node_rank: int, password: Secret | None = None) -> Transport:
+def make_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
     """The node's transport, not yet connected."""
     if config.transport == "local":
         return LocalTransport(node_rank)
-    from launcher.transport.ssh import SshTransport  # paramiko takes 0.3 s to import
+    from launcher.transport.choice import NodeOverSsh
 
-    return SshTransport(config.nodes[node_rank], config.host_keys, password, node_rank)
+    return NodeOverSsh(config, node_rank, credentials)
 
 
-def open_transport(config: ClusterConfig, node_rank: int, password: Secret | None = None) -> Transport:
+def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
     """The node's transport, connected. Raises ``TransportError``."""
-    transport = make_transport(config, node_rank, password)
+    transport = make_transport(config, node_rank, credentials)
     transport.connect(config.run.connect_timeout)
     return transport
 
 
-def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> dict[int, Transport | TransportError]:
-    """Connect to every node at once: its transport, or why there is none, by node_rank."""
-    passwords = ask_passwords(config, ask)
-    results: dict[int, Transport | TransportError] = {}
+def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opened:
+    """Connect to every node at once: its transport, or why there is none, by node_rank.
+
+    Passwords are asked for before, once for each user; again for the nodes that refused one.
+    """
+    ranks = range(len(config.nodes))
+    if config.transport == "local":
+        return {rank: LocalTransport(rank) for rank in ranks}
+    from launcher.transport.passwords import Passwords
+
+    passwords = Passwords(config, ask)
+    results = _connect(config, passwords, ranks)
+    refused = {rank: error for rank, error in results.items() if isinstance(error, PasswordRefused)}
+    if refused:
+        more = [rank for rank, error in refused.items() if error.wants_more]
+        try:
+            passwords.ask_again([rank for rank in refused if rank not in more], more)
+            results |= _connect(config, passwords, refused)
+        except BaseException:
+            close_all(results)
+            raise
+    return results
+
+
+def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) -> Opened:
+    results: Opened = {}
 
     def connect(node_rank: int) -> None:
         try:
-            results[node_rank] = open_transport(config, node_rank, passwords.get(node_rank))
+            results[node_rank] = open_transport(config, node_rank, passwords.credentials(node_rank))
         except TransportError as error:
             results[node_rank] = error
 
-    ranks = range(len(config.nodes))
+    wanted = list(ranks)
     try:
-        with ThreadPoolExecutor(len(config.nodes), "connect") as pool:
-            list(pool.map(connect, ranks))
+        with ThreadPoolExecutor(len(wanted), "connect") as pool:
+            list(pool.map(connect, wanted))
     except BaseException:
         close_all(results)
         raise
-    return {node_rank: results[node_rank] for node_rank in ranks}
+    return {node_rank: results[node_rank] for node_rank in wanted}
 
 
-def ask_passwords(config: ClusterConfig, ask: AskPassword) -> dict[int, Secret]:
-    """A password for each node that wants one; nodes of one login are asked for once."""
-    answers: dict[str, Secret] = {}
-    passwords: dict[int, Secret] = {}
-    for node_rank, node in enumerate(config.nodes):
-        if node.password and config.transport == "ssh":
-            if node.login not in answers:
-                answers[node.login] = ask(node.login)
-            passwords[node_rank] = answers[node.login]
-    return passwords
-
-
-def close_all(transports: dict[int, Transport | TransportError]) -> None:
+def close_all(transports: Opened) -> None:
     """Close those that are open, at once."""
     opened = [transport for transport in transports.values() if isinstance(transport, Transport)]
     if opened:

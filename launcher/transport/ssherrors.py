@@ -22,7 +22,10 @@ def connect_error(failed: HopFailed, way: tuple[Hop, ...], timeout: float, node_
     kind, what, remedy = _explain(failed, way, timeout)
     if failed.hop != way[-1]:
         what = f"jump host {failed.hop.target}: {what}"
-    return kind(what, host=way[-1].target, node_rank=node_rank, remedy=remedy)
+    described = kind(what, host=way[-1].target, node_rank=node_rank, remedy=remedy)
+    if isinstance(described, PasswordRefused):
+        described.wants_more = isinstance(failed.error, LoginRefused) and failed.error.wants_password
+    return described
 
 
 def relabelled(error: HostKeyError, host: str, node_rank: int | None) -> HostKeyError:

@@ -90,7 +90,7 @@ MISTAKES = {
     TWO + "train: {model: sagee}\n": [
         "3: train.model: expected one of sage, gcn, gat, rgcn, hgt, rsage, found the text `sagee`; did you mean `sage`?"
     ],
-    TWO + "host_keys: no\n": ["3: host_keys: expected one of strict, accept-new, insecure, found `no`"],
+    TWO + "host_keys: no\n": ["3: host_keys: expected one of auto, strict, accept-new, insecure, found `no`"],
     TWO + "run: {master_port: free}\n": [
         "3: run.master_port: expected a whole number or `auto`, found the text `free`"
     ],

@@ -17,9 +17,8 @@ from paramiko.hostkeys import HostKeys
 
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
-from launcher.script import Command, Secret
+from launcher.script import Command
 from launcher.transport import close_all, connect_all
-from launcher.transport.base import Transport
 from launcher.transport.hostkeys import read_known_hosts
 from launcher.transport.ssh import SshTransport
 from sshd_inprocess import Sshd, serving
@@ -355,21 +354,9 @@ def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
     config = cluster(good, NodeConfig(host="a.invalid"), NodeConfig(host="127.0.0.1", port=1, user="ann"), good)
     results = connect_all(config)
     assert [type(results[k]).__name__ for k in range(4)] == [
-        "SshTransport", "UnreachableError", "UnreachableError", "SshTransport",
+        "NodeOverSsh", "UnreachableError", "UnreachableError", "NodeOverSsh",
     ]  # fmt: skip
     assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
     close_all(results)
 
 
-def test_a_password_is_asked_for_once_per_login(sshd: Sshd) -> None:
-    node = NodeConfig(host="127.0.0.1", port=sshd.port, user="ann", password=True)
-    asked: list[str] = []
-
-    def ask(target: str) -> Secret:
-        asked.append(target)
-        return Secret("right")
-
-    results = connect_all(cluster(node, node, node), ask)
-    assert all(isinstance(result, Transport) for result in results.values())
-    assert asked == [f"ann@127.0.0.1:{sshd.port}"]  # another port may be another machine
-    close_all(results)

@@ -17,7 +17,7 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
     """Of one node."""
-    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _interface, _leases, _leftovers):
+    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
         yield from check(survey, k)
 
 
@@ -99,14 +99,6 @@ def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
     remedy = f"end that, or set `{setting}` to another"
     return survey.finding(k, "block", check, f"port {ports} in use ({holder})", remedy)
-
-
-def _interface(survey: Survey, k: int) -> Iterator[Finding]:
-    probe, node = survey.probes[k], survey.config.nodes[k]
-    if len(survey.config.nodes) > 1 and not probe["interface"] and not node.interface:
-        message = f"no network interface there has address {probe['address']}"
-        remedy = "set `interface` of this node, or `address` to one of its own (see `ip addr`)"
-        yield survey.finding(k, "warn", "interface", message, remedy)
 
 
 def _leases(survey: Survey, k: int) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from launcher.errors import ConnectionLost
 from launcher.node import probe as probe_program
 from launcher.node import wire as program
 from launcher.preflight import PreflightReport, run_preflight
-from launcher.probing import probe_request
+from launcher.probing import Inquiry
 
 Closed = Callable[[int, int, str, int], str]
 CHECKS = ("wire", "interface", "connect", "master port", "control port", "service port")
@@ -37,7 +37,7 @@ def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> Clus
 @cache
 def this_machine() -> dict[str, Any]:
     """What the probe finds here: all that the checks look at."""
-    return probe_program.main(probe_request(cluster(1), 0))
+    return probe_program.main(Inquiry.about(cluster(1)).request(0))
 
 
 def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport:

@@ -1,0 +1,306 @@
+"""Findings about packages, devices and a machine's limits, from scripted facts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from findings_kit import GB, cluster, found, gpu, survey_of, versions, with_gpus
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.findings import Finding, GraphSize, Survey, all_findings, size
+
+
+def the_one(*arguments: Any, **more: Any) -> Finding:
+    (finding,) = found(*arguments, **more)
+    return finding
+
+
+def on_devices(count: int, *devices: int, **more: Any) -> ClusterConfig:
+    nodes = tuple(NodeConfig(host=f"host{k}", user="ann", devices=devices, **more) for k in range(count))
+    return cluster(count, nodes=nodes)
+
+
+# -- packages ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "usual"),
+    [
+        ("torch", "2.11.0+cpu", "2.13"),
+        ("torch_geometric", "2.7.0", "2.8"),
+        ("numba", "0.60.1", "0.68"),
+        ("numpy", "1.26.4", "2.4"),
+    ],
+)
+def test_the_odd_version_is_named_with_the_others(package: str, version: str, usual: str) -> None:
+    finding = the_one(3, {0: versions(**{package: version})})
+    assert (finding.node_rank, finding.severity, finding.check) == (0, "block", "packages")
+    assert f"{usual} on node1 (host1), node2 (host2)" in finding.message
+    assert finding.message.startswith(f"{package} {version[:3]}")
+    assert f"{package}=={usual}" in finding.paste() and finding.paste().startswith("ssh host0 ")
+
+
+def test_another_python_needs_another_interpreter() -> None:
+    finding = the_one(3, {2: versions(python="3.12.1")})
+    assert (finding.severity, finding.check, finding.command) == ("block", "python", "")
+    assert finding.message == "python 3.12, but 3.11 on node0 (host0), node1 (host1)" and "`venv`" in finding.remedy
+    assert "too old" in the_one(1, {0: versions(python="3.9.2")}).message
+
+
+def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
+    other = versions(python="3.11.9", torch="2.13.0+cu126", cuda="12.6", numpy="2.4.5", pyzmq="26.0", glibc="2.31")
+    assert found(3, {1: other}) == []
+    said = next(
+        f.message for f in all_findings(survey_of(cluster(3), {1: other})) if f.check == "versions" and f.node_rank
+    )
+    for words in (
+        "python 3.11.9, 3.11.2 on",
+        "numpy 2.4.5, 2.4.6 on",
+        "torch build cu12.6, cpu on",
+        "glibc 2.31, 2.36",
+    ):
+        assert words in said
+    assert "CUDA" not in said and "NCCL" not in said  # nobody uses devices
+
+
+def test_one_command_repairs_all_packages_of_a_host() -> None:
+    """Builds are as on nodes of the same kind; what differs without harm is left alone."""
+    finding = the_one(3, {2: versions(torch="", numba="0.60", numpy="2.4.5", pyzmq="")})
+    assert finding.message.startswith("torch, pyzmq not installed for /usr/bin/python3; numba 0.60, but 0.68 on")
+    words = "torch==2.13.0+cpu pyzmq==27.3.0 numba==0.68.1 --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert finding.paste() == f"ssh host2 '/usr/bin/python3 -m pip install {words}'"
+
+
+def test_the_command_logs_in_as_the_config_does() -> None:
+    node = NodeConfig(host="gpu1", user="bob", port=2222, key="/k/id", setup=("module load cuda",))
+    finding = the_one(1, {0: versions(numba="")}, config=cluster(1, nodes=(node,)))
+    assert finding.paste() == "ssh -p 2222 -i /k/id bob@gpu1 'module load cuda; /usr/bin/python3 -m pip install numba'"
+    here = the_one(1, {0: versions(numba="")}, config=cluster(1, transport="local"))
+    assert here.paste() == "/usr/bin/python3 -m pip install numba"
+
+
+def test_an_own_command_needs_torch_alone() -> None:
+    odd = {1: versions(torch_geometric="", numba=""), 2: versions(numba="0.50")}
+    told = [(f.node_rank, f.severity, f.check) for f in found(3, odd, own_command=True)]
+    assert told == [(1, "warn", "packages"), (2, "warn", "packages")]
+    assert the_one(2, {1: versions(torch="")}, own_command=True).severity == "block"
+
+
+def test_a_cpu_build_of_torch_is_replaced_by_the_build_of_the_other_device_nodes() -> None:
+    config = on_devices(3, 0)
+    healthy = with_gpus(gpu())
+    odd = {0: healthy, 1: healthy, 2: {**healthy, **versions()}}
+    finding = the_one(3, odd, config=config)
+    assert finding.severity == "block" and "built without CUDA" in finding.message
+    assert "torch==2.13.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126" in finding.command
+    assert the_one(3, odd, config=config, own_command=True).severity == "warn"
+    alone = the_one(1, {0: odd[2]}, config=on_devices(1, 0)).command
+    assert alone.startswith("/usr/bin/python3 -m pip uninstall -y torch && ")  # pip takes 2.13.0+cpu for 2.13.0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"nccl": "2.26.2"}, "NCCL 2.26.2, but 2.27.5 on node0 (host0), node1 (host1)"),
+        ({"cuda": "13.0"}, "torch's CUDA 13, but 12 on node0 (host0), node1 (host1)"),
+        ({"cuda": "12.8"}, None),
+    ],
+)
+def test_nccl_must_be_the_same_and_cuda_of_one_major_version(change: dict[str, str], says: str | None) -> None:
+    odd = with_gpus(gpu(), driver="580.65")
+    odd["versions"] = {**odd["versions"], **change}
+    told = [f.message for f in found(3, {0: with_gpus(gpu()), 1: with_gpus(gpu()), 2: odd}, config=on_devices(3, 0))]
+    assert told == ([says] if says else [])
+
+
+# -- devices -------------------------------------------------------------
+
+LEASE = {"resource": "cuda:0", "run_id": "r7", "words": "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"}
+HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}
+
+
+@pytest.mark.parametrize(
+    ("devices", "severity", "says"),
+    [
+        ([], "block", "nvidia-smi shows none"),
+        ([gpu(0)], "block", "no CUDA device 1; there are 1, counted from 0"),
+        ([gpu(0, used=40_000, holders=[HOLDER]), gpu(1)], "block", "device 0 is not free: 42 GB of 84 GB used, 42 GB "
+         "by pid 77 of bob since 2027-01-15 08:00 UTC: python big.py"),
+        ([gpu(0, used=40_000), gpu(1)], "block", "by whom cannot be seen from here"),
+        ([gpu(0), gpu(1, used=300, holders=[{**HOLDER, "memory": 280}])], "warn", "device 1 is shared: 315 MB of"),
+        ([gpu(0, mode="Prohibited"), gpu(1)], "block", "CUDA device 0 is in compute mode Prohibited"),
+        ([gpu(0, mig=True), gpu(1)], "warn", "divided (MIG)"),
+        ([gpu(0), gpu(1, ecc=3)], "warn", "CUDA device 1 has had 3 memory errors"),
+        ([gpu(0, name="T4"), gpu(1)], "warn", "several kinds (H200, T4)"),
+        ([gpu(0), gpu(1), gpu(2, used=70_000)], None, "2 × H200"),
+    ],
+)  # fmt: skip
+def test_devices(devices: list[dict[str, Any]], severity: str | None, says: str) -> None:
+    config, facts = on_devices(1, 0, 1), {0: with_gpus(*devices)}
+    if severity is None:
+        assert found(1, facts, config=config) == []
+        assert says in [f.message for f in all_findings(survey_of(config, facts))]
+    else:
+        finding = the_one(1, facts, config=config)
+        assert (finding.severity, finding.check) == (severity, "devices")
+        assert says in finding.message
+
+
+def test_a_leased_device_is_told_once_with_its_run() -> None:
+    facts = {**with_gpus(gpu(0, used=40_000, holders=[HOLDER])), "leases": [LEASE]}
+    finding = the_one(1, {0: facts}, config=on_devices(1, 0))
+    assert finding.severity == "block" and finding.message == f"CUDA device 0 is {LEASE['words']}"
+    assert "`gnnfleet stop r7`" in finding.remedy
+    assert found(1, {0: {**with_gpus(gpu(0), gpu(1)), "leases": [LEASE]}}, config=on_devices(1, 1)) == []
+
+
+def test_a_driver_too_old_for_torch() -> None:
+    finding = the_one(1, {0: with_gpus(gpu(), cuda="13.0", driver="550.54.15")}, config=on_devices(1, 0))
+    assert finding.message == "driver 550.54.15 is too old for torch's CUDA 13.0, which needs 580 or newer"
+
+
+def test_two_nodes_of_a_machine_may_not_share_a_device() -> None:
+    same = {**with_gpus(gpu(0), gpu(1)), "hostname": "box"}
+    finding = the_one(2, {0: same, 1: same}, config=on_devices(2, 0))
+    assert (finding.node_rank, finding.severity) == (1, "block")
+    assert finding.message == "CUDA device 0 is also node0 (host0)'s, on the same machine"
+
+
+# -- disk and memory -----------------------------------------------------
+
+
+def disk(free: int, files: int = -1) -> dict[str, Any]:
+    return {"disk": {"free": free, "size": 100 * GB, "files": files, "device": 1}}
+
+
+def test_disk() -> None:
+    needed = {0: 2 * GB, 1: 2 * GB}
+    assert the_one(2, {1: disk(GB)}, bytes_needed=needed).message == "2.0 GB needed at /home/ann, 1.0 GB free"
+    assert the_one(2, {1: disk(2 * GB + 1)}, bytes_needed=needed).severity == "warn"
+    assert "no inodes left" in the_one(1, {0: disk(9 * GB, files=0)}).message
+
+
+def test_nodes_of_one_machine_add_up() -> None:
+    same = {"hostname": "box", **disk(3 * GB)}
+    told = found(2, {0: same, 1: same}, bytes_needed={0: 2 * GB, 1: 2 * GB})
+    assert [f.message for f in told] == ["4.0 GB needed at /home/ann by 2 nodes of this machine, 3.0 GB free"] * 2
+    small = {"hostname": "box", "memory_limit": GB}
+    assert "at least 1.3 GB of memory needed by 2 nodes" in found(2, {0: small, 1: small})[0].message
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [("disk quota exceeded", "quota"), ("read-only file system", "disk"), ("permission denied", "owner or mode")],
+)
+def test_a_work_folder_that_cannot_be_written(error: str, remedy: str) -> None:
+    finding = the_one(1, {0: {"workdir_error": error}})
+    assert finding.message == f"workdir /w/0: cannot write in /home/ann: {error}" and remedy in finding.remedy
+
+
+def test_noexec_matters_to_own_programs_only() -> None:
+    assert found(1, {0: {"noexec": True}}) == []
+    assert the_one(1, {0: {"noexec": True}}, own_command=True).severity == "warn"
+
+
+def test_memory_against_what_the_processes_take() -> None:
+    procs = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
+    block = the_one(1, {0: {"memory_limit": 2 * GB}}, config=procs)
+    assert block.severity == "block" and block.message == "at least 2.9 GB of memory needed, 2.0 GB there"
+    warn = the_one(1, {0: {"memory_free": 2 * GB}}, config=procs)
+    assert warn.severity == "warn" and warn.message == "up to 2.9 GB of memory needed, 2.0 GB free"
+    assert found(1, {0: {"memory_limit": 2 * GB, "memory_free": GB}}, config=procs, own_command=True) == []
+
+
+def test_memory_against_batches_and_parts() -> None:
+    config = replace(cluster(1), train=TrainConfig(batch_size=1024, fanouts=(15, 10, 5), prefetch=3))
+    graph = GraphSize(nodes=100_000_000, row_bytes=4096)
+    assert "up to 20 GB of memory needed" in the_one(1, config=config, graph=graph).message
+    assert found(1, config=config, graph=GraphSize(nodes=100_000, row_bytes=400)) == []
+    many = the_one(1, {0: disk(99 * GB)}, bytes_needed={0: 80 * GB})
+    assert many.severity == "warn" and "parts of 80 GB do not fit into 16 GB" in many.message
+
+
+def test_shared_memory_and_tmp() -> None:
+    shm = {"shm": {"free": 64 << 20, "size": 64 << 20, "files": -1, "device": 3}}
+    facts = {**with_gpus(gpu(0), gpu(1)), **shm}
+    assert "67 MB free at /dev/shm" in the_one(1, {0: facts}, config=on_devices(1, 0, 1)).message
+    assert found(1, {0: facts}, config=on_devices(1, 0)) == []
+    full = {"tmp": {"free": 0, "size": GB, "files": -1, "device": 2, "error": "no space left on device"}}
+    assert the_one(1, {0: full}).message.endswith("no space left on device")
+
+
+def test_data_must_be_there_in_mode_verify() -> None:
+    config = cluster(2, data=DataConfig(dataset="synthetic", folder="/shared/parts", mode="verify"))
+    finding = the_one(2, {0: {"manifest": True}}, config=config)
+    assert (finding.node_rank, finding.check, finding.message) == (1, "data", "no manifest.json in /shared/parts")
+
+
+# -- the rest ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "check", "says"),
+    [
+        ({"tmux": ""}, "block", "tmux", "not installed"),
+        ({"tmux": "1.8"}, "block", "tmux", "tmux 1.8 is too old; 2.1 or newer"),
+        ({"taken": "/w/1/runs/r/node1"}, "block", "run id", "/w/1/runs/r/node1 exists"),
+        ({"open_files": 64}, "block", "open files", "64 open files allowed (ulimit -n), 264 needed for 2 processes"),
+        ({"lease_error": "/tmp/x: no"}, "warn", "leases", "/tmp/x: no"),
+        ({"names": {"head": ""}}, "block", "names", "the name head of node0 (host0) does not resolve"),
+        ({"names": {"head": "127.0.1.1"}}, "block", "names", "resolves to 127.0.1.1, which is itself"),
+    ],
+)
+def test_what_is_wrong_with_a_machine(facts: Mapping[str, Any], severity: str, check: str, says: str) -> None:
+    config = cluster(2, run=RunConfig(master_addr="head"))
+    finding = the_one(2, {1: facts}, config=config)
+    assert (finding.node_rank, finding.severity, finding.check) == (1, severity, check)
+    assert says in finding.message and finding.remedy
+
+
+def test_unusual_words_of_tmux_are_believed() -> None:
+    assert found(3, {0: {"tmux": "next-3.5"}, 1: {"tmux": "master"}, 2: {"tmux": "3.3a"}}) == []
+
+
+def test_open_files_that_setup_can_raise() -> None:
+    assert "`ulimit -n 260`" in the_one(1, {0: {"open_files": 64}}).remedy
+    assert "limits.conf" in the_one(1, {0: {"open_files": 64, "open_files_most": 64}}).remedy
+
+
+def test_a_clock_far_off_does_no_harm() -> None:
+    told = the_one(1, clock_offsets={0: 300.0})
+    assert (told.severity, told.message) == ("warn", "clock is 300 s ahead of this machine's")
+    assert "corrected" in told.remedy and found(1, clock_offsets={0: -4.0}) == []
+
+
+def test_a_busy_master_port_names_who_holds_it() -> None:
+    config = cluster(2, run=RunConfig(master_port=29500))
+    finding = the_one(2, {0: {"busy_ports": {"29500": "pid 7: python old.py"}}}, config=config)
+    assert (finding.node_rank, finding.severity, finding.check) == (0, "block", "master port")
+    assert finding.message == "port 29500 in use (pid 7: python old.py)" and "run.master_port" in finding.remedy
+
+
+def test_leftovers_come_with_the_command_that_ends_them() -> None:
+    left = {"leftovers": [{"run_id": "r1", "pids": [5, 6], "commands": ["python train.py"]}]}
+    finding = the_one(1, {0: left})
+    assert finding.severity == "warn" and "2 processes of run r1 still there" in finding.message
+    assert finding.paste() == "ssh host0 'kill -KILL 5 6'"
+
+
+def test_one_machine_under_two_names() -> None:
+    same = {"hostname": "box", "workdir": "/w"}
+    finding = the_one(2, {0: same, 1: same})
+    assert (finding.node_rank, finding.severity, finding.check) == (1, "block", "same machine")
+    assert "node0 (host0)" in finding.message
+
+
+def test_our_code_is_never_a_difference() -> None:
+    survey: Survey = survey_of(cluster(2), {0: {"code": True}}, code_digest="0123456789abcdef")
+    told = [f.message for f in all_findings(survey) if f.check == "code"]
+    assert told == ["our code 01234567 is there already", "our code 01234567 is sent at launch"]
+
+
+def test_sizes_in_words() -> None:
+    assert [size(n) for n in (5, 1500, 82_440_372_224, 10**15)] == ["5 B", "1.5 kB", "82 GB", "1000 TB"]

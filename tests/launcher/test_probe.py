@@ -1,0 +1,259 @@
+"""The probe on this machine: what it finds is really so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import lease, machine, packages, places, probe, procs
+from launcher.nodecall import NodeAgent
+from launcher.script import Command
+from launcher.transport.local import LocalTransport
+from node_kit import wait_until
+
+SMI = """#!/bin/bash
+echo "$1" >>"$0.asked"
+case "$1" in
+  *mig.mode*) [ -e "$0.gpus" ] && cat "$0.gpus" || exit 2;;
+  *query-gpu*) cat "$0.short";;
+  *compute-apps*) cat "$0.apps";;
+esac
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvidia-smi that prints what the test writes beside it."""
+    path = tmp_path / "bin" / "nvidia-smi"
+    path.parent.mkdir()
+    path.write_text(SMI)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    return path
+
+
+def request(workdir: Path | str = "/", **more: Any) -> dict[str, Any]:
+    empty = dict.fromkeys(("address", "peer", "manifest", "run_dir", "session"), "")
+    return {**empty, "workdir": str(workdir), "ports": [], **more}
+
+
+def probed(python: str = sys.executable, **more: Any) -> dict[str, Any]:
+    with NodeAgent(LocalTransport(0), Command((python,))) as agent:
+        reply: dict[str, Any] = agent.call("probe", request(**more), 30)
+    return reply
+
+
+# -- packages ------------------------------------------------------------
+
+
+def test_versions_are_those_that_importing_would_find() -> None:
+    found = probed()["versions"]
+    for name in packages.PACKAGES:
+        assert found[name] == importlib.metadata.version(name)
+    assert found["python"] == ".".join(map(str, sys.version_info[:3])) and found["arch"] == os.uname().machine
+
+
+def test_torch_is_asked_for_its_cuda_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text("cuda: Optional[str] = '12.6'\nhip: Optional[str] = None\n")
+    for name in ("torch-2.9.1+cu126.dist-info", "nvidia_nccl_cu12-2.27.5.dist-info", "nvidia_nccl_cu11-2.1.dist-info"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "numpy-1.24.2-py3.11.egg-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    found = packages.versions()
+    assert [found[name] for name in ("torch", "cuda", "nccl", "numpy")] == ["2.9.1+cu126", "12.6", "2.27.5", "1.24.2"]
+    assert found["numba"] == ""
+
+
+def test_graph_size_of_parts_on_the_node(tmp_path: Path) -> None:
+    file = {"path": "part0/nodes/node/attrs/x.npy", "bytes": 4000}
+    (tmp_path / "manifest.json").write_text(json.dumps({"nodes": {"node": {"num_nodes": 10}}, "files": [file]}))
+    assert packages.graph_size(f"{tmp_path}/manifest.json") == {"nodes": 10, "row_bytes": 400.0}
+    (tmp_path / "manifest.json").write_text("[]")
+    assert packages.graph_size(f"{tmp_path}/manifest.json") == {}
+
+
+# -- devices -------------------------------------------------------------
+
+GPUS = """0, GPU-a, NVIDIA H200, 143771, 61000, Default, Disabled, 0, 570.86.15
+1, GPU-b, NVIDIA H200, 143771, 0, Exclusive_Process, Enabled, 2, 570.86.15
+2, GPU-c, GeForce GT 710, 2048, 3, Default, [N/A], [N/A], 570.86.15
+"""
+
+
+def test_devices_and_who_uses_them(smi: Path) -> None:
+    Path(f"{smi}.gpus").write_text(GPUS)
+    Path(f"{smi}.apps").write_text(f"GPU-a, {os.getpid()}, python, 60000\nGPU-a, 4194999, [Not Found], 500\n")
+    found = probed(devices=True)
+    assert found["devices"] == ["NVIDIA H200", "NVIDIA H200", "GeForce GT 710"] and found["driver"] == "570.86.15"
+    first, second, third = found["gpus"]
+    mine, unseen = first["holders"]
+    assert (mine["pid"], mine["memory"], mine["user"]) == (os.getpid(), 60000, lease._user(os.getuid()))
+    assert "pytest" in mine["command"] and 0 < time.time() - mine["since"] < 3600 * 24
+    assert (unseen["user"], unseen["command"]) == ("", "[Not Found]")
+    assert (second["mode"], second["mig"], second["ecc"]) == ("Exclusive_Process", True, 2)
+    assert (third["mig"], third["ecc"], third["used"]) == (False, 0, 3)
+
+
+def test_an_old_driver_is_asked_for_less(smi: Path) -> None:
+    Path(f"{smi}.short").write_text("0, GPU-a, Tesla K80, 11441, 0, 418.87\n")
+    found = probed(devices=True)
+    assert (found["devices"], found["driver"]) == (["Tesla K80"], "418.87")
+
+
+def test_nvidia_smi_is_not_started_where_no_device_is_wanted(smi: Path) -> None:
+    assert probed()["gpus"] == []
+    assert not Path(f"{smi}.asked").exists()
+
+
+# -- folders, memory, names ----------------------------------------------
+
+
+def test_folders_are_tried_out(tmp_path: Path) -> None:
+    found = probed(workdir=tmp_path / "not/yet/there")
+    assert found["workdir_base"] == str(tmp_path) and found["workdir_error"] == "" and found["workdir_writable"]
+    assert found["disk"]["free"] == found["disk_free"] > 0 and found["tmp"]["error"] == ""
+    assert list(tmp_path.glob(".gnnfleet*")) == []
+    (tmp_path / "file").touch()
+    assert places.why_not_writable(str(tmp_path / "file")) == "it is not a folder"
+    assert places.why_not_writable("/proc") != ""
+
+
+def test_a_full_disk_shows_only_when_written(tmp_path: Path) -> None:
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "t", tmp_path]).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        assert places.why_not_writable(str(tmp_path)) == "no space left on device"
+        subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
+        assert places.why_not_writable(str(tmp_path)) == "read-only file system"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_code_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "code" / "c0de" / "c0de").mkdir(parents=True)
+    digest = "abcdef0123456789" * 4
+    assert probed(workdir=tmp_path, code=digest)["code"] is False
+    (tmp_path / "code" / digest[:16]).mkdir()
+    assert probed(workdir=tmp_path, code=digest)["code"] is True
+
+
+def test_memory_heeds_control_groups(tmp_path: Path) -> None:
+    inner = tmp_path / "user/session"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (tmp_path / "user/memory.max").write_text("3000\n")
+    (tmp_path / "user/memory.current").write_text("1500\n")
+    (tmp_path / "user/memory.stat").write_text("anon 900\ninactive_file 500\n")
+    names = ("memory.max", "memory.current", "inactive_file")
+    assert machine.group_limits(str(tmp_path), "/user/session", *names) == [(3000, 2000)]
+    found = probed()
+    assert 0 < found["memory_free"] <= found["memory_limit"] <= found["memory"]
+
+
+def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probed(names=["localhost", "no-such-host.invalid"])["names"]["no-such-host.invalid"] == ""
+    monkeypatch.setattr(probe, "RESOLVE_SECONDS", 0.2)
+    monkeypatch.setattr(probe, "lookup", lambda name: time.sleep(5) if name == "slow" else "10.0.0.1")
+    assert probe.resolved(["slow", "quick"]) == {"slow": "", "quick": "10.0.0.1"}
+
+
+# -- ports, leases, leftovers --------------------------------------------
+
+
+def test_a_port_with_lingering_connections_is_free_and_a_listening_one_is_not() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    assert list(probed(ports=[port])["busy_ports"]) == [str(port)]
+    client = socket.create_connection(("127.0.0.1", port))
+    accepted, _ = server.accept()
+    server.close()
+    accepted.close()  # the server's side lingers in TIME_WAIT
+    client.close()
+    assert probed(ports=[port])["busy_ports"] == {}
+
+
+def test_leases_of_living_runs_are_reported_and_their_ports_are_busy() -> None:
+    assert probed()["leases"] == []
+    assert lease.take(["cuda:0", "port:29777"], lease.this_process("r1", 0, "ann@laptop")) == []
+    found = probed(ports=[29777, 29778])
+    assert [one["resource"] for one in found["leases"]] == ["cuda:0", "port:29777"]
+    assert list(found["busy_ports"]) == ["29777"] and "held by run r1" in found["busy_ports"]["29777"]
+    assert found["lease_error"] == ""
+
+
+def test_leases_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    (tmp_path / "leases").write_text("")
+    assert "is not a folder" in probed()["lease_error"]
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of run r1 on node0, in whose folder stands a supervisor that is gone."""
+    folder = tmp_path / "runs/r1/node0"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text('{"state": "training", "pid": 4194999, "start_ticks": 7, "processes": []}')
+    process = subprocess.Popen(["sleep", "60"], env={"GNNFLEET_RUN_DIR": str(folder), "PATH": os.environ["PATH"]})
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_leftovers_of_a_run_whose_supervisor_is_gone(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    wait_until(lambda: procs.command_line(orphan.pid).startswith("sleep"))
+    expected = [{"run_id": "r1", "pids": [orphan.pid], "commands": ["sleep 60"]}]
+    assert probed(workdir=tmp_path)["leftovers"] == expected
+    (tmp_path / "runs/r1/node0/result.json").touch()
+    assert probed(workdir=tmp_path)["leftovers"] == []
+
+
+def test_a_run_that_lives_leaves_nothing_behind(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    me = procs.look(os.getpid())
+    assert me is not None
+    state = f'{{"state": "training", "pid": {me.pid}, "start_ticks": {me.start_ticks}, "processes": []}}'
+    (tmp_path / "runs/r1/node0/state.json").write_text(state)
+    assert probed(workdir=tmp_path)["leftovers"] == []
+
+
+# -- the programs themselves ---------------------------------------------
+
+
+def find_python(usable: Callable[[tuple[int, int]], bool]) -> str | None:
+    """A python3 of some minor version on this machine that really starts."""
+    for minor in range(6, 14):
+        path = shutil.which(f"python3.{minor}")
+        if usable((3, minor)) and path and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0:
+            return path
+    return None
+
+
+def test_the_probe_runs_on_the_oldest_python_supported() -> None:
+    python = find_python(lambda version: (3, 8) <= version < (3, 10))
+    if python is None:
+        pytest.skip("no python3.8 or 3.9 here")
+    assert probed(python)["versions"]["python"].startswith("3.")
+
+
+def test_the_probe_loads_no_more_than_it_needs() -> None:
+    """It runs on a hundred hosts at once: each of these takes milliseconds to load."""
+    code = "import json, sys; from launcher.node import probe; probe.main(json.loads(sys.argv[1])); print(*sys.modules)"
+    argv = [sys.executable, "-c", code, json.dumps(request())]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert not loaded & {"importlib.metadata", "launcher.node.lease", "launcher.node.orphans", "launcher.node.devices"}

@@ -152,17 +152,28 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
-    master, first, count = config.run.master_port, config.run.service_port, len(config.nodes)
-    if first == "auto" or not reader.good(("run", "master_port"), ("run", "service_port")):
+    """Ports of node 0 that are given, and those of the graph service, are all different."""
+    run, count = config.run, len(config.nodes)
+    if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return
-    last = first + count - 1
+    if run.service_port != "auto":
+        _service_ports(run.service_port, run.service_port + count - 1, config, reader)
+    if run.control_port != "auto" and run.control_port == run.master_port:
+        reader.report(
+            ("run", "control_port"), f"run.control_port: {run.control_port} is run.master_port too; choose another"
+        )
+
+
+def _service_ports(first: int, last: int, config: ClusterConfig, reader: Reader) -> None:
     if last > 65535:
         reader.report(
             ("run", "service_port"),
-            f"run.service_port: {count} nodes need the ports {first} to {last}, and 65535 is the highest",
+            f"run.service_port: {len(config.nodes)} nodes need the ports {first} to {last}, and 65535 is the highest",
         )
-    if master != "auto" and first <= master <= last:
-        reader.report(
-            ("run", "master_port"),
-            f"run.master_port: {master} is among the graph service's ports, {first} to {last} (run.service_port)",
-        )
+    for name in ("master_port", "control_port"):
+        port = getattr(config.run, name)
+        if port != "auto" and first <= port <= last:
+            reader.report(
+                ("run", name),
+                f"run.{name}: {port} is among the graph service's ports, {first} to {last} (run.service_port)",
+            )

@@ -78,13 +78,13 @@ def _listed(spec: str) -> Iterator[str]:
 
 def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
     """Nodes by one name, which may carry devices, or be several joined by @ as DeepSpeed has it; raises LookupError."""
-    ranks, devices = names.ranks(name), _DEVICES.fullmatch(name)
-    if ranks:
+    devices, (first, at, more) = _DEVICES.fullmatch(name), name.partition("@")
+    if ranks := names.ranks(name):
         yield from ((k, None) for k in ranks)
     elif devices and (ranks := names.ranks(devices[1])):
         yield from _with_devices(config, ranks, frozenset(map(int, expand(f"[{devices[2]}]"))))
-    elif "@" in name:
-        for one in name.split("@"):
+    elif at and names.ranks(_DEVICES.sub(r"\1", first)):
+        for one in (first, more):
             yield from _named(config, names, one)
     else:
         raise LookupError(f"no host is called `{name}`; there are {_hosts(config)}")

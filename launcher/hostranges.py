@@ -28,7 +28,7 @@ def expand(text: str) -> list[str]:
     """All that ``text`` stands for, the first bracket varying slowest; leading zeros stay. Raises RangeError."""
     words = _BRACKETS.split(text)  # between brackets, in brackets, between, …
     if any(is_range(between) for between in words[::2]):
-        raise RangeError(f"`{text}`: a bracket without its other half")
+        raise RangeError(f"`{text}`: its brackets do not match; write a range as node[01-16]")
     spans = [[_span(text, span) for span in inside.split(",")] for inside in words[1::2]]
     number = math.prod(sum(stop - start for start, stop, _ in one) for one in spans)
     if number > MOST:

@@ -168,7 +168,7 @@ def _opened(path: str, create: bool) -> int | None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise LeaseError("%s is not a folder; remove it" % path) from None
+        raise LeaseError("%s, where runs note what they hold, is not a folder; remove it" % path) from None
     status = os.fstat(descriptor)
     if status.st_uid == os.geteuid() and status.st_mode & 0o1777 != 0o1777:
         os.fchmod(descriptor, 0o1777)

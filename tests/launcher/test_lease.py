@@ -164,23 +164,27 @@ def test_a_zombie_holds_nothing(other: Callable[..., Other]) -> None:
 
 
 def test_of_two_that_race_exactly_one_wins() -> None:
-    """50 rounds, started together by a pipe that closes."""
+    """50 rounds, started together by a pipe that closes; who has won holds until both have tried."""
     for turn in range(50):
-        gate, opener = os.pipe()
-        resources = ["cuda:0", "cuda:1"]
+        (start, starter), (tell, teller), (end, ender) = os.pipe(), os.pipe(), os.pipe()
         children = []
         for me in range(2):
             if not (child := os.fork()):
-                os.close(opener)
-                os.read(gate, 1)
-                won = take(resources[:: 1 - 2 * me], this_process(f"turn{turn}-{me}", 0)) == []
-                if won:
-                    time.sleep(0.01)  # holds while the other one looks
-                os._exit(won)
+                os.close(starter)
+                os.close(ender)
+                os.read(start, 1)
+                conflicts = take(["cuda:0", "cuda:1"][:: 1 - 2 * me], this_process(f"turn{turn}-{me}", 0))
+                os.write(teller, b"lost " if conflicts else b"won  ")
+                os.read(end, 1)
+                os._exit(0)
             children.append(child)
-        os.close(gate)
-        os.close(opener)
-        assert sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children) == [0, 1]
+        os.close(starter)
+        assert sorted([os.read(tell, 5), os.read(tell, 5)]) == [b"lost ", b"won  "]
+        assert [one.run_id[:-2] for one in held()] == [f"turn{turn}"] * 2
+        for descriptor in (start, tell, teller, end, ender):
+            os.close(descriptor)
+        for child in children:
+            os.waitpid(child, 0)
     assert held() == []
 
 
@@ -210,7 +214,7 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path, tmp_path: Path) 
     for work in (held, lambda: take(["cuda:0"], this_process("run-a", 0)), lambda: release("run-a", 0)):
         with pytest.raises(LeaseError) as caught:
             work()
-        assert str(caught.value) == f"{folder} is not a folder; remove it"
+        assert str(caught.value) == f"{folder}, where runs note what they hold, is not a folder; remove it"
     assert [path.name for path in tmp_path.iterdir()] == ["leases"]
 
 

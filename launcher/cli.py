@@ -27,7 +27,8 @@ Examples:
   gnnfleet partition make --config cluster.yml
 
 \b
-Exit status: 0 done, 1 the run failed, 2 bad usage or config, 3 preflight refused, 130 interrupted."""
+Exit status: 0 done, or detached; 1 failed, or the highest status of the processes that failed by themselves;
+2 bad usage or config, 3 preflight refused, 130 interrupted or stopped."""
 
 
 def _example(*lines: str) -> str:
@@ -96,6 +97,22 @@ class PartitionCommand(click.Command):
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 
+def launch_options(command: F) -> F:
+    """Options of everything that launches, or follows a run."""
+    given = (
+        click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on."),
+        click.option(
+            "--on-interrupt",
+            type=click.Choice(["ask", "stop", "detach"]),
+            help="What the first Ctrl-C does; default: ask (run.on_interrupt).",
+        ),
+        click.option("--plain", is_flag=True, help="Prefixed lines instead of the live view."),
+    )
+    for option in reversed(given):
+        command = option(command)
+    return command
+
+
 @click.group(
     cls=OwnCommandGroup,
     invoke_without_command=True,
@@ -103,6 +120,7 @@ _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_o
     context_settings={**_CONTEXT, "max_content_width": 110},
 )
 @config_options
+@launch_options
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
@@ -122,6 +140,7 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
 
 @gnnfleet.command(epilog=_example("launch --config cluster.yml --epochs 3"))
 @config_options
+@launch_options
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @click.pass_context
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
@@ -207,14 +226,14 @@ def show_plan(options: LaunchOptions) -> None:
 
 
 def run_launch(options: LaunchOptions) -> NoReturn:
-    """Launch, follow, report; exits with the run's status."""
+    """Launch, follow, report; exits with the run's status. With --json one event a line, the report last."""
     import json
 
     from launcher.run import launch as launch_run
 
     report = launch_run(read_config(options), options, _console(options))
     if options.as_json:
-        click.echo(json.dumps(report.to_json(), indent=1))
+        click.echo(json.dumps({"kind": "report", **report.to_json()}))
     raise click.exceptions.Exit(report.exit_status)
 
 
@@ -234,12 +253,14 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
             )
     return LaunchOptions(
         config=merged["config"],
-        overrides=overrides_of({name: merged[name] for name in SHORT_KEYS}, sets),
+        overrides=overrides_of({name: merged.get(name) for name in SHORT_KEYS}, sets),
         include=include,
         exclude=exclude,
         run_id=merged["run_id"],
         own_command=own_command,
         as_json=bool(merged["as_json"]),
+        plain=bool(merged.get("plain")),
+        detach=bool(merged.get("detach")),
     )
 
 
@@ -256,6 +277,9 @@ def _console(options: LaunchOptions) -> Console:
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """The program; returns its exit status. Errors a user can act on are one message on stderr."""
+    from launcher.cli_runs import register_commands
+
+    register_commands(gnnfleet)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)
@@ -283,7 +307,7 @@ def _told(words: Sequence[str], message: str, exit_status: int) -> int:
     if "--json" in words[: words.index("--") if "--" in words else None]:
         import json
 
-        click.echo(json.dumps({"error": message, "exit_status": exit_status}, indent=1))
+        click.echo(json.dumps({"kind": "error", "message": message, "exit_status": exit_status}))
     return exit_status
 
 

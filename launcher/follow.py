@@ -1,4 +1,8 @@
-"""Follow a started run to its end on every node, and stop the rest of it when one node fails."""
+"""Follow a run to its end on every node. The run belongs to the nodes: what becomes of our lines never ends it.
+
+The supervisors stop each other when one fails (``launcher/node/peers.py``); from here they are helped when they
+have not managed after a few seconds, told what a person wants, and swept when all is over.
+"""
 
 from __future__ import annotations
 
@@ -9,133 +13,35 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.errors import FleetError, TransportError
+from launcher.errors import FleetError
 from launcher.events import EventLog
-from launcher.logs import LiveLog
-from launcher.outcome import Outcome
+from launcher.followed import Detached, Followed, Limits, Lost
+from launcher.interrupts import Interrupts
+from launcher.logs import LiveLog, parsed, without_stamp
+from launcher.nodeline import News, NodeLine
 from launcher.plan import LaunchPlan, NodePlan
-from launcher.session import StopReport, stop_session, watch_command
+from launcher.session import StopReport, stop_session
+from launcher.talking import Talking
 from launcher.transport.base import Transport
 
-_SILENCE = 0.4  # of lost_after: how long a line may say nothing before it is opened anew
-_LEAST_SILENCE = 5.0  # seconds; a live node says something every 3 s or so
-_RETRY_EVERY = 2.0  # seconds between attempts to get a line back
+_TURN = 0.2  # seconds to wait for news
+_LOOK_EVERY = 0.5  # seconds between looks at what time alone changes
+_HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, beyond peer_timeout
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
+_LOST_TO_ALL = 10.0  # seconds to wait for the line to a node that the other nodes have lost as well
 _STOP_EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
-
-
-@dataclass(frozen=True)
-class News:
-    """One message of a node's follower: ``watch.py``'s, or what became of the line to it."""
-
-    node_rank: int
-    message: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long to wait for what, in seconds."""
-
-    lost_after: float  #: without contact, until a node counts as lost
-    grace: float  #: between SIGTERM and SIGKILL
-    connect_timeout: float
-
-
-@dataclass
-class Followed:
-    """How the run ended, node by node."""
-
-    results: dict[int, Mapping[str, Any]] = field(default_factory=dict)  #: result.json
-    lost: dict[int, Outcome] = field(default_factory=dict)  #: nodes that failed without one
-    silent: set[int] = field(default_factory=set)  #: nodes that were stopped and said nothing more
-    notes: list[str] = field(default_factory=list)  #: what may still run, and where
-    interrupted: bool = False
-
-    @property
-    def ended(self) -> set[int]:
-        return set(self.results) | set(self.lost) | self.silent
-
-
-class _NodeFollower(threading.Thread):
-    """Streams one node's news into the queue; gets a broken line back and goes on from where it was."""
-
-    def __init__(
-        self, node: NodePlan, transport: Transport, limits: Limits, put: Callable[[News], None], stop: threading.Event
-    ):
-        super().__init__(daemon=True, name=f"follow-node{node.node_rank}")
-        self.node, self.transport, self.limits, self.put, self.stop = node, transport, limits, put, stop
-        self.offsets: dict[str, int] = {}
-        self.heard = self._spoken = time.monotonic()
-        self.over = False
-        self._streaming = False
-
-    def run(self) -> None:
-        try:
-            self._follow()
-        except Exception as error:  # without its follower a node would be waited for without end
-            self._tell({"gone": f"following it failed: {error!r}"})
-
-    def _follow(self) -> None:
-        told = False
-        while not self.over and not self.stop.is_set():
-            why = self._stream()
-            if self.over or self.stop.is_set():
-                return
-            silent = time.monotonic() - self.heard
-            if silent > self.limits.lost_after:
-                self._tell({"gone": f"no contact for {silent:.0f} s ({why})"})
-                return
-            if not told:
-                self._tell({"broken": why})
-            told = not self._line_is_back()
-
-    def _stream(self) -> str:
-        """Follow until the stream ends; why it did."""
-        self._spoken, self._streaming = time.monotonic(), True
-        try:
-            status = self.transport.stream(watch_command(self.node, self.offsets), self._line, self.stop)
-        except TransportError as error:
-            return error.message
-        finally:
-            self._streaming = False
-        return f"following it ended with status {status}"
-
-    def break_silence(self) -> None:
-        """Close a line on which nothing has come for long, so that it is opened anew or given up: TCP
-        does not tell that the other end has vanished."""
-        silent = time.monotonic() - self._spoken
-        if self._streaming and silent > max(_LEAST_SILENCE, self.limits.lost_after * _SILENCE):
-            self._spoken = time.monotonic()
-            threading.Thread(target=self.transport.close, daemon=True).start()
-
-    def _line(self, line: str) -> None:
-        if not line.startswith("{"):
-            return  # a profile or a setup line of the node that prints
-        message = json.loads(line)
-        self.heard = self._spoken = time.monotonic()
-        if "file" in message:
-            self.offsets[message["file"]] = message["offset"]
-        self.over = "result" in message or "lost" in message
-        self._tell(message)
-
-    def _line_is_back(self) -> bool:
-        if self.stop.wait(_RETRY_EVERY):
-            return False
-        try:
-            self.transport.connect(self.limits.connect_timeout)
-        except TransportError:
-            return False  # the next stream says so again, until lost_after
-        return True
-
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        self.put(News(self.node.node_rank, message))
+_STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
+_LET_GO = 3.0  # seconds the watchers on the nodes have to end when we leave
 
 
 class RunFollower:
-    """All nodes of a run, from start to the last result."""
+    """All nodes of a run, from start to the last result.
+
+    ``starts``: what starts each node; none for a run that goes on already. ``tail``: log lines to begin with, all
+    by default. ``leave_when_trained``: detach once the first step has trained, or (``own_command``) all ranks run.
+    """
 
     def __init__(
         self,
@@ -144,116 +50,231 @@ class RunFollower:
         limits: Limits,
         live: LiveLog,
         events: EventLog,
+        *,
+        starts: Mapping[int, Callable[[], None]] | None = None,
+        leave_when_trained: bool = False,
+        own_command: bool = False,
+        tail: int | None = None,
+        on_training: Callable[[], None] = lambda: None,
     ):
-        self.plan, self.transports, self.limits, self.live, self.events = plan, transports, limits, live, events
+        self.plan, self.limits, self.live, self.events = plan, limits, live, events
         self.followed = Followed()
+        self.transports = transports
         self._nodes = {node.node_rank: node for node in plan.nodes}
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._enough = threading.Event()
-        self._stoppers: list[threading.Thread] = []
+        starts = starts or {}
+        self._lines = {
+            k: NodeLine(
+                node,
+                transports[k],
+                self._news.put,
+                self._enough,
+                connect_timeout=limits.connect_timeout,
+                start=starts.get(k),
+                start_timeout=limits.start_timeout,
+                tail=tail,
+            )
+            for k, node in self._nodes.items()
+        }
+        self._not_started = set(starts)
+        self._leave_when_trained, self._own_command, self._on_training = leave_when_trained, own_command, on_training
+        self._leaving: Detached = ""
+        self._stoppers: dict[int, threading.Thread] = {}
+        self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
+        self._failing = ""  # the first failure told
+        self._help_at = float("inf")
         self._seen: Counter[str] = Counter()
-        self._began = time.monotonic()
+        self._all_ranks_at: float | None = None
+        self._began = self._next_look = time.monotonic()
+        self._last_end = self._began  # when a node ended
 
-    def follow(self) -> Followed:
-        """Until every node has ended. Ctrl-C stops them all and goes on until they have."""
-        followers = [
-            _NodeFollower(node, self.transports[node.node_rank], self.limits, self._news.put, self._enough)
-            for node in self.plan.nodes
-        ]
-        for follower in followers:
-            follower.start()
-        while not self._over():
-            try:
+    # The run, top to bottom.
+
+    def follow(self, interrupts: Interrupts | None = None, talking: Talking | None = None) -> Followed:
+        """Until every node has ended or the run is left to itself. Signals are asked about, or do as decided."""
+        interrupts, talking = interrupts or Interrupts(), talking or Talking(self.live)
+        for line in self._lines.values():
+            line.start()
+        with interrupts.handed_to(self._signals.put), talking:
+            while not self._over():
+                self._listen(interrupts, talking)
                 self._turn()
-                for follower in followers:
-                    follower.break_silence()
-            except KeyboardInterrupt:
-                self.interrupt()
-        self._enough.set()
+                if time.monotonic() >= self._next_look:
+                    self._look(time.monotonic())
+            self._enough.set()
+            if self.followed.detached:
+                self._let_go()
         return self.followed
-
-    def stop(self, reason: str) -> None:
-        """Have every node stop, all at once; does nothing the second time."""
-        if self._stoppers:
-            return
-        self.live.quiet()
-        self.events.add("stop", reason=reason)
-        for node_rank in self._nodes:
-            stopper = threading.Thread(target=self._stop_node, args=(node_rank,), daemon=True)
-            self._stoppers.append(stopper)
-            stopper.start()
 
     def abandon(self) -> None:
         """The launcher itself cannot go on (its output is closed, say): stop every node without a word."""
         self.stop("the launcher failed")
-        for stopper in self._stoppers:
+        for stopper in list(self._stoppers.values()):
             stopper.join(self.limits.grace + _STOP_EXTRA + self.limits.connect_timeout)
         self._enough.set()
 
-    def never_started(self, errors: Mapping[int, Exception]) -> None:
-        """Nodes whose session could not be started count as lost; the others are stopped."""
-        for node_rank, error in errors.items():
-            note = str(error).removeprefix(f"{self._where(node_rank)}: ")
-            self.followed.lost[node_rank] = Outcome.of_node(node_rank, self._host(node_rank), note, time.time())
-            self.events.add("start-failed", node_rank=node_rank, reason=str(error))
-        if errors:
-            self.stop("a node could not be started")
+    def stop(self, reason: str) -> None:
+        """Have every node stop, all at once; does nothing the second time."""
+        if self._stop_reason:
+            return
+        self._stop_reason = reason
+        self.live.quiet()
+        self.events.add("stop", reason=reason)
+        for k, line in self._lines.items():
+            if line.broken_since is None or self.followed.interrupted:
+                self._sweep(k)  # the others when their line is back
 
-    def interrupt(self) -> None:
-        """Ctrl-C: have every node stop."""
-        self.followed.interrupted = True
-        self.live.say("interrupted: stopping every node (once more leaves at once)", "bold yellow")
-        self.events.add("interrupted")
-        self.stop("interrupted")
+    def interrupt(self, what: str) -> None:
+        """A person wants the run to stop."""
+        if not self._failing:
+            self.followed.interrupted = what
+        self.live.say(f"{what}: stopping every node (Ctrl-C leaves at once)", "bold yellow")
+        self.events.add("interrupted", by=what)
+        self.stop(what)
+
+    # What a person wants.
+
+    def _listen(self, interrupts: Interrupts, talking: Talking) -> None:
+        """Take signals and answers."""
+        wish = talking.answer()
+        while not self._signals.empty():
+            wish = talking.signal(self._signals.get(), time.monotonic()) or wish
+        if wish == "detach" and not self._stop_reason:
+            if not self._leaving and self._not_started:
+                self.live.say("detaching as soon as every node has started", "bold yellow")
+            self._leaving = "asked"
+        elif wish == "stop" and not self.followed.interrupted:
+            self.interrupt(talking.what)
+        interrupts.last_chance = bool(self._stop_reason)
 
     def _over(self) -> bool:
-        """Every node has ended, or was stopped and had its time for last words; and none has anything left."""
-        now = time.monotonic()
-        self.followed.silent |= {k for k, when in self._stopped_at.items() if now - when > _LAST_WORDS}
+        """Every node has ended, or was stopped and had its time for last words, and none has anything left; or the
+        run is left to itself."""
+        if self.followed.detached:
+            return True
         if not self.followed.ended >= set(self._nodes):
             return False
         self.live.tick(all_of_them=True)
         self.stop("all nodes have ended")  # sees to it that nothing is left, sessions included
-        return not any(stopper.is_alive() for stopper in self._stoppers)
+        return not any(stopper.is_alive() for stopper in self._stoppers.values())
+
+    def _let_go(self) -> None:
+        """Leave no watcher behind on the nodes."""
+        deadline = time.monotonic() + _LET_GO
+        for line in self._lines.values():
+            line.join(max(0.0, deadline - time.monotonic()))
+
+    # News.
 
     def _turn(self) -> None:
         try:
-            news = self._news.get(timeout=0.2)
+            news = self._news.get(timeout=_TURN)
         except queue.Empty:
             self.live.tick()
             return
-        self._take(news.node_rank, news.message)
+        if news.node_rank not in self.followed.ended or "stopped" in news.message:
+            self._take(news.node_rank, news.message)
+        self.live.tick()
 
-    def _take(self, node_rank: int, message: Mapping[str, Any]) -> None:
-        if "stopped" in message:
-            self._stopped_at[node_rank] = time.monotonic()
-        if node_rank in self.followed.ended:
-            return
+    def _take(self, k: int, message: Mapping[str, Any]) -> None:
         if "file" in message:
-            self._take_lines(node_rank, message["file"], message["lines"])
+            self._take_lines(k, message["file"], message["lines"])
+        elif "state" in message:
+            self._take_state(k, message["state"])
         elif "result" in message:
-            self._take_result(node_rank, message["result"])
+            self._take_result(k, message["result"])
         elif "lost" in message:
-            self._lose(node_rank, message["lost"]["reason"])
-        elif "gone" in message:
-            self._lose(node_rank, message["gone"])
-        elif "broken" in message:
-            self.live.say(f"{self._where(node_rank)}: line lost ({message['broken']}); trying to get it back", "yellow")
-            self.events.add("line-lost", node_rank=node_rank, reason=message["broken"])
+            self._take_lost(k, message["lost"])
+        elif "stopped" in message:
+            self._stopped_at[k] = time.monotonic()
+        else:
+            self._take_line_news(k, message)
 
-    def _take_lines(self, node_rank: int, file: str, lines: list[str]) -> None:
-        if file != "events.jsonl":
-            self.live.file_lines(node_rank, file, lines)
+    def _take_line_news(self, k: int, message: Mapping[str, Any]) -> None:
+        """What became of the line, or of starting the node."""
+        if "broken" in message:
+            why = message["broken"]
+            self.live.board.line_lost(k, why)
+            goes_on = "" if self._stop_reason or self._failing else "; the run goes on"
+            self.live.say(f"{self._where(k)}: line lost ({why}){goes_on}", "yellow")
+            self.events.add("line-lost", node_rank=k, reason=why)
+        elif "back" in message:
+            self.live.board.line_back(k)
+            self.live.say(f"{self._where(k)}: line is back after {message['back']:.0f} s", "yellow")
+            self.events.add("line-back", node_rank=k, seconds=round(message["back"], 1))
+            if self._stop_reason:
+                self._sweep(k)
+        elif "started" in message:
+            self._not_started.discard(k)
+        elif "not-started" in message:
+            self._take_not_started(k, message["not-started"])
+        elif "bug" in message:
+            self._lose(k, Lost(message["bug"], time.time()))
+
+    def _take_not_started(self, k: int, error: FleetError) -> None:
+        self._not_started.discard(k)
+        self.events.add("start-failed", node_rank=k, reason=str(error))
+        self._lose(k, Lost(str(error).removeprefix(f"{self._where(k)}: "), time.time()))
+
+    def _take_state(self, k: int, state: Mapping[str, Any]) -> None:
+        offset = state["time"] - time.time()  # too small by as long as it took to get here
+        self.followed.clocks[k] = max(offset, self.followed.clocks.get(k, offset))
+        self.live.board.state(k, state)
+        for finding in state.get("findings") or ():
+            self._take_finding(finding)
+
+    def _take_finding(self, finding: Mapping[str, Any]) -> None:
+        """Each is told once, however many nodes say it at each heartbeat."""
+        if finding not in self.followed.findings:
+            self.followed.findings.append(finding)
+            self.live.board.finding(finding)
+            self.live.say(f"{finding['kind']}: {finding['text']}", "yellow")
+
+    def _take_lines(self, k: int, file: str, lines: list[str]) -> None:
+        if file == "events.jsonl":
+            for event in map(json.loads, lines):
+                self._take_event(k, event)
             return
-        for event in map(json.loads, lines):
-            self.events.take(event)
+        if self.events.stream is not None:
+            self._tell_lines(k, file, lines)
+        self.live.file_lines(k, file, lines)
+
+    def _tell_lines(self, k: int, file: str, lines: list[str]) -> None:
+        """Metrics and log lines for machines."""
+        if file.startswith("metrics-"):
+            for metric in parsed(lines):
+                self.events.tell({**metric, "node_rank": k})
+        elif file.startswith("logs/rank"):
+            name = file[len("logs/") : -len(".log")]
+            for line in lines:
+                self.events.tell({"kind": "log", "node_rank": k, "name": name, "text": without_stamp(line)})
+
+    def _take_event(self, k: int, event: Mapping[str, Any]) -> None:
+        self.events.take(event)
+        kind = event["kind"]
+        if kind == "process-exit":
+            self._take_exit(k, event)
+        else:
             self._tell_start(event)
-            if event["kind"] == "process-exit" and event.get("failed") and not self._stoppers:
-                self.live.say(
-                    f"a process failed: {event['name']} of {self._where(node_rank)}; stopping every node", "bold red"
-                )
-                self.stop(f"{event['name']} of node{node_rank} failed")
+
+    def _take_exit(self, k: int, event: Mapping[str, Any]) -> None:
+        if event.get("rank") in self.live.board.ranks:
+            self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
+        if event.get("failed") and not self._failing and not self._stop_reason:
+            self._fails(f"a process failed: {event['name']} of {self._where(k)}", f"{event['name']} of node{k} failed")
+
+    def _fails(self, told: str, reason: str) -> None:
+        """The supervisors stop each other now; should they not, we do."""
+        if self._failing:
+            return
+        self._failing = reason
+        if not self._stop_reason:
+            self.live.quiet()
+            self.live.say(f"{told}; every node stops", "bold red")
+        self._help_at = time.monotonic() + self.limits.peer_timeout + _HELP_AFTER
 
     def _tell_start(self, event: Mapping[str, Any]) -> None:
         """One line when all graph servers are ready, one when all ranks have started."""
@@ -263,35 +284,110 @@ class RunFollower:
         if self._seen[kind] == wanted.get(kind):
             things = "graph servers are ready" if kind == "server-ready" else "ranks have started"
             self.live.say(f"all {wanted[kind]} {things} ({time.monotonic() - self._began:.1f} s)", "dim")
+            if kind == "ranks":
+                self._all_ranks_at = time.monotonic()
+                self._on_training()
 
-    def _take_result(self, node_rank: int, result: Mapping[str, Any]) -> None:
-        self.followed.results[node_rank] = result
-        if self._stoppers:
-            self.live.say(f"{self._where(node_rank)}: {result['state']}")
+    # Ends.
+
+    def _take_result(self, k: int, result: Mapping[str, Any]) -> None:
+        self.followed.results[k] = result
+        self._ended(k, result["state"])
+        if self._stop_reason or self._failing:
+            self.live.say(f"{self._where(k)}: {result['state']}")
         if result["state"] != "done":
-            self.stop(f"node{node_rank} {result['state']}")
+            why = result.get("reason", "") or result["state"]
+            self._fails(f"{self._where(k)} {result['state']} ({why})", f"node{k} {result['state']}")
 
-    def _lose(self, node_rank: int, reason: str) -> None:
-        self.followed.lost[node_rank] = Outcome.of_node(node_rank, self._host(node_rank), reason, time.time())
-        self.live.say(f"{self._where(node_rank)} is lost: {reason}; stopping the others", "bold red")
-        self.events.add("node-lost", node_rank=node_rank, reason=reason)
-        self.stop(f"node{node_rank} lost")
+    def _take_lost(self, k: int, lost: Mapping[str, Any]) -> None:
+        """The node itself says that its supervisor is gone."""
+        state = lost.get("state")
+        when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
+        self._lose(k, Lost(lost["reason"], when))
 
-    def _stop_node(self, node_rank: int) -> None:
-        """In a thread of its own: stop one node, with one new connection if the line is broken."""
-        note = stop_node(self._nodes[node_rank], self.transports[node_rank], self.limits)
+    def _lose(self, k: int, lost: Lost) -> None:
+        """A node that will give no result: what is left there is ended, and so are the others."""
+        self.followed.lost[k] = lost
+        self._ended(k, "lost")
+        self.events.add("node-lost", node_rank=k, reason=lost.why)
+        self._fails(f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
+        if lost.out_of_reach:
+            self.followed.notes.append(f"{self._where(k)} is out of reach; {_stops_itself(self.plan, self._nodes[k])}")
+        else:
+            self._sweep(k)
+            self.stop(f"node{k} lost")
+
+    def _ended(self, k: int, state: str) -> None:
+        self._last_end = time.monotonic()
+        self.live.board.ended(k, state)
+
+    # What time alone changes.
+
+    def _look(self, now: float) -> None:
+        self._next_look = now + _LOOK_EVERY
+        for line in self._lines.values():
+            line.break_silence(now)
+        self.followed.silent |= {
+            k for k, when in self._stopped_at.items() if now - when > _LAST_WORDS and k not in self.followed.ended
+        }
+        if now > self._help_at and not self._stop_reason:
+            self.stop(self._failing)
+        self._leave(now)
+        self._give_up(now)
+
+    def _leave(self, now: float) -> None:
+        """Detach where that is wanted, but not before every node has been started."""
+        if self._stop_reason or self._failing or self._not_started:
+            return
+        started_well = self._own_command and self._all_ranks_at is not None and now - self._all_ranks_at > _STARTED
+        if self._leaving:
+            self.followed.detached = self._leaving
+        elif self._leave_when_trained and (self.live.board.stepping() or started_well):
+            self.followed.detached = "trained"
+
+    def _give_up(self, now: float) -> None:
+        """Nodes out of reach: waited for; and in the end lost, or all of them left to themselves."""
+        waiting = [k for k in self._nodes if k not in self.followed.ended]
+        broken = {k: line.broken_since for k, line in self._lines.items() if k in waiting}
+        since = [when for when in broken.values() if when is not None]
+        if not waiting or len(since) < len(waiting):
+            return  # somebody still tells
+        silent = now - max(since)
+        if not self.followed.ended:
+            if silent > self.limits.lost_after:
+                self.followed.detached = "unreachable"
+            return
+        for k in waiting:
+            patience = min(self.limits.lost_after, _LOST_TO_ALL if self._lost_to_others(k) else float("inf"))
+            waited = now - max(self._last_end, broken[k] or now)
+            if waited > patience or k in self._stopped_at:
+                self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
+
+    def _lost_to_others(self, k: int) -> bool:
+        return any(str(k) in (result.get("lost") or {}) for result in self.followed.results.values())
+
+    # Sweeping: in a thread for each node.
+
+    def _sweep(self, k: int) -> None:
+        if k in self._stoppers:
+            return
+        lost = self.followed.lost.get(k)
+        if lost is None or not lost.out_of_reach:
+            self._stoppers[k] = threading.Thread(target=self._stop_node, args=(k,), daemon=True)
+            self._stoppers[k].start()
+
+    def _stop_node(self, k: int) -> None:
+        """Stop one node, with one new connection if the line is broken."""
+        note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
         if note:
             self.followed.notes.append(note)
-        self._news.put(News(node_rank, {"gone": note} if note else {"stopped": True}))
+        self._news.put(News(k, {"stopped": not note}))
 
-    def _host(self, node_rank: int) -> str:
-        return self._nodes[node_rank].target
-
-    def _where(self, node_rank: int) -> str:
-        return self._nodes[node_rank].label
+    def _where(self, k: int) -> str:
+        return self._nodes[k].label
 
 
-def stop_node(node: NodePlan, transport: Transport, limits: Limits) -> str:
+def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
     """Stop one node, getting its line back first if need be; what may still run there, or ''."""
     try:
         transport.connect(limits.connect_timeout)
@@ -311,3 +407,9 @@ def how_to_stop(node: NodePlan) -> str:
     with_port = re.fullmatch(r"(.*@)?\[?([^:]+|.+(?=\]))\]?:(\d+)", node.target)  # ssh takes no brackets
     words = f"-p {with_port[3]} {with_port[1] or ''}{with_port[2]}" if with_port else node.target
     return f'To stop them: ssh {words} "{line}"'
+
+
+def _stops_itself(plan: LaunchPlan, node: NodePlan) -> str:
+    """What becomes of a node that nobody reaches."""
+    itself = "it stops by itself where it does not reach the others" if len(plan.nodes) > 1 else "it may still run"
+    return f"{itself}. {how_to_stop(node)}"

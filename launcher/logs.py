@@ -1,10 +1,9 @@
-"""What a user sees while a run goes on: log lines with their origin, and folded progress."""
+"""What the user sees while a run goes on: log lines with their origin, and below them, on a terminal, the board."""
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,15 +15,20 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from launcher.live.board import Board
+from launcher.live.table import render
 from launcher.plan import LaunchPlan
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
-_EVERY = 5.0  # seconds between progress lines when not on a terminal
-_NOT_SHOWN = ("supervisor", "server", "launcher")  # their logs are for when they fail; events come as words of our own
+_EVERY = 5.0  # seconds between progress lines where there is no live view
+_NOT_SHOWN = ("supervisor", "server", "launcher", "start")  # for when they fail; events come as words of our own
 _TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 _HOLD = 3.0  # seconds a traceback is held back: if it ends the run, the report leads with the one that matters
+_REFRESH = 0.5  # seconds between two pictures of the live view
+_BATCH = 0.1  # seconds of log lines that are printed at once above it
+_SHARE = 0.7  # of the terminal's height that the live view may take
 Metric = Mapping[str, Any]
 
 
@@ -34,39 +38,57 @@ def without_stamp(line: str) -> str:
 
 
 class LiveLog:
-    """Prints lines whole and progress folded; all methods may be called from several threads."""
+    """Prints lines whole and shows the board; all methods may be called from several threads.
 
-    def __init__(self, console: Console, plan: LaunchPlan):
+    ``plain``: no live view, but a line of progress every few seconds, as where there is no terminal.
+    """
+
+    def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
         self.console = console
-        self._where = {rank: node.node_rank for node in plan.nodes for rank in node.ranks}
-        names = [f"node{node_rank}/rank{rank}" for rank, node_rank in self._where.items()]
-        self._width = max(len(name) for name in [*names, "node0/server"])
+        self.board = board or Board.of(plan)
+        self.alive = console.is_terminal and not plain  #: a live view stands below the lines
+        self.question: tuple[str, ...] = ()  #: lines below the live view
+        names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
+        self._width = max(len(name) for name in [*names, "node0/rank0"])
         self._lock = threading.RLock()
-        self._progress = Progress(self._where)
-        self._last_line = 0.0
+        self._last_progress = self._last_picture = self._last_print = 0.0
         self._quiet = False
         self._held: dict[tuple[int, str], _Held] = {}
-        self._live = Live(self._progress, console=console, refresh_per_second=4, transient=True)
+        self._waiting: list[Text] = []
+        self._picture: list[Text] = []
+        self._live = Live(_Below(self), console=console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> LiveLog:
-        if self.console.is_terminal:
+        if self.alive:
             self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._print_waiting()
         self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
         """A line of the launcher's own."""
         with self._lock:
+            self._print_waiting()
             self.console.print(Text(text, style), soft_wrap=True)
+
+    def ask(self, lines: Sequence[str]) -> None:
+        """Show a question: below the live view, or else as lines; none takes it away."""
+        with self._lock:
+            self.question = tuple(lines)
+            if self.alive:
+                self._refresh(time.monotonic())
+            else:
+                for line in lines:
+                    self.say(line, "bold")
 
     def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
         """New lines of a node's ``logs/<name>.log`` or ``metrics-rank<r>.jsonl``."""
         if file.startswith("metrics-"):
-            for metric in _parsed(lines):
+            for metric in parsed(lines):
                 self.metric(metric)
         elif file.startswith("logs/"):
             name = file[len("logs/") : -len(".log")]
@@ -87,45 +109,76 @@ class LiveLog:
                 self._held[source] = _Held(time.monotonic() + _HOLD, list(lines[first:]))
             self._print(source, lines[:first])
 
+    def metric(self, metric: Metric) -> None:
+        """Take in one metrics line: steps are folded into the board."""
+        with self._lock:
+            self.board.metric(metric)
+            now = time.monotonic()
+            if metric.get("kind") == "step" and not self.alive and not self._quiet and self.board.stepping():
+                if now - self._last_progress >= _EVERY:
+                    self._last_progress = now
+                    self.say(self.board.in_one_line())
+
     def tick(self, *, all_of_them: bool = False) -> None:
-        """To be called now and then: prints tracebacks that did not end the run."""
+        """To be called now and then: prints tracebacks that did not end the run, and draws the board anew."""
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
                 self._print(source, self._held.pop(source).lines)
+            if self._waiting and (all_of_them or now - self._last_print >= _BATCH):
+                self._print_waiting()
+            if self.alive and now - self._last_picture >= _REFRESH:
+                self._refresh(now)
 
     def quiet(self) -> None:
         """The run is being stopped: what processes say from now on is in their logs only."""
         with self._lock:
+            self._print_waiting()
             self._quiet = True
             self._held.clear()
-            self._progress.clear()
+
+    def picture(self) -> list[Text]:
+        """The board as last drawn: printing a line above it must not cost drawing it anew."""
+        return self._picture
+
+    def _refresh(self, now: float) -> None:
+        width, height = self.console.size
+        room = max(3, int(height * _SHARE))
+        self._picture = render(self.board, width, room, now, self.question)
+        self._last_picture = now
+        self._live.refresh()
 
     def _print(self, source: tuple[int, str], lines: Sequence[str]) -> None:
-        if lines:
-            node_rank, name = source
-            prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
-            if self.console.is_terminal:
-                colour = _COLOURS[node_rank % len(_COLOURS)]
-                block = Text("\n").join(Text(prefix, colour) + Text.from_ansi(_CONTROL.sub("", line)) for line in lines)
-                self.console.print(block, soft_wrap=True)
-            else:
-                self.console.file.write("".join(f"{prefix}{line}\n" for line in lines))
-                self.console.file.flush()
+        if not lines:
+            return
+        node_rank, name = source
+        prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
+        if not self.console.is_terminal:
+            self.console.file.write("".join(f"{prefix}{line}\n" for line in lines))
+            self.console.file.flush()
+            return
+        colour = _COLOURS[node_rank % len(_COLOURS)]
+        self._waiting += [Text(prefix, colour) + Text.from_ansi(_CONTROL.sub("", line)) for line in lines]
+        if not self.alive:
+            self._print_waiting()
 
-    def metric(self, metric: Metric) -> None:
-        """Take in one metrics line: steps are folded into the progress."""
+    def _print_waiting(self) -> None:
+        """One piece of output for many lines, as each one moves the live view."""
         with self._lock:
-            if self._quiet:
-                return
-            self._progress.take(metric)
-            if metric.get("kind") == "step" and not self.console.is_terminal:
-                self._line_now_and_then()
+            if self._waiting:
+                self._last_print = time.monotonic()
+                block, self._waiting = Text("\n").join(self._waiting), []
+                self.console.print(block, soft_wrap=True)
 
-    def _line_now_and_then(self) -> None:
-        if time.monotonic() - self._last_line >= _EVERY:
-            self._last_line = time.monotonic()
-            self.say(self._progress.in_one_line())
+
+class _Below:
+    """What ``rich.live`` draws."""
+
+    def __init__(self, log: LiveLog):
+        self.log = log
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.log.picture()
 
 
 @dataclass
@@ -134,58 +187,14 @@ class _Held:
     lines: list[str]
 
 
-class Progress:
-    """The last step of every rank, as lines for the bottom of the terminal."""
-
-    def __init__(self, where: Mapping[int, int]):
-        self._where = where
-        self._steps: dict[int, Metric] = {}
-
-    def take(self, metric: Metric) -> None:
-        """Remember a step; the end of the run clears all lines."""
-        if metric.get("kind") == "step":
-            self._steps[metric["rank"]] = metric
-        elif metric.get("kind") == "result":
-            self.clear()
-
-    def clear(self) -> None:
-        """Nothing is under way any more."""
-        self._steps.clear()
-
-    def in_one_line(self) -> str:
-        """All ranks together: where the slowest is, the mean loss, the sum of seeds per second."""
-        steps = list(self._steps.values())
-        slowest = min(steps, key=lambda step: (step["epoch"], step["step"]))
-        loss = sum(step["loss"] for step in steps) / len(steps)
-        speed = sum(step["seeds_per_s"] for step in steps)
-        return f"{_at(slowest)}  loss {loss:.4f}  {speed:,.0f} seeds/s on {len(steps)} of {len(self._where)} ranks"
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(1, console.height // 3)
-        ranks = sorted(self._steps)
-        for rank in ranks[:room]:
-            step = self._steps[rank]
-            place = f"node{self._where.get(rank, '?')}/rank{rank}"
-            speed = f"{step['seeds_per_s']:,.0f} seeds/s"
-            yield Text(
-                f"{place}  {_at(step)}  loss {step['loss']:.4f}  {speed}", "bold", no_wrap=True, overflow="ellipsis"
-            )
-        if len(ranks) > room:
-            yield Text(
-                f"… {len(ranks) - room} more ranks; together: {self.in_one_line()}", no_wrap=True, overflow="ellipsis"
-            )
-
-
-def _at(step: Metric) -> str:
-    width = len(str(step["steps"]))
-    return f"epoch {step['epoch']} step {step['step'] + 1:>{width}}/{step['steps']}"
-
-
-def _parsed(lines: Iterable[str]) -> list[Metric]:
-    found = []
+def parsed(lines: Iterable[str]) -> list[Metric]:
+    """Metrics lines that are JSON objects; an own script may have written others."""
+    found: list[Metric] = []
     for line in lines:
         try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            print(f"metrics line not understood ({error}): {line[:200]}", file=sys.stderr)
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
     return found

@@ -23,6 +23,7 @@ SHORT_KEYS: Mapping[str, str] = {
     "master_addr": "run.master_addr",
     "master_port": "run.master_port",
     "runs_dir": "run.runs_dir",
+    "on_interrupt": "run.on_interrupt",
 }
 #: Short options that say nothing to a command of one's own.
 TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
@@ -40,6 +41,8 @@ class LaunchOptions:
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
     as_json: bool = False
+    plain: bool = False  #: no live view
+    detach: bool = False  #: return once the first step has trained
     resumed_from: str | None = None  #: id of the run that this one goes on from
 
 

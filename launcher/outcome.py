@@ -81,6 +81,12 @@ class Outcome:
         return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), ())
 
     @classmethod
+    def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:
+        """A process as other nodes heard that it failed; its own node left no word."""
+        name, k, rank = cause["name"], cause["node_rank"], cause["rank"]
+        return cls(name, k, host, rank, None, None, None, when, True, False, False, str(cause["reason"]), (), ())
+
+    @classmethod
     def of_stopped_node(cls, node_rank: int, host: str, signaled: str, when: float) -> Outcome:
         """A node whose supervisor was told to stop by a signal, so not by us."""
         why = "its tmux session was closed" if signaled == "SIGHUP" else "somebody on the node stopped it"

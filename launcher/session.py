@@ -100,10 +100,13 @@ def control_command(node: NodePlan, arguments: Sequence[str]) -> Command:
     return replace(node.start, argv=(node.start.argv[0], program, *arguments))
 
 
-def watch_command(node: NodePlan, offsets: dict[str, int]) -> Command:
-    """``watch.py`` with the supervisor's own interpreter, going on from ``offsets`` (file -> byte)."""
+def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
+    """``watch.py`` with the supervisor's own interpreter: metrics, events and logs of ranks, going on from
+    ``offsets`` (file -> byte), but with the last ``tail`` lines of each at most."""
     program = f"{node.code_dir}/launcher/node/watch.py"
-    return replace(node.start, argv=(node.start.argv[0], program, node.run_dir, "--offsets", json.dumps(offsets)))
+    words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
+    words += ["--tail", str(tail)] if tail is not None else []
+    return replace(node.start, argv=(node.start.argv[0], program, node.run_dir, *words))
 
 
 def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], timeout: float) -> dict[str, Any]:

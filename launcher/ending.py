@@ -1,0 +1,138 @@
+"""From what the nodes told at their end to the report: all times by one clock, lost nodes by the others' word."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.collect import Collected
+from launcher.followed import Followed, Lost
+from launcher.outcome import Outcome, first_failure
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.report import RunReport, RunState
+
+Result = Mapping[str, Any]
+
+
+class Ending:
+    """The end of one run. ``offsets``: node clocks minus this machine's in seconds, as preflight measured them."""
+
+    def __init__(self, plan: LaunchPlan, followed: Followed, collected: Collected, offsets: Mapping[int, float]):
+        self.plan, self.followed, self.collected = plan, followed, collected
+        self.results = followed.results
+        self._offsets = offsets
+
+    def report(self, folder: Path, seconds: float) -> RunReport:
+        """The report, not yet written."""
+        outcomes = tuple(self._outcomes())
+        state = self._state(outcomes)
+        return RunReport(
+            self.plan.run_id,
+            state,
+            outcomes,
+            first_failure(outcomes) if state == "failed" else None,
+            self.collected.metrics,
+            seconds,
+            folder,
+            notes=(*self.followed.notes, *self.collected.notes),
+            findings=tuple(self.findings()),
+            stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
+        )
+
+    def clock_offset(self, k: int) -> float:
+        """A node's clock minus ours: to node 0 as the supervisors measured it all the time, from there as we did."""
+        to_node0 = self.results.get(k, {}).get("clock_offset")
+        if to_node0 is None:
+            return self._ours(k)
+        return float(to_node0) + self._ours(0)
+
+    def findings(self) -> list[Mapping[str, Any]]:
+        """Of all nodes, each once, in order of time."""
+        found: list[Mapping[str, Any]] = []
+        for finding in [*self.followed.findings, *(f for r in self.results.values() for f in r.get("findings") or ())]:
+            if finding not in found:
+                found.append(finding)
+        return sorted(found, key=lambda finding: float(finding["t"]))
+
+    def lost(self) -> dict[int, Lost]:
+        """Nodes that ended without a result, or went out of the others' sight: node 0's word counts, and of node 0
+        the others' where it left none."""
+        found = dict(self.followed.lost)
+        for told_by, told in sorted(self.results.items()):
+            for key, lost in (told.get("lost") or {}).items():
+                k = int(key)
+                if told_by == 0 or (k == 0 and 0 not in self.results):
+                    theirs = Lost(lost["why"], lost["since"] - self.clock_offset(told_by))
+                    mine = found.get(k)
+                    known = mine is not None and not mine.out_of_reach
+                    found[k] = Lost(mine.why, min(mine.when, theirs.when)) if mine and known else theirs
+        return found
+
+    def _ours(self, k: int) -> float:
+        return self._offsets.get(k, self.followed.clocks.get(k, 0.0))
+
+    def _state(self, outcomes: tuple[Outcome, ...]) -> RunState:
+        if self._all_done():
+            return "done"
+        if self.followed.interrupted or (self._asked_by() and not _failed_itself(outcomes)):
+            return "interrupted"
+        return "failed"
+
+    def _all_done(self) -> bool:
+        """Node 0 is done only when all others are, so that one out of our reach then is known to be."""
+        states = {k: result["state"] for k, result in self.results.items()}
+        if set(states.values()) != {"done"}:
+            return False
+        unknown = {node.node_rank for node in self.plan.nodes} - set(states)
+        return all(k in self.followed.lost and self.followed.lost[k].out_of_reach for k in unknown) and 0 in states
+
+    def _asked_by(self) -> str:
+        """Who asked a node to stop, as ``alice@laptop (gnnfleet stop)``."""
+        return next((str(cause["reason"]) for cause in self._causes() if cause["kind"] == "stop"), "")
+
+    def _causes(self) -> list[Mapping[str, Any]]:
+        """What the nodes say ended the run."""
+        return [result["cause"] for _, result in sorted(self.results.items()) if result.get("cause")]
+
+    def _outcomes(self) -> Iterator[Outcome]:
+        """Every process's end; a lost node's own end after those of its processes."""
+        lost = {} if self._all_done() else self.lost()
+        for node in self.plan.nodes:
+            k = node.node_rank
+            records = self.results[k]["outcomes"] if k in self.results else self.collected.outcomes[k]
+            for record in records:
+                yield Outcome.from_record(record, node.target, self.clock_offset(k))
+            yield from self._node_outcomes(node, records, lost.get(k))
+            yield from self._told_by_others(node, records)
+        for finding in self.findings():
+            if finding.get("stop"):
+                host = self.plan.nodes[finding["node_rank"]].target
+                when = finding["t"] - self.clock_offset(finding["node_rank"])
+                yield Outcome.of_finding(finding, host, when)
+
+    def _node_outcomes(self, node: NodePlan, records: Any, lost: Lost | None) -> Iterator[Outcome]:
+        k = node.node_rank
+        result = self.results.get(k, {})
+        if lost is not None:
+            yield Outcome.of_node(k, node.target, lost.why, lost.when)
+        elif result.get("reason", "").startswith("SIG"):
+            when = min((record["ended"] for record in records if record["ended"]), default=time.time())
+            yield Outcome.of_stopped_node(k, node.target, result["reason"], when - self.clock_offset(k))
+
+    def _told_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
+        """A failure there that ended the run, where the node itself cannot tell of it any more."""
+        told = [
+            (by, result["cause"])
+            for by, result in sorted(self.results.items())
+            if (result.get("cause") or {}).get("node_rank") == node.node_rank and result["cause"]["kind"] == "failure"
+        ]
+        for by, cause in told[:1]:
+            if node.node_rank not in self.results and cause["name"] not in {record["name"] for record in records}:
+                when = cause["t"] - self.clock_offset(by)
+                yield Outcome.of_cause(cause, node.target, when)
+
+
+def _failed_itself(outcomes: tuple[Outcome, ...]) -> bool:
+    return any(outcome.failed and not outcome.stopped for outcome in outcomes)

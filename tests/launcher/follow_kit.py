@@ -1,0 +1,121 @@
+"""A run over fake nodes, and what following it said and logged."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fake_transport import FakeTransport, printed
+from launcher.errors import ConnectionLost
+from launcher.events import EventLog
+from launcher.follow import RunFollower
+from launcher.followed import Followed, Limits
+from launcher.logs import LiveLog
+from launcher.plan import LaunchPlan
+from launcher.script import Command
+from launcher.transport.base import OnLine
+from run_kit import make_launch, make_node
+
+Script = list[
+    Any
+]  #: what a stream does: lines to tell, an exception to raise, an Event to wait for, a function to call
+
+
+def line(**message: Any) -> str:
+    return json.dumps(message)
+
+
+def state(word: str = "training", **more: Any) -> str:
+    return line(state={"state": word, "time": time.time(), "pid": 7, "start_ticks": 1, "processes": [], **more})
+
+
+def event(kind: str, k: int = 0, **more: Any) -> str:
+    told = {"t": time.time(), "kind": kind, "node_rank": k, **more}
+    return line(file="events.jsonl", offset=1, lines=[json.dumps(told)])
+
+
+def ended(node_rank: int, state: str = "done", more: dict[str, Any] | None = None, **outcome: Any) -> str:
+    record = {"name": f"rank{node_rank}", "node_rank": node_rank, "rank": node_rank, "returncode": 0, "signal": None}
+    record |= {"started": 1.0, "ended": 2.0, "failed": False, "traceback": [], "tail": [], **outcome}
+    return line(result={"node_rank": node_rank, "state": state, "outcomes": [record], **(more or {})})
+
+
+def step(rank: int, number: int = 0, **more: Any) -> str:
+    metric = {"kind": "step", "rank": rank, "epoch": 1, "step": number, "steps": 50, "t": time.time()}
+    metric |= {"loss": 1.25, "seeds": 512, "seeds_per_s": 1000.0, "wait_s": 0.0, **more}
+    return line(file=f"metrics-rank{rank}.jsonl", offset=1, lines=[json.dumps(metric)])
+
+
+class FakeNode(FakeTransport):
+    """Streams what its scripts say, one script a connection; ``stop`` makes it tell that it stopped."""
+
+    def __init__(self, node_rank: int, *scripts: Script):
+        super().__init__(target=f"host{node_rank}", node_rank=node_rank)
+        self.scripts = list(scripts)
+        self.stopped = threading.Event()
+        self.offsets: list[dict[str, int]] = []
+        self.on("control.py", self._stop)
+
+    def _stop(self, command: Command, stdin: bytes) -> Any:
+        self.stopped.set()
+        return printed('{"stopped": true, "killed": [], "leftovers": []}')
+
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        self._check()
+        self.offsets.append(json.loads(command.argv[command.argv.index("--offsets") + 1]))
+        for step in self.scripts.pop(0) if self.scripts else [ConnectionLost("no route", host=self.target)]:
+            if isinstance(step, Exception):
+                raise step
+            if isinstance(step, threading.Event):
+                while not step.wait(0.02):
+                    if stop.is_set():
+                        return -1
+            elif callable(step):
+                step()
+            else:
+                on_line(step)
+        return 0
+
+    @property
+    def stops(self) -> int:
+        return sum(1 for call in self.lines() if "control.py stop" in call)
+
+
+class Scene:
+    """A plan over fake nodes, and what following it said and logged."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *nodes: FakeNode,
+        lost_after: float = 5.0,
+        starts: dict[int, Callable[[], None]] | None = None,
+        **more: Any,
+    ):
+        self.nodes = nodes
+        self.plan: LaunchPlan = make_launch([make_node(Path("/w"), node.node_rank or 0, []) for node in nodes])
+        self.events = tmp_path / "events.jsonl"
+        self.console = Console(file=io.StringIO(), width=200)
+        lines = {node.node_rank or 0: node for node in nodes}
+        self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
+        limits = Limits(lost_after, 1.0, 1.0, 1.0, peer_timeout=0.1)
+        self.follower = RunFollower(self.plan, lines, limits, self.live, log, starts=starts, **more)
+
+    def follow(self, *how: Any) -> Followed:
+        return self.follower.follow(*how)
+
+    @property
+    def said(self) -> str:
+        assert isinstance(self.console.file, io.StringIO)
+        return self.console.file.getvalue()
+
+    @property
+    def kinds(self) -> list[str]:
+        return [json.loads(text)["kind"] for text in self.events.read_text().splitlines()]

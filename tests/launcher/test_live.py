@@ -1,0 +1,150 @@
+"""The live view: what it shows, in how many lines and columns, and what of it comes first."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher.live.board import Board
+from launcher.live.table import clock, render
+from launcher.logs import LiveLog
+from launcher.plan import LaunchPlan
+from run_kit import make_launch, make_node
+
+
+def plan_of(nodes: int, ranks: int) -> LaunchPlan:
+    """``ranks`` ranks on each node."""
+    made = []
+    for k in range(nodes):
+        node = make_node(Path("/w"), k, [])
+        made.append(
+            node.__class__(**{**vars(node), "ranks": tuple(range(k * ranks, (k + 1) * ranks)), "target": f"gpu{k}"})
+        )
+    return make_launch(made)
+
+
+def step(rank: int, number: int = 16, **more: Any) -> dict[str, Any]:
+    at = {"kind": "step", "rank": rank, "epoch": 3, "step": number, "steps": 50, "t": 1.0}
+    return {**at, "loss": 0.4512, "seeds": 512, "seeds_per_s": 2034.0, "remote_share": 0.31, **more}
+
+
+def board_of(nodes: int, ranks: int, **more: Any) -> Board:
+    board = Board.of(plan_of(nodes, ranks), epochs=10, **more)
+    for k in range(nodes):
+        board.state(k, {"state": "training"})
+    for rank in range(nodes * ranks):
+        board.metric(step(rank))
+    return board
+
+
+def shown(board: Board, width: int = 100, height: int = 24, **more: Any) -> list[str]:
+    return [line.plain for line in render(board, width, height, time.monotonic(), **more)]
+
+
+def test_a_row_for_every_node_and_rank() -> None:
+    lines = shown(board_of(2, 2, elapsed=185.0))
+    assert lines[0].startswith("r1 · 3:05 · epoch 3/10 step 17/50 · 8,136 seeds/s")
+    assert lines[1:] == [
+        "node   host  rank  state     epoch   step  seeds/s    loss  remote  heard",
+        "node0  gpu0     0  training   3/10  17/50    2,034  0.4512     31%    0 s",
+        "                1  training   3/10  17/50    2,034  0.4512     31%    0 s",
+        "node1  gpu1     2  training   3/10  17/50    2,034  0.4512     31%    0 s",
+        "                3  training   3/10  17/50    2,034  0.4512     31%    0 s",
+    ]
+
+
+def test_64_ranks_fit_a_terminal_of_80_by_24_as_one_row_per_node() -> None:
+    lines = shown(board_of(16, 4), 80, 24)
+    assert len(lines) == 18 and max(map(len, lines)) <= 80
+    assert lines[2].startswith("node0") and "0–3" in lines[2] and "8,136" in lines[2]
+
+
+def test_where_nodes_do_not_fit_either_the_ones_to_look_at_come_first() -> None:
+    board = board_of(64, 1)
+    board.line_lost(40, "no route")
+    board.ended(17, "failed")
+    board.finding({"kind": "straggler", "node_rank": 33, "rank": 33, "text": "rank 33 is slow", "stop": False})
+    lines = shown(board, 80, 16)
+    assert len(lines) <= 16
+    assert [line.split()[0] for line in lines[2:6]] == ["node17", "node40", "node33", "node0"]
+    assert "line lost" in lines[3]
+    assert lines[-2] == "… 52 more nodes: training, epoch 3 step 17/50 or further"
+    assert lines[-1] == "! straggler: rank 33 is slow"
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"), [(60, "node rank state epoch step seeds/s loss heard"), (30, "node rank state step")]
+)
+def test_narrow_terminals_drop_columns(width: int, kept: str) -> None:
+    lines = shown(board_of(2, 2), width)
+    assert lines[1].split() == kept.split()
+    assert max(map(len, lines)) <= width
+
+
+def test_a_node_without_heartbeat_is_called_silent_with_how_long() -> None:
+    board = board_of(1, 1)
+    assert board.nodes[0].heard is not None
+    board.nodes[0].heard -= 9.0
+    assert "silent" in shown(board)[2] and shown(board)[2].endswith("9 s")
+
+
+def test_the_time_left_follows_from_the_pace_so_far() -> None:
+    board = Board.of(plan_of(1, 1), epochs=10)
+    board.metric(step(0, 49, epoch=1))
+    assert "left" not in shown(board)[0]
+    assert board._first is not None
+    board._first = board._first[0] - 60.0, board._first[1]
+    board.metric(step(0, 49, epoch=3))  # two epochs in a minute; seven to go
+    assert shown(board)[0].endswith("about 3:30 left") or shown(board)[0].endswith("about 3:29 left")
+
+
+def test_older_lines_do_not_overwrite_newer_ones() -> None:
+    board = board_of(1, 1)
+    board.state(0, {"state": "training", "ranks": {"0": {"epoch": 3, "step": 40, "steps": 50, "t": 5.0}}})
+    board.metric(step(0, 20, t=4.0))
+    assert "41/50" in shown(board)[2]
+
+
+def test_hours_are_shown_as_hours() -> None:
+    assert [clock(5), clock(65), clock(3605)] == ["0:05", "1:05", "1:00:05"]
+
+
+def test_log_lines_scroll_above_the_table_and_it_goes_away_in_the_end() -> None:
+    console = Console(file=io.StringIO(), width=100, height=24, force_terminal=True, color_system=None)
+    live = LiveLog(console, plan_of(2, 1), board=board_of(2, 1))
+    with live:
+        live.tick()
+        live.process_lines(0, "rank0", ["a line of rank 0"])
+        live.tick()
+        live.say("all nodes have ended")
+    assert isinstance(console.file, io.StringIO)
+    screen = played(console.file.getvalue())
+    assert screen == ["node0/rank0 | a line of rank 0", "all nodes have ended"]
+
+
+def played(text: str) -> list[str]:
+    """What a terminal shows after ``text``: it knows line ends, cursor up and erase line, as rich uses them."""
+    rows, row = [""], 0
+    i = 0
+    while i < len(text):
+        if text[i] == "\x1b":
+            end = next(j for j in range(i + 2, len(text)) if text[j].isalpha())
+            number, what = text[i + 2 : end].lstrip("?"), text[end]
+            if what == "A":
+                row -= int(number or 1)
+            elif what == "K":
+                rows[row] = ""
+            i = end + 1
+            continue
+        if text[i] == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        elif text[i] != "\r":
+            rows[row] += text[i]
+        i += 1
+    return [line.rstrip() for line in rows if line.strip()]

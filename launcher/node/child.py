@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.node import procs
@@ -89,7 +90,7 @@ class Child:
 
 
 class Loop:
-    """Waits in one thread for output of children, signals and time.
+    """Waits in one thread for output of children, sockets, signals and time.
 
     Signals only fill ``signals``; whoever turns the loop heeds them.
     """
@@ -112,14 +113,31 @@ class Loop:
         self._children.append(child)
         self._selector.register(child, selectors.EVENT_READ, child)
 
+    def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
+        """Call ``ready`` with what of ``events`` (of selectors) has come true of a socket; again: change them."""
+        known = opened in self._selector.get_map()
+        (self._selector.modify if known else self._selector.register)(opened, events, ready)
+
+    def unwatch(self, opened: socket.socket) -> None:
+        """Forget a watched socket."""
+        if opened in self._selector.get_map():
+            self._selector.unregister(opened)
+
     def turn(self, timeout: float) -> None:
         """Wait until something happens, for at most ``timeout`` seconds, and take it in."""
-        for key, _ in self._selector.select(timeout):
+        for key, events in self._selector.select(timeout):
             if key.data is None:
                 os.read(self._wake, 4096)
+            elif not isinstance(key.data, Child):
+                if self._watched(key):
+                    key.data(events)
             elif not key.data.pump():
                 self._selector.unregister(key.data)
         self._reap()
+
+    def _watched(self, key: selectors.SelectorKey) -> bool:
+        """Whether it still is: what came before in the same turn may have closed it."""
+        return self._selector.get_map().get(key.fd) == key
 
     def _reap(self) -> None:
         own = {child.pid: child for child in self._children}

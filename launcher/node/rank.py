@@ -20,8 +20,8 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
+from launcher.node.book import write_or_mail
 from launcher.node.child import Child, Loop, outcome
-from launcher.node.record import write_json
 
 _LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
 
@@ -65,14 +65,14 @@ class RankRunner:
         self.loop.add(child)
         me = procs.look(os.getpid())
         runner = {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0}
-        write_json(self._path("procs", "json"), {**child.record(), "rank": self.rank, "runner": runner})
+        self._write("procs", {**child.record(), "rank": self.rank, "runner": runner})
         return child
 
     def _not_started(self, error: OSError, started: float) -> int:
         text = f"cannot start {self.argv[0]}: {error.strerror}"
         print(text, file=sys.stderr)
         record = outcome(self.name, self.node_rank, self.rank, returncode=127, started=started, ended=time.time())
-        write_json(self._path("outcomes", "json"), {**record, "failed": True, "note": text, "tail": [text]})
+        self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
         return 127
 
     def _heed_stop(self, child: Child) -> None:
@@ -96,8 +96,11 @@ class RankRunner:
             "oom": oom,
             "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         }
-        write_json(self._path("outcomes", "json"), outcome(self.name, self.node_rank, self.rank, child, **more))
+        self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
         return status
+
+    def _write(self, folder: str, record: dict[str, Any]) -> None:
+        write_or_mail(self._path(folder, "json"), record, self.environment)
 
     def _path(self, folder: str, suffix: str) -> str:
         return os.path.join(self.run_dir, folder, f"{self.name}.{suffix}")

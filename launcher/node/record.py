@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 
@@ -18,9 +19,14 @@ def stamp(when: float) -> str:
 def write_json(path: str, value: Any) -> None:
     """Write ``value`` beside ``path`` and rename it into place."""
     beside = f"{path}.{os.getpid()}.tmp"
-    with open(beside, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(beside, path)
+    try:
+        with open(beside, "w", encoding="utf-8") as file:
+            file.write(json.dumps(value))
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):  # it was not even made
+            os.unlink(beside)
+        raise
 
 
 def read_json(path: str) -> Any:

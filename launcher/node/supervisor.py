@@ -1,8 +1,8 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
 Starts the graph server and, once that is ready, the trainer; writes what docs/ARCHITECTURE.md
-lists under "Node run folder"; and when anything fails, or a stop is asked for, ends every process
-of the run on this node. One thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
+lists under "Node run folder"; and when anything fails here or on another node, or a stop is asked for, ends every
+process of the run on this node. One thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
 """
 
 from __future__ import annotations
@@ -12,57 +12,37 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from launcher.node import procs
+from launcher.node import lease, procs
+from launcher.node.book import Book, Mailbox
 from launcher.node.child import Child, Loop, outcome, signal_name
-from launcher.node.lines import LineLog
-from launcher.node.record import append_json, read_json, write_json
+from launcher.node.ending import end_processes
+from launcher.node.health import Finding, Health
+from launcher.node.hub import Hub
+from launcher.node.journal import Journal, stop_request
+from launcher.node.member import Member
+from launcher.node.peers import Alone, Cause, Order, Peers, make_cause, sentence
+from launcher.node.spec import NodeSpec
+from launcher.node.words import asked, describe
 
 HEARTBEAT = 1.0  #: seconds between two state.json
 _TURN = 0.2  # seconds between two looks at files
-_MARGIN = 2.0  # seconds rank runners get beyond grace to write their outcomes
-_LEFTOVER_GRACE = 2.0  # seconds that what escaped from the process groups gets after SIGTERM
-_FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
+_LOST_GRACE = 2.0  # seconds of grace when a lost node has cost most of the ten in which a run must end
+_LEAVING = 15.0  # seconds beyond the grace in which the others' end, or their word that ours is known, must come
+_SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
 
 
-@dataclass(frozen=True)
-class NodeSpec:
-    """``node.json``."""
+class Ended(Exception):
+    """This node's part has ended, and how."""
 
-    run_id: str
-    token: str
-    node_rank: int
-    num_nodes: int
-    run_dir: str
-    ranks: tuple[int, ...]
-    server: Mapping[str, Any] | None
-    trainer: Mapping[str, Any] | None
-    ready_file: str
-    start_timeout: float
-    grace: float
-
-    @staticmethod
-    def read(path: str) -> NodeSpec:
-        """Read ``node.json``; keys of later versions are let be."""
-        values = read_json(path)
-        if values is None:
-            raise SystemExit(f"supervisor: no such file: {path}")
-        known = {name: values[name] for name in NodeSpec.__dataclass_fields__}
-        return NodeSpec(**{**known, "ranks": tuple(known["ranks"])})
-
-
-class Failed(Exception):
-    """A process of this node failed; its outcome is recorded."""
-
-
-class StopRequested(Exception):
-    """Somebody asked this node to stop."""
+    def __init__(self, state: str, reason: str, cause: Cause | None = None) -> None:
+        super().__init__(reason)
+        self.state, self.reason, self.cause = state, reason, cause
 
 
 class Supervisor:
@@ -70,41 +50,74 @@ class Supervisor:
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
-        for folder in _FOLDERS:
-            os.makedirs(self.path(folder), exist_ok=True)
-        self.log = LineLog(self.path("logs", "supervisor.log"))
+        self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.children: list[Child] = []
         self.server: Child | None = None
         self.launcher: Child | None = None
-        self.outcomes: dict[str, dict[str, Any]] = {}
-        self.runners: dict[int, dict[str, Any]] = {}  # rank -> procs/rank<r>.json
-        self.state = "starting"
+        self.state, self.final = "starting", ""
+        self.trained: bool | None = None if spec.trainer is None else False
+        self.cause: Cause | None = None  # what ended the run, if it was here
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
+        self.book = Book(self.journal, spec.node_rank, spec.ranks)
+        self.mailbox = Mailbox(self.loop, self.book, self.token, f"{os.getpid()}:{self.start_ticks}")
+        self.peers = self.meet()
+        self.health = Health(spec, self.book, self.peers, self.idle)
         self._next_heartbeat = 0.0
+
+    def meet(self) -> Peers:
+        """How this node knows of the others."""
+        meeting = self.spec.meeting
+        if meeting is None:
+            return Alone()
+        return Hub(meeting, self.loop) if self.spec.node_rank == 0 else Member(meeting, self.loop)
 
     # The run, top to bottom.
 
     def run(self) -> int:
         """Serve and train until done, failed or told to stop; leaves nothing running."""
-        self.event("supervisor-start", pid=os.getpid())
-        reason = ""
+        self.journal.event("supervisor-start", pid=os.getpid())
         try:
+            self.take_leases()
+            self.open_peers()
             self.serve()
-            end = self.train()
-        except Failed as failure:
-            end, reason = "failed", str(failure)
-        except StopRequested as stop:
-            serving_only = self.spec.trainer is None and self.state == "serving"
-            end, reason = "done" if serving_only else "stopped", str(stop)
-            self.event("stop-requested", reason=reason)
+            self.train()
+            self.serve_others()
+            end = Ended("done", "")
+        except Ended as ended:
+            end = ended
         except Exception:  # a mistake of ours must still end the run's processes
-            end, reason = "failed", traceback.format_exc()
-        self.stop_all()
-        self.finish(end, reason)
-        return 0 if end == "done" else 1
+            text = traceback.format_exc()
+            end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
+        self.cause = end.cause
+        self.stop_all(end)
+        self.finish(end)
+        return 0 if end.state == "done" else 1
+
+    def take_leases(self) -> None:
+        """Take this node's devices and ports for ourselves."""
+        if not self.spec.leases:
+            return
+        holder = lease.this_process(self.spec.run_id, self.spec.node_rank, self.spec.operator)
+        try:
+            theirs = lease.take(self.spec.leases, holder)
+        except lease.LeaseError as error:
+            return self.journal.event("no-leases", reason=str(error))
+        if theirs:
+            raise self.failed(
+                "node", "; ".join(f"{lease.thing(one.resource)} is {lease.describe(one)}" for one in theirs)
+            )
+
+    def open_peers(self) -> None:
+        try:
+            self.peers.open()
+        except OSError as error:
+            assert self.spec.control is not None
+            place = f"{self.spec.control['bind']} port {self.spec.control['port']} (run.control_port)"
+            raise self.failed("node", f"it cannot listen for the other nodes at {place}: {error.strerror}") from error
+        self.set_state("starting")
 
     def serve(self) -> None:
         """Start the graph server, if any, and wait until its ready file is there."""
@@ -116,19 +129,16 @@ class Supervisor:
         deadline = time.monotonic() + self.spec.start_timeout
         while not os.path.exists(self.spec.ready_file):
             if time.monotonic() > deadline:
-                self.fail_server(
-                    f"not ready after {self.spec.start_timeout:g} s (it has not written {self.spec.ready_file})"
-                )
+                late = f"was not ready within {self.spec.start_timeout:g} s (run.start_timeout)"
+                self.fail_server(f"{late}: it has not written {self.spec.ready_file}")
             self.turn()
         self.set_state("serving")
-        self.event("server-ready", seconds=round(time.time() - self.server.started, 3))
+        self.journal.event("server-ready", seconds=round(time.time() - self.server.started, 3))
 
-    def train(self) -> str:
-        """Run the trainer to its end; without one, serve until told to stop."""
+    def train(self) -> None:
+        """Run the trainer, if any, to its end."""
         if self.spec.trainer is None:
-            self.set_state("serving")
-            while True:
-                self.turn()
+            return
         self.launcher = self.start("launcher", self.spec.trainer)
         self.set_state("training")
         while self.launcher.running():
@@ -137,24 +147,30 @@ class Supervisor:
         status, _ = self.launcher.status
         if status != 0:
             self.fail_launcher()
-        return "done"
+        self.trained = True
+
+    def serve_others(self) -> None:
+        """Go on while other nodes train: they sample from our server, and meet at node 0."""
+        if self.trained is None or (self.spec.control is not None and (self.server or self.spec.node_rank == 0)):
+            self.set_state("serving")
+            while True:
+                self.turn()
 
     # Processes.
 
     def start(self, name: str, command: Mapping[str, Any]) -> Child:
         """Start one of the node's own processes with its log."""
-        log = self.path("logs", f"{name}.log")
+        log = self.journal.path("logs", f"{name}.log")
         try:
             child = Child(name, command["argv"], log, env=self.environment(command), cwd=command.get("cwd"))
         except OSError as error:
-            note = f"cannot start {command['argv'][0]} in {command.get('cwd') or os.getcwd()}: {error.strerror}"
-            self.record(
-                outcome(name, self.spec.node_rank, None, returncode=127, ended=time.time(), failed=True, note=note)
-            )
-            raise Failed(f"{name}: {note}") from error
+            where = command.get("cwd") or os.getcwd()
+            note = f"cannot start {command['argv'][0]} in {where}: {error.strerror}"
+            self.record(name, None, returncode=127, ended=time.time(), note=note)
+            raise self.failed(name, f"could not start: {note}") from error
         self.children.append(child)
         self.loop.add(child)
-        self.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
+        self.journal.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
         return child
 
     def environment(self, command: Mapping[str, Any]) -> dict[str, str]:
@@ -171,144 +187,177 @@ class Supervisor:
         }
 
     def turn(self) -> None:
-        """Wait a moment; raises Failed or StopRequested when there is a reason to end."""
+        """Wait a moment; raises Ended when there is a reason to end."""
         self.idle()
-        if self.loop.signals:
-            raise StopRequested(signal_name(self.loop.signals[0]))
-        if os.path.exists(self.path("control", "stop")):
-            raise StopRequested("control/stop")
+        self.check_requests()
         if self.server is not None and not self.server.running():
             ready = os.path.exists(self.spec.ready_file)
             self.fail_server("ended while it was needed" if ready else "ended before it was ready")
         self.check_ranks()
+        if self.peers.order is not None:
+            raise self.ordered(self.peers.order)
+        self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:
-        """Wait a moment, logging output and keeping the heartbeat."""
+        """Wait a moment, taking in output and messages, and keeping the heartbeat."""
         self.loop.turn(timeout)
+        self.peers.look()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
 
-    # Failures.
+    # Reasons to end.
+
+    def check_requests(self) -> None:
+        """Raises Ended when somebody wants this node to stop."""
+        if self.loop.signals:
+            name = signal_name(self.loop.signals[0])
+            why = f"its supervisor got {name}: {_SIGNALS.get(name, 'somebody on the node stopped it')}"
+            raise self.stopped(name, self.own_cause("node", "failure", why))
+        request = stop_request(self.journal)
+        if request is not None:
+            cause = self.own_cause("node", "stop", asked(request), request)
+            raise self.stopped(asked(request), cause)
+        if not self.journal.there():
+            why = f"its run folder {self.spec.run_dir} has been deleted"
+            raise Ended("failed", why, self.own_cause("node", "failure", why))
 
     def check_ranks(self) -> None:
-        """Take in what the rank runners wrote; raises Failed for a rank that failed by itself."""
-        for rank in self.spec.ranks:
-            self.look_at(rank)
-        failed = [record for record in self.outcomes.values() if record["failed"]]
-        if failed:
-            first = min(failed, key=lambda record: float(record["ended"]))
-            raise Failed(f"{first['name']}: {describe(first)}")
+        """Raises Ended for a rank that failed by itself."""
+        self.book.look()
+        first = self.book.first_failure()
+        if first is not None:
+            raise self.failed(first["name"], self.with_trouble(describe(first)), float(first["ended"]))
 
-    def look_at(self, rank: int) -> None:
-        """Note the start and the end of one rank."""
-        name = f"rank{rank}"
-        if rank not in self.runners:
-            started = read_json(self.path("procs", f"{name}.json"))
-            if started is not None:
-                self.runners[rank] = started
-                self.event("process-start", name=name, pid=started["pid"], pgid=started["pgid"], rank=rank)
-        if name in self.outcomes:
-            return
-        runner = self.runners.get(rank, {}).get("runner")
-        gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
-        ended = read_json(self.path("outcomes", f"{name}.json"))  # after looking whether the runner is gone
-        if ended is not None:
-            self.take(ended)
-        elif gone:
-            self.record(self.lost_rank(rank))
+    def check_health(self) -> None:
+        """Raises Ended for a finding that ends the run; collects stacks for node 0, which may be about to end it."""
+        if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
+            self.health.show_stacks()
+            self.report()
+        finding = self.health.look()
+        if finding is not None:
+            raise Ended("failed", finding["text"], self.found_cause(finding))
 
-    def lost_rank(self, rank: int) -> dict[str, Any]:
-        """The outcome of a rank whose runner was killed before it could write one."""
-        stopping = self.state == "stopping"
-        return outcome(
-            f"rank{rank}",
-            self.spec.node_rank,
-            rank,
-            pid=self.runners[rank]["pid"],
-            returncode=128 + signal.SIGKILL,
-            signal="SIGKILL",
-            ended=time.time(),
-            failed=not stopping,
-            stopped=stopping,
-            note="killed together with its rank runner",
-        )
+    def ordered(self, order: Order) -> Ended:
+        """What the others want of us; a node that has lost another by itself has failed."""
+        if order.cause is None:
+            return Ended("done", "")
+        why = sentence(order.cause, self.spec.all_labels)
+        if str(order.cause["node_rank"]) in self.peers.lost:
+            return Ended("done" if self.trained else "failed", why)
+        return self.stopped(why, None)
+
+    def stopped(self, reason: str, cause: Cause | None) -> Ended:
+        """Told to stop; that is no harm to a node which only serves, any more."""
+        needless = self.trained if self.trained is not None else self.state == "serving"
+        return Ended("done" if needless else "stopped", reason, cause)
+
+    def failed(self, name: str, words: str, t: float | None = None) -> Ended:
+        """A process of this node failed, or the node as a whole."""
+        cause = self.own_cause(name, "failure", words)
+        who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
+        return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
 
     def fail_server(self, note: str) -> None:
-        """Record the graph server as failed, ended or not, and raise Failed."""
+        """Record the graph server as failed, ended or not, and raise Ended."""
         assert self.server is not None
         self.server.pump()
-        record = outcome("server", self.spec.node_rank, None, self.server, failed=True, note=note)
-        record["ended"] = record["ended"] or time.time()
-        self.record(record)
-        raise Failed(f"server: {note}; {describe(record)}")
+        record = self.record("server", self.server, note=note)
+        raise self.failed("server", self.with_trouble(f"{note}; it {describe({**record, 'note': ''})}"))
 
     def fail_launcher(self) -> None:
         """Record torch.distributed.run itself as failed: it ended although no rank failed."""
         assert self.launcher is not None
         self.launcher.pump()
         note = "torch.distributed.run failed though no rank on this node did"
-        record = outcome("launcher", self.spec.node_rank, None, self.launcher, failed=True, note=note)
-        self.record(record)
-        raise Failed(f"launcher: {note}; {describe(record)}")
+        record = self.record("launcher", self.launcher, note=note)
+        raise self.failed("launcher", self.with_trouble(f"{note}; it {describe({**record, 'note': ''})}"))
 
-    def record(self, record: dict[str, Any]) -> None:
-        """Write an outcome of our own making."""
-        self.put(self.path("outcomes", f"{record['name']}.json"), record)
-        self.take(record)
+    def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
+        """Record one of the node's own processes as failed, ended or not."""
+        record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
+        record["ended"] = record["ended"] or time.time()
+        self.book.record(record)
+        return record
 
-    def take(self, record: dict[str, Any]) -> None:
-        self.outcomes[record["name"]] = record
-        told = {key: record[key] for key in ("name", "rank", "pid", "returncode", "signal", "stopped", "failed")}
-        self.event("process-exit", **told)
+    def with_trouble(self, words: str) -> str:
+        """With what keeps the run folder from being written, which is often why."""
+        return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
+
+    def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
+        return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
+
+    def found_cause(self, finding: Finding) -> Cause:
+        name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
+        return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
 
     # The end.
 
-    def stop_all(self) -> None:
-        """End all processes of the run on this node: politely first, by group, then whatever is left."""
+    def stop_all(self, end: Ended) -> None:
+        """End all processes of the run on this node, the others knowing why."""
+        if end.state == "stopped" or end.reason:
+            self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
-        for child in self.children:
-            child.terminate()
-        for runner in self.living_runners():
-            procs.send(runner, signal.SIGTERM)
-        self.wait_for(lambda: not self.living_runners() and not any(child.running() for child in self.children))
-        stubborn = any(child.running() for child in self.children)
-        grace = 0.0 if stubborn else min(self.spec.grace, _LEFTOVER_GRACE)
-        left = procs.end(self.still_running, grace, lambda: self.idle(0.05))
-        self.idle(0)  # takes in the last that ended; not every machine's init does
+        left = end_processes(self.children, self.book, self.token, self.grace(), self.idle)
         if left:
-            self.say(f"could not end: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
+            self.journal.say(f"could not end: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
 
-    def living_runners(self) -> list[int]:
-        runners = [started["runner"] for started in self.runners.values()]
-        return [one["pid"] for one in runners if procs.alive(one["pid"], one["start_ticks"])]
+    def grace(self) -> float:
+        """Seconds between SIGTERM and SIGKILL."""
+        cause = self.cause or self.peers.cause
+        if cause is not None and cause["kind"] == "stop" and cause["asked"]["now"]:
+            return 0.0
+        return min(self.spec.grace, _LOST_GRACE) if self.peers.lost else self.spec.grace
 
-    def wait_for(self, ended: Callable[[], bool]) -> None:
-        """Wait for ``ended``, at most the grace and a margin."""
-        deadline = time.monotonic() + self.spec.grace + _MARGIN
-        while not ended() and time.monotonic() < deadline:
-            self.idle(0.05)
+    def finish(self, end: Ended) -> None:
+        """Complete the outcomes, part from the others, and write ``result.json``, last of all."""
+        self.complete_outcomes()
+        self.final = end.state
+        self.part()
+        self.journal.event("node-end", state=end.state, reason=end.reason)
+        self.set_state(end.state)
+        cause = self.peers.cause or self.cause
+        result = {
+            "node_rank": self.spec.node_rank,
+            "state": end.state,
+            "reason": end.reason,
+            "outcomes": list(self.book.outcomes.values()),
+            "clock_offset": self.peers.offset,
+            "lost": self.peers.lost,
+            "cause": cause if cause and cause["node_rank"] != self.spec.node_rank else None,
+            "asked": cause["asked"] if cause else None,
+            "findings": self.health.findings,
+        }
+        self.journal.put_last("result.json", result)
+        self.leave()
 
-    def still_running(self) -> list[procs.Process]:
-        return procs.run_processes(self.token, os.getpid())
-
-    def finish(self, end: str, reason: str) -> None:
-        """Complete the outcomes and write ``result.json``, last of all."""
+    def complete_outcomes(self) -> None:
         for child in self.children:
             child.running()
             child.close()
-        for rank in self.spec.ranks:
-            self.look_at(rank)
-        if self.server is not None and "server" not in self.outcomes:
-            self.record(outcome("server", self.spec.node_rank, None, self.server))
-        if self.launcher is not None and "launcher" not in self.outcomes:
+        self.book.look()
+        if self.server is not None and "server" not in self.book.outcomes:
+            self.book.record(outcome("server", self.spec.node_rank, None, self.server))
+        if self.launcher is not None and "launcher" not in self.book.outcomes:
             status, signaled = self.launcher.status
-            self.event(
-                "process-exit", name="launcher", rank=None, pid=self.launcher.pid, returncode=status, signal=signaled
-            )
-        self.event("node-end", state=end, reason=reason)
-        self.set_state(end)
-        result = {"node_rank": self.spec.node_rank, "state": end, "reason": reason}
-        self.put(self.path("result.json"), {**result, "outcomes": list(self.outcomes.values())})
+            told = {"name": "launcher", "rank": None, "pid": self.launcher.pid}
+            self.journal.event("process-exit", **told, returncode=status, signal=signaled)
+
+    def part(self) -> None:
+        """Have the others know how this node ended; node 0 stays until all have ended."""
+        self.report()
+        deadline = time.monotonic() + self.spec.grace + _LEAVING
+        while not self.peers.parted() and time.monotonic() < deadline:
+            self.idle(0.05)
+
+    def leave(self) -> None:
+        """Leave nothing behind on the machine that others could stumble over."""
+        self.peers.close()
+        self.mailbox.close()
+        self.journal.free_reserve()
+        try:
+            lease.release(self.spec.run_id, self.spec.node_rank)
+        except lease.LeaseError as error:
+            self.journal.say(f"leases were not given back: {error}")
 
     # What others see.
 
@@ -317,45 +366,27 @@ class Supervisor:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Rewrite ``state.json``."""
+        """Rewrite ``state.json``, and tell the other supervisors."""
         self._next_heartbeat = time.monotonic() + HEARTBEAT
-        running = [{**child.record(), "rank": None} for child in self.children if child.running()]
-        running += [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
-        me = {"pid": os.getpid(), "start_ticks": self.start_ticks}
-        self.put(self.path("state.json"), {"state": self.state, "time": time.time(), **me, "processes": running})
+        state = {
+            "state": self.state,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "start_ticks": self.start_ticks,
+            "processes": self.book.running(self.children),
+            "clock_offset": self.peers.offset,
+            "peers": self.peers.table,
+            "ranks": self.health.ranks,
+            "findings": self.health.told,
+        }
+        self.journal.put("state.json", state)
+        self.report()
 
-    def event(self, kind: str, **more: Any) -> None:
-        """Add to ``events.jsonl``, and in words to the log."""
-        record = {"t": time.time(), "kind": kind, "node_rank": self.spec.node_rank, **more}
-        self.put(self.path("events.jsonl"), record, append_json)
-        self.say(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
-
-    def put(self, path: str, value: Any, write: Callable[[str, Any], None] = write_json) -> None:
-        """Write a file of the run folder; a full disk must not keep us from ending the processes."""
-        try:
-            write(path, value)
-        except OSError as error:
-            self.say(f"cannot write {path}: {error.strerror}")
-
-    def say(self, text: str) -> None:
-        """Log, and show whoever attaches to the session."""
-        self.log.feed(f"{text}\n".encode())
-        try:
-            print(text, flush=True)
-        except OSError:  # the terminal is gone with its tmux session; the log has it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def path(self, *names: str) -> str:
-        return os.path.join(self.spec.run_dir, *names)
-
-
-def describe(record: Mapping[str, Any]) -> str:
-    """An outcome's end in words."""
-    if record["signal"]:
-        return f"ended by {record['signal']}"
-    if record["returncode"] is None:
-        return "was still running"
-    return f"exit status {record['returncode']}"
+    def report(self) -> None:
+        """Tell the other supervisors how this node is."""
+        own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
+        signs = {"ranks": self.health.ranks, "findings": self.health.told, "stacks": self.health.stacks}
+        self.peers.report({**own, **signs})
 
 
 def main() -> int:

@@ -99,7 +99,7 @@ def test_exit_status_of_a_rank(folder: MakeFolder) -> None:
 
 def test_command_that_does_not_exist(folder: MakeFolder) -> None:
     run = folder().rank(["/no/such/program"])
-    assert run.run()["reason"] == "rank0: exit status 127"
+    assert run.run()["reason"].startswith("rank 0 ended with exit status 127: cannot start /no/such/program")
     assert run.outcome("rank0")["note"] == "cannot start /no/such/program: No such file or directory"
 
 
@@ -135,7 +135,7 @@ def test_raising_rank_is_the_failure_and_the_others_are_stopped(folder: MakeFold
     )
     run = folder().torchrun(python(code), nproc=2)
     result = run.run(timeout=60)
-    assert result["state"] == "failed" and result["reason"] == "rank1: exit status 1"
+    assert result["state"] == "failed" and result["reason"] == "rank 1 raised ValueError: no such column"
     failed, stopped = run.outcome("rank1"), run.outcome("rank0")
     assert failed["failed"] and failed["traceback"][-1] == "ValueError: no such column"
     assert stopped["stopped"] and not stopped["failed"] and stopped["signal"] == "SIGTERM"
@@ -147,20 +147,20 @@ def test_killed_torchrun_takes_its_ranks_along(folder: MakeFolder) -> None:
     ranks = [run.pid("rank0"), run.pid("rank1")]
     os.kill(run.pid("launcher"), signal.SIGKILL)
     result = run.end()
-    assert result["state"] == "failed" and result["reason"].endswith("ended by SIGKILL")
+    assert result["state"] == "failed" and result["reason"].endswith("it was killed by signal 9 (SIGKILL)")
     assert [record["name"] for record in result["outcomes"] if record["failed"]] == ["launcher"]
     assert not any(map(running, ranks))
 
 
 def test_server_that_never_gets_ready(folder: MakeFolder) -> None:
     run = folder(server=python(SLEEP), start_timeout=0.5).rank(python("print('never')"))
-    assert "server: not ready after 0.5 s" in run.run()["reason"]
+    assert "server was not ready within 0.5 s (run.start_timeout)" in run.run()["reason"]
     assert run.outcome("server")["failed"] and run.outcome("server")["tail"] == ["up"]
 
 
 def test_server_that_raises_at_start(folder: MakeFolder) -> None:
     run = folder(server=python("raise OSError('port 29600 is taken')")).rank(python("print('never')"))
-    assert run.run()["reason"] == "server: ended before it was ready; exit status 1"
+    assert run.run()["reason"] == "server ended before it was ready; it raised OSError: port 29600 is taken"
     assert run.outcome("server")["traceback"][-1] == "OSError: port 29600 is taken"
 
 
@@ -168,7 +168,7 @@ def test_server_dying_in_training_is_the_failure(folder: MakeFolder) -> None:
     run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
     run.pid("rank0")
     os.kill(run.pid("server"), signal.SIGKILL)
-    assert run.end()["reason"] == "server: ended while it was needed; ended by SIGKILL"
+    assert run.end()["reason"] == "server ended while it was needed; it was killed by signal 9 (SIGKILL)"
     assert run.outcome("server")["failed"] and run.outcome("rank0")["stopped"]
 
 
@@ -177,7 +177,8 @@ def test_stop_request(folder: MakeFolder) -> None:
     wait_until(run.says("rank0", "up"))
     stop(run)
     result = run.end()
-    assert (result["state"], result["reason"]) == ("stopped", "control/stop")
+    assert (result["state"], result["reason"]) == ("stopped", "somebody made the file control/stop")
+    assert result["asked"] == {"by": "", "why": "", "now": False}
     assert all(record["stopped"] and not record["failed"] for record in result["outcomes"])
 
 

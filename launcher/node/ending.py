@@ -1,0 +1,59 @@
+"""How all processes of a run on one node are ended: politely first, then by group, then whatever is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from launcher.node import procs
+from launcher.node.book import Book
+from launcher.node.child import Child
+
+_MARGIN = 1.5  # seconds rank runners get beyond the grace to write their outcomes
+_LEFTOVER_GRACE = 2.0  # seconds that what escaped from the process groups gets after SIGTERM
+_LEAST = 0.3  # seconds of grace in which a rank runner learns that its rank is told to stop
+
+Idle = Callable[[float], object]
+
+
+def end_processes(children: list[Child], book: Book, token: str, grace: float, idle: Idle) -> list[procs.Process]:
+    """End everything; returns what outlived even SIGKILL. ``idle`` waits a moment and keeps the supervisor going."""
+    book.stopping = True
+    for child in children:
+        child.terminate()
+    for runner in book.living_runners():
+        procs.send(runner, signal.SIGTERM)
+
+    def ended() -> bool:
+        return not book.living_runners() and not any(child.running() for child in children)
+
+    _wait(ended, max(grace, _LEAST), idle)
+    stubborn = not ended()
+    if stubborn:
+        _kill_groups(children, book)
+        _wait(ended, _MARGIN, idle)
+    left = procs.end(
+        lambda: procs.run_processes(token, os.getpid()),
+        0.0 if stubborn else min(grace, _LEFTOVER_GRACE),
+        lambda: idle(0.05),
+    )
+    idle(0.0)  # takes in the last that ended; not every machine's init does
+    return left
+
+
+def _kill_groups(children: list[Child], book: Book) -> None:
+    """The ranks and the server themselves; their runners then write what became of them, and end."""
+    book.look()
+    for pid in book.rank_pids().values():
+        procs.send_group(pid, signal.SIGKILL)
+    for child in children:
+        if child.running():
+            procs.send_group(child.pid, signal.SIGKILL)
+
+
+def _wait(ended: Callable[[], bool], seconds: float, idle: Idle) -> None:
+    deadline = time.monotonic() + seconds
+    while not ended() and time.monotonic() < deadline:
+        idle(0.05)

@@ -1,0 +1,279 @@
+"""Node 0's end of the connections between supervisors (see ``launcher.node.peers``)."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.node.child import Loop
+from launcher.node.link import Link, Message, proof, proven
+from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, earlier, make_cause, received_cause
+
+_MAX_STRANGERS = 64  # connections that have not proven yet who they are; the oldest goes first
+_GREETING_TIME = 5.0  # seconds a stranger gets
+_ACCEPTS_AT_ONCE = 32
+_LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
+_TABLE_NODES = 64  # nodes up to which all get the table of nodes with every beat
+_ENDS = ("done", "failed", "stopped")
+
+
+@dataclass
+class Known:
+    """What the hub knows of one member; times are monotonic."""
+
+    node_rank: int
+    link: Link | None = None
+    heard: float | None = None
+    gone: float | None = None  #: since when there is no connection any more
+    gone_wall: float = 0.0
+    state: str = "absent"
+    trained: bool | None = False
+    final: bool = False
+    lost: bool = False
+    ranks: dict[str, Any] = field(default_factory=dict)
+    findings: list[Any] = field(default_factory=list)
+    stacks: dict[str, Any] | None = None
+    ahead: float = 0.0  #: its clock minus ours, seconds
+    beats: int = 0
+
+
+class Hub:
+    """All members as node 0 sees them; nothing it does can block."""
+
+    def __init__(self, meeting: Meeting, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+        self.meeting = meeting
+        self.order: Order | None = None
+        self.cause: Cause | None = None
+        self.lost: dict[str, dict[str, Any]] = {}
+        self.offset = 0.0
+        self.table: dict[str, dict[str, Any]] = {}
+        self.dropped: dict[str, int] = {}  #: connections refused or broken off, by why
+        self.members = {k: Known(k) for k in range(1, len(meeting.labels))}
+        self.stacks_wanted = False
+        self._loop, self._clock = loop, clock
+        self._own: Report = {}
+        self._strangers: dict[Link, float] = {}
+        self._listener: socket.socket | None = None
+        self._ordered: float | None = None  # when the order was given
+        self._opened = self._looked = time.monotonic()
+
+    # As any supervisor's peers.
+
+    def open(self) -> None:
+        """Listen; raises OSError."""
+        self._opened = self._looked = time.monotonic()
+        self._listener = listen(self.meeting.bind, self.meeting.port)
+        self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
+
+    def look(self) -> None:
+        """Lose members that are overdue, and strangers."""
+        now = time.monotonic()
+        pause = now - self._looked
+        self._looked = now
+        if pause > _LATE:  # nobody could have been heard
+            self._excuse(pause)
+        for member in self._expected():
+            why, since = self._overdue(member, now)
+            if why:
+                self._lose(member, why, since)
+        for link, since in list(self._strangers.items()):
+            if now - since > _GREETING_TIME:
+                self._drop(link, "said nothing")
+        self.table = {str(k): self._row(member, now) for k, member in self.members.items()}
+
+    def report(self, report: Report) -> None:
+        """Take node 0's own state; what concerns the members is told at once."""
+        self._own = report
+        if report.get("cause"):
+            self._stop(report["cause"])
+        self._finish()
+
+    def parted(self) -> bool:
+        """Whether every member has ended, or is lost; one that never came is not waited for long."""
+        late = self._ordered is not None and time.monotonic() - self._ordered > self.meeting.peer_timeout
+        return not any(member.heard is not None or not late for member in self._expected())
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._loop.unwatch(self._listener)
+            self._listener.close()
+        for link in [*self._strangers, *(one.link for one in self.members.values() if one.link)]:
+            link.close()
+
+    def ask_stacks(self) -> None:
+        """Have every member collect the Python stacks of its ranks; they come as ``Known.stacks``."""
+        self.stacks_wanted = True
+        self._broadcast()
+
+    def stacks_missing(self) -> list[int]:
+        """Members whose stacks can still come."""
+        return [member.node_rank for member in self._expected() if member.stacks is None and member.link]
+
+    # Connections.
+
+    def _accept(self, _: int) -> None:
+        assert self._listener is not None
+        for _ in range(_ACCEPTS_AT_ONCE):
+            try:
+                sock = self._listener.accept()[0]
+            except OSError:  # nobody left, or gone again
+                return
+            self._welcome(sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        if len(self._strangers) >= _MAX_STRANGERS:
+            self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "too many at once")
+        link = Link(sock, self._loop, lambda message: self._heard(link, message), lambda why: self._closed(link, why))
+        link.nonce = secrets.token_hex(16)
+        self._strangers[link] = time.monotonic()
+        link.send({"hello": link.nonce})
+
+    def _heard(self, link: Link, message: Message) -> None:
+        if link.node_rank is None:
+            self._greeted(link, message)
+        elif self.members[link.node_rank].link is link:
+            self._take(self.members[link.node_rank], message)
+
+    def _greeted(self, link: Link, message: Message) -> None:
+        k, nonce = int(message["node_rank"]), str(message["nonce"])
+        token = self.meeting.token
+        if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
+            return self._drop(link, "could not prove to be of this run")
+        member = self.members[k]
+        if member.link is not None:
+            member.link.close()
+        del self._strangers[link]
+        link.node_rank = k
+        member.link, member.gone, member.heard = link, None, time.monotonic()
+        link.send({"proof": proof(token, "hub", k, link.nonce, nonce)})
+
+    def _closed(self, link: Link, why: str) -> None:
+        if link in self._strangers:
+            return self._drop(link, why)
+        member = self.members[link.node_rank or 0]
+        if member.link is link:
+            member.link, member.gone, member.gone_wall = None, time.monotonic(), self._clock()
+
+    def _drop(self, link: Link, why: str) -> None:
+        link.close()
+        self._strangers.pop(link, None)
+        self.dropped[why] = self.dropped.get(why, 0) + 1
+
+    # Beats.
+
+    def _take(self, member: Known, message: Message) -> None:
+        got, sent = self._clock(), float(message["t"])
+        ahead = sent - got if message["offset"] is None else float(message["offset"])
+        cause, member.ahead = received_cause(message["cause"], ahead), ahead
+        member.heard, member.beats = time.monotonic(), member.beats + 1
+        member.state, member.trained = str(message["state"])[:20], message["trained"]
+        member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
+        member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
+        member.final = message["final"] in _ENDS
+        if cause is not None:
+            self._stop(cause)
+        self._finish()
+        if member.link is not None and not member.link.waiting:
+            member.link.send({"t0": sent, "t1": got, **self._news(member)})
+
+    def _news(self, member: Known) -> Message:
+        often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+        own = {"0": {"state": self._own.get("state"), "age": 0.0}}
+        return {
+            "t2": self._clock(),
+            "cause": self.cause,
+            "stop": self._stopping,
+            "finish": self.order is not None and not self._stopping,
+            "peers": {**own, **self.table} if often else None,
+            "stacks": self.stacks_wanted,
+            "known_final": member.final,
+        }
+
+    def _broadcast(self) -> None:
+        for member in self.members.values():
+            if member.link is not None:
+                member.link.send(self._news(member))
+
+    # What becomes of the run.
+
+    def _stop(self, cause: Cause) -> None:
+        """The first cause stops everyone; one that turns out to have come before it takes its place."""
+        first = earlier(self.cause, cause)
+        if first != self.cause or not self._stopping:
+            self.cause, self.order = first, Order(first)
+            self._ordered = self._ordered or time.monotonic()
+            self._broadcast()
+
+    def _finish(self) -> None:
+        """Once all that train have trained, nobody is needed any more."""
+        trained = [self._own.get("trained", False), *(member.trained for member in self.members.values())]
+        if self.order is None and any(trained) and False not in trained:
+            self.order = Order()
+            self._broadcast()
+
+    @property
+    def _stopping(self) -> bool:
+        return self.order is not None and self.order.cause is not None
+
+    def _expected(self) -> Iterator[Known]:
+        return (member for member in self.members.values() if not (member.final or member.lost))
+
+    def _overdue(self, member: Known, now: float) -> tuple[str, float]:
+        """Why a member must be taken for lost, and since when by this clock; ('', 0) while it need not."""
+        meeting = self.meeting
+        if member.heard is None:
+            late = now - self._opened > meeting.start_timeout
+            why = f"it did not report to node0 within {meeting.start_timeout:g} s (run.start_timeout)"
+            return (why, self._clock()) if late else ("", 0.0)
+        if member.gone is not None and now - member.gone > min(EOF_PATIENCE, meeting.peer_timeout):
+            return "its supervisor ended without a word; something killed it", member.gone_wall
+        if now - member.heard > meeting.peer_timeout:
+            since = self._clock() - (now - member.heard)
+            return f"{silence(meeting)}; its machine or its network is down", since
+        return "", 0.0
+
+    def _lose(self, member: Known, why: str, since: float) -> None:
+        member.lost, member.state = True, "lost"
+        self.lost[str(member.node_rank)] = {"since": since, "why": why}
+        self._stop(make_cause(member.node_rank, "node", "lost", why, since))
+
+    def _excuse(self, pause: float) -> None:
+        for member in self.members.values():
+            member.heard = None if member.heard is None else member.heard + pause
+            member.gone = None if member.gone is None else member.gone + pause
+
+    def _row(self, member: Known, now: float) -> dict[str, Any]:
+        return {"state": member.state, "age": None if member.heard is None else round(now - member.heard, 1)}
+
+
+def silence(meeting: Meeting) -> str:
+    """``no sign of life for 6 s (run.peer_timeout)``."""
+    return f"no sign of life for {meeting.peer_timeout:g} s (run.peer_timeout)"
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket that never blocks; on all addresses when the one given is none of this machine's."""
+    infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, place = infos[0]
+    everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(place)
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            sock.bind(everywhere)
+        sock.listen(1024)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock

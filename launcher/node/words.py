@@ -1,0 +1,63 @@
+"""Ends of processes, and requests to stop, in words."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_CRASHES = {
+    "SIGSEGV": "segmentation fault",
+    "SIGBUS": "bus error; often a full /dev/shm, or a file cut short under a memory map",
+    "SIGILL": "illegal instruction; often a build for another processor",
+    "SIGFPE": "arithmetic fault",
+}
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """How the process of an outcome record ended: ``was killed by signal 9 (SIGKILL)``."""
+    exception, signaled, note = raised(record["traceback"]), record["signal"], record["note"]
+    if record["oom"]:
+        return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
+    if record["returncode"] == 1 and exception:
+        return f"raised {exception}"
+    if signaled in _CRASHES:
+        return f"crashed: {_CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
+    if signaled:
+        return f"was killed by signal {signal_number(signaled)} ({signaled}){f': {note}' if note else ''}"
+    if record["returncode"] is None:
+        return "was still running"
+    return f"ended with exit status {record['returncode']}{f': {note}' if note else ''}"
+
+
+def raised(traceback: Iterable[str]) -> str:
+    """The last exception line of a traceback; '' when there is none."""
+    found, in_frames = "", False
+    for line in traceback:
+        if line.lstrip(" |+").startswith(("Traceback (most recent", "Exception Group Traceback")):
+            in_frames = True
+        elif in_frames and line and line[0] not in " |+":
+            found, in_frames = line.strip(), False
+    return found
+
+
+def signal_number(name: str) -> int:
+    """9 for ``SIGKILL``, 40 for ``SIG40``."""
+    known = signal.Signals.__members__.get(name)
+    return int(known) if known is not None else int(name[3:])
+
+
+def asked(request: Mapping[str, Any]) -> str:
+    """Who wants the run to stop: ``alice@laptop asked for it (Ctrl-C)``."""
+    if not request.get("by"):
+        return "somebody made the file control/stop"
+    return f"{request['by']} asked for it" + (f" ({request['why']})" if request.get("why") else "")
+
+
+def size(count: float) -> str:
+    """``2.0 GB`` (of 1000 MB)."""
+    unit = 0
+    while count >= 1000 and unit < len(_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{count:.0f} bytes"

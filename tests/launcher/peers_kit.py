@@ -1,0 +1,146 @@
+"""Several supervisors of one run on this machine, for the tests of how they know of each other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from node_kit import NODE, PYTHON, RunFolder, wait_until
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Run:
+    """One run over ``count`` nodes, each with a supervisor, a rank and perhaps a server; no launcher."""
+
+    def __init__(self, folder: Path, count: int, *, argv: list[str] | None = None, **more: Any) -> None:
+        self.port = free_port()
+        self.nodes: list[RunFolder] = []
+        for k in range(count):
+            node = RunFolder(folder / f"node{k}", node_rank=k, num_nodes=count, **more)
+            node.token = node.spec["token"] = self.nodes[0].token if k else node.token
+            node.spec["control"] = {"address": "127.0.0.1", "bind": "127.0.0.1", "port": self.port}
+            node.spec["labels"] = [f"node{i} (gpu{i})" for i in range(count)]
+            node.spec.setdefault("peer_timeout", 3.0)
+            self.rank(node, argv or [PYTHON, "-c", SLEEP])
+            self.nodes.append(node)
+
+    def rank(self, node: RunFolder, argv: list[str]) -> None:
+        """The node's rank, of the same number."""
+        k = node.spec["node_rank"]
+        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(node.path), "--", *argv]
+        node.spec["trainer"] = {"argv": runner, "env": {"RANK": str(k)}, "cwd": str(node.path)}
+        node.spec["ranks"] = [k]
+
+    def start(self, *, up: bool = True) -> Run:
+        """Start every supervisor and wait until all ranks run and all nodes have met."""
+        for node in self.nodes:
+            node.start()
+        if up:
+            self.wait_up()
+        return self
+
+    def wait_up(self) -> None:
+        for k, node in enumerate(self.nodes):
+            wait_until(node.says(f"rank{k}", "up"))
+        wait_until(lambda: self.met())
+
+    def met(self) -> bool:
+        """Whether the nodes know each other, by node 0's state.json."""
+        path = self.nodes[0].path / "state.json"
+        peers = self.nodes[0].json("state.json")["peers"] if path.exists() else {}
+        return len(peers) == len(self.nodes) - 1 and all(peer["state"] == "training" for peer in peers.values())
+
+    def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
+        """The results of all nodes that still can give one; all must be clean within so many seconds."""
+        for node in self.nodes:
+            assert node.supervisor is not None
+            node.supervisor.wait(max(0.1, since + within + 5 - time.monotonic()))
+        wait_until(lambda: not any(node.processes() for node in self.nodes), max(0.1, since + within - time.monotonic()))
+        seconds = time.monotonic() - since
+        print(f"clean after {seconds:.1f} s")
+        assert seconds < within
+        results = [node.path / "result.json" for node in self.nodes]
+        return [self.nodes[k].json("result.json") if path.exists() else {} for k, path in enumerate(results)]
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            if node.supervisor is not None and node.supervisor.poll() is None:
+                os.kill(node.supervisor.pid, signal.SIGCONT)
+            node.kill()
+
+
+class Wire:
+    """Carries connections to ``port``; can be cut, so that nothing gets through though nobody hangs up."""
+
+    def __init__(self, port: int) -> None:
+        self.target, self.cut = port, False
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here = self._listener.accept()[0]
+                while self.cut:
+                    time.sleep(0.02)
+                there = socket.create_connection(("127.0.0.1", self.target), 5)
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                here.close()
+                continue
+            self._sockets += [here, there]
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        while True:
+            try:
+                data = source.recv(1 << 16)
+                while self.cut:
+                    time.sleep(0.02)
+                if not data:
+                    return sink.close()
+                sink.sendall(data)
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self.cut = False
+        for opened in [self._listener, *self._sockets]:
+            opened.close()
+
+
+@contextmanager
+def wire(port: int) -> Iterator[Wire]:
+    made = Wire(port)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def control(action: str, node: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
+    """``control.py`` as a command on the node."""
+    argv = [sys.executable, str(NODE / "control.py"), action, str(node.path), *options]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)

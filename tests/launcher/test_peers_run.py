@@ -1,0 +1,235 @@
+"""Whole runs over several supervisors, no launcher anywhere: any failure ends all nodes, within ten seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_kit import PYTHON, python, wait_until
+from peers_kit import SERVE, SLEEP, Run, wire
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeRun]:
+    """Makes runs and kills what a failed test leaves."""
+    made: list[Run] = []
+
+    def run(count: int, **more: Any) -> Run:
+        made.append(Run(tmp_path / f"run{len(made)}", count, **more))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.kill()
+
+
+def states(results: list[dict[str, Any]]) -> list[str | None]:
+    return [result.get("state") for result in results]
+
+
+def test_failed_rank_stops_all_nodes_which_say_why(make: MakeRun) -> None:
+    run = make(3).start()
+    pid, since = run.nodes[2].pid("rank2"), time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    results = run.ends(since)
+    assert states(results) == ["stopped", "stopped", "failed"]
+    assert results[2]["reason"] == "rank 2 was killed by signal 9 (SIGKILL)" and results[2]["cause"] is None
+    for result in results[:2]:
+        assert result["reason"] == "rank 2 on node2 (gpu2) was killed by signal 9 (SIGKILL)"
+        cause = result["cause"]
+        assert (cause["node_rank"], cause["name"], cause["rank"], cause["kind"]) == (2, "rank2", 2, "failure")
+        assert abs(cause["t"] - results[2]["outcomes"][0]["ended"]) < 0.05
+    assert all(result["lost"] == {} and result["asked"] is None for result in results)
+    assert all(outcome["stopped"] for result in results[:2] for outcome in result["outcomes"])
+
+
+def test_failure_on_node_0_stops_the_members(make: MakeRun) -> None:
+    run = make(2, server=python("import time; open('server.ready', 'w'); time.sleep(60)")).start()
+    pid, since = run.nodes[0].pid("server"), time.monotonic()
+    os.kill(pid, signal.SIGSEGV)
+    results = run.ends(since)
+    assert states(results) == ["failed", "stopped"]
+    assert results[1]["reason"].startswith("server of node0 (gpu0) ended while it was needed; it crashed: segmentation")
+
+
+def test_killed_supervisor_is_missed(make: MakeRun) -> None:
+    run = make(3).start()
+    since = time.monotonic()
+    run.nodes[1].supervisor.kill()  # type: ignore[union-attr]
+    results = run.ends(since)
+    assert states(results) == ["failed", None, "stopped"]
+    why = "its supervisor ended without a word; something killed it"
+    assert results[0]["lost"]["1"]["why"] == why and abs(results[0]["lost"]["1"]["since"] - time.time()) < 10
+    assert results[0]["reason"] == results[2]["reason"] == f"node1 (gpu1): {why}"
+    assert results[2]["cause"]["kind"] == "lost" and results[2]["lost"] == {}
+
+
+def test_killed_supervisor_of_node_0_is_missed_by_all(make: MakeRun) -> None:
+    run = make(3).start()
+    since = time.monotonic()
+    run.nodes[0].supervisor.kill()  # type: ignore[union-attr]
+    results = run.ends(since)
+    assert states(results) == [None, "failed", "failed"]
+    assert results[1]["reason"] == "node0 (gpu0): its supervisor ended without a word; something killed it"
+    assert set(results[1]["lost"]) == {"0"}
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
+    """A stopped supervisor says nothing, as one whose machine has no power."""
+    run = make(3).start()
+    since = time.monotonic()
+    os.kill(run.nodes[silent].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    others = [node for k, node in enumerate(run.nodes) if k != silent]
+    for node in others:
+        node.supervisor.wait(10)  # type: ignore[union-attr]
+        assert node.processes() == []
+    assert time.monotonic() - since < 3 + 3.5
+    for node in others:
+        result = node.json("result.json")
+        assert "no sign of life for 3 s (run.peer_timeout)" in result["reason"]
+        assert result["cause"]["node_rank"] == silent
+
+
+def test_cut_wire_stops_both_sides(make: MakeRun) -> None:
+    run = make(3)
+    with wire(run.port) as line:
+        run.nodes[2].spec["control"]["port"] = line.port
+        run.start()
+        since, line.cut = time.monotonic(), True
+        results = run.ends(since)
+    assert states(results) == ["failed", "stopped", "failed"]
+    assert "2" in results[0]["lost"] and "0" in results[2]["lost"]
+    assert results[1]["cause"]["node_rank"] == 2
+
+
+def test_short_cut_does_no_harm(make: MakeRun) -> None:
+    """The connection is made anew, and the run goes on to its end."""
+    waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
+    run = make(2, argv=python(waiting), peer_timeout=4.0)
+    with wire(run.port) as line:
+        run.nodes[1].spec["control"]["port"] = line.port
+        run.start()
+        line.cut = True
+        time.sleep(2.6)
+        line.cut = False
+        time.sleep(2.0)
+        assert run.met() and run.nodes[0].json("state.json")["peers"]["1"]["age"] < 2
+        (run.nodes[0].path.parent / "go").touch()
+        assert states(run.ends(time.monotonic())) == ["done", "done"]
+
+
+def test_node_that_never_appears_is_the_cause(make: MakeRun) -> None:
+    run = make(3, start_timeout=2.0)
+    since = time.monotonic()
+    for node in run.nodes[:2]:
+        node.start()
+    run.nodes.pop()
+    results = run.ends(since, within=12)
+    why = "node2 (gpu2): it did not report to node0 within 2 s (run.start_timeout)"
+    assert states(results) == ["failed", "stopped"] and {result["reason"] for result in results} == {why}
+
+
+def test_member_without_node_0_gives_up(make: MakeRun) -> None:
+    run = make(2, start_timeout=1.0)
+    run.nodes.pop(0)
+    since = time.monotonic()
+    run.nodes[0].start()
+    (result,) = run.ends(since)
+    place = f"127.0.0.1 port {run.port}"
+    assert (
+        result["reason"]
+        == f"node0 (gpu0): it could not be reached at {place} within 1 s (run.start_timeout): Connection refused"
+    )
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_stop_asked_of_any_node_stops_all(make: MakeRun, asked: int) -> None:
+    run = make(3).start()
+    since = time.monotonic()
+    request = '{"by": "alice@laptop", "why": "gnnfleet stop", "now": false}'
+    (run.nodes[asked].path / "control" / "stop").write_text(request)
+    results = run.ends(since, within=5)
+    assert states(results) == ["stopped"] * 3
+    by = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
+    assert all(result["asked"] == by for result in results)
+    words = "alice@laptop asked for it (gnnfleet stop)"
+    reasons = [words if k == asked else f"{words}, on node{asked} (gpu{asked})" for k in range(3)]
+    assert [result["reason"] for result in results] == reasons
+
+
+def test_stop_now_waits_for_nobody(make: MakeRun) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+    run = make(2, argv=python(stubborn), grace=20.0).start()
+    since = time.monotonic()
+    (run.nodes[0].path / "control" / "stop").write_text('{"by": "al", "why": "", "now": true}')
+    results = run.ends(since, within=6)
+    assert states(results) == ["stopped", "stopped"]
+    assert all(outcome["stopped"] and not outcome["failed"] for result in results for outcome in result["outcomes"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_one_supervisor_stops_all(make: MakeRun, number: signal.Signals) -> None:
+    run = make(2).start()
+    since = time.monotonic()
+    os.kill(run.nodes[1].supervisor.pid, number)  # type: ignore[union-attr]
+    results = run.ends(since, within=5)
+    assert states(results) == ["stopped", "stopped"] and results[1]["reason"] == number.name
+    assert results[0]["reason"].startswith(f"node1 (gpu1): its supervisor got {number.name}: ")
+
+
+def test_deleted_run_folder_stops_all(make: MakeRun) -> None:
+    run = make(2).start()
+    since = time.monotonic()
+    run.nodes[1].path.rename(run.nodes[1].path.parent / "elsewhere")
+    results = run.ends(since, within=6)
+    assert states(results) == ["stopped", None]
+    assert results[0]["reason"] == f"node1 (gpu1): its run folder {run.nodes[1].path} has been deleted"
+
+
+def test_nodes_may_end_at_different_times_and_serve_until_all_have(make: MakeRun) -> None:
+    run = make(3, server=python(SERVE))
+    waiting = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
+    run.rank(run.nodes[0], python("print('up')"))
+    run.rank(run.nodes[1], python(waiting))
+    run.nodes[2].spec |= {"trainer": None, "ranks": []}
+    run.start(up=False)
+    wait_until((run.nodes[0].path / "outcomes/rank0.json").exists)
+    wait_until(run.nodes[1].says("rank1", "up"))
+    time.sleep(1.5)
+    assert [node.json("state.json")["state"] for node in run.nodes] == ["serving", "training", "serving"]
+    (run.nodes[0].path.parent / "go").touch()
+    results = run.ends(time.monotonic(), within=5)
+    assert states(results) == ["done"] * 3
+    assert all(not outcome["failed"] for result in results for outcome in result["outcomes"])
+
+
+def test_clock_offset_of_a_member_is_in_its_result(make: MakeRun) -> None:
+    library = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+    if not library.exists():
+        pytest.skip("faketime is not installed")
+    run = make(2)
+    ahead = {"LD_PRELOAD": str(library), "FAKETIME": "+5m", "DONT_FAKE_MONOTONIC": "1"}
+    run.nodes[0].start()
+    os.environ.update(ahead)
+    try:
+        run.nodes[1].start()
+    finally:
+        for name in ahead:
+            del os.environ[name]
+    run.wait_up()
+    since = time.monotonic()
+    os.kill(run.nodes[1].pid("rank1"), signal.SIGKILL)
+    results = run.ends(since)
+    assert abs(results[1]["clock_offset"] - 300) < 0.5 and results[0]["clock_offset"] == 0.0
+    ended = next(outcome["ended"] for outcome in results[1]["outcomes"])
+    assert abs(results[0]["cause"]["t"] - (ended - results[1]["clock_offset"])) < 0.01
+    assert PYTHON and abs(results[0]["cause"]["t"] - time.time()) < 15

@@ -21,25 +21,26 @@ def main() -> None:
     args.add_argument("--epochs", type=int, default=3)
     args.add_argument("--batch-size", type=int, default=512, help="seeds per step and process")
     options = args.parse_args()
-
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     graph = trainer.open(options.parts)
     torch.manual_seed(0)
     model = DistributedDataParallel(GraphSAGE(graph.num_features, 64, 2, graph.num_classes))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    log = trainer.StepLog(model, optimizer)  # the launcher shows loss and speed, and finds NaN and stalls
     train, test = (
         trainer.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
         for split in ("train", "test")
     )
     for epoch in range(options.epochs):
         model.train()
-        for batch in train:  # as many on every rank, so that DDP never waits for one that has none
+        for step, batch in enumerate(train):  # as many on every rank, so that DDP never waits for one that has none
             out = model(batch.x.float(), batch.edge_index)[: batch.batch_size]
             loss = cross_entropy(out, batch.y[: batch.batch_size])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            log.step(epoch + 1, step, len(train), loss, batch.batch_size)
         model.eval()
         right = torch.zeros(2)
         with torch.no_grad():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         DistGraphSAINTRandomWalkSampler,
     )
     from trainer.load.shadow import DistShaDowKHopSampler
+    from trainer.train.steplog import StepLog
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "DistLinkNeighborLoader",
     "DistNeighborLoader",
     "DistShaDowKHopSampler",
+    "StepLog",
     "open",
 ]
 
@@ -51,6 +53,7 @@ _LAZY = {
     "DistLinkNeighborLoader": "trainer.load.link_loader",
     "DistNeighborLoader": "trainer.load.nodes",
     "DistShaDowKHopSampler": "trainer.load.shadow",
+    "StepLog": "trainer.train.steplog",
 }
 
 

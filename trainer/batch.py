@@ -51,6 +51,8 @@ class Batch:
     blocks: tuple[Block, ...]
     degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
     remote_bytes: int = 0  #: received from other hosts for this batch
+    gathered_rows: int = 0  #: rows of nodes and edges gathered for this batch; 0 with one host
+    remote_rows: int = 0  #: of them from other hosts
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on ``device``."""
@@ -88,6 +90,8 @@ class HeteroBatch:
     blocks: tuple[Mapping[EdgeType, Block], ...]  #: every edge type with a fanout
     num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] each, cumulative
     remote_bytes: int = 0  #: received from other hosts for this batch
+    gathered_rows: int = 0  #: rows of nodes and edges gathered for this batch; 0 with one host
+    remote_rows: int = 0  #: of them from other hosts
 
     def to(self, device: torch.device) -> HeteroBatch:
         """The batch with its tensors on ``device``."""

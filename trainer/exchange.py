@@ -6,6 +6,7 @@ process group. A single process communicates with nobody.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_waited = [0.0]  # seconds in exchanges, of this process
+
+
+def take_waited() -> float:
+    """Seconds this process was exchanging rows, or waiting for ranks that were not ready to, since it last asked."""
+    seconds, _waited[0] = _waited[0], 0.0
+    return seconds
 
 
 def group_size(group: Any = None) -> int:
@@ -82,7 +91,9 @@ def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], gr
     sent = rows.detach().contiguous().to(device).flatten().view(torch.uint8)  # any dtype travels as bytes
     received = torch.empty(sum(into) * width, dtype=torch.uint8, device=device)
     sizes_in, sizes_out = ([count * width for count in side] for side in (into, counts))
+    began = time.monotonic()
     dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=group)
+    _waited[0] += time.monotonic() - began
     return received.view(rows.dtype).view(sum(into), *rows.shape[1:]).to(rows.device)
 
 

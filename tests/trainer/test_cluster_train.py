@@ -102,7 +102,10 @@ def test_two_nodes_train_as_one_process_does(name: str, on_two_nodes: Path, tmp_
     np.testing.assert_allclose(curve(on_two_nodes / name), curve(tmp_path / "run"), rtol=1e-4)
     ours, theirs = (metrics(folder, "result")[0] for folder in (on_two_nodes / name, tmp_path / "run"))
     assert ours["test_accuracy"] == pytest.approx(theirs["test_accuracy"], abs=1 / 120)
-    assert all(metrics(on_two_nodes / name, "epoch", rank)[0]["remote_bytes"] > 0 for rank in (0, 1))
+    for rank in (0, 1):
+        epoch = metrics(on_two_nodes / name, "epoch", rank)[0]
+        assert epoch["remote_bytes"] > 0 and 0 < epoch["remote_share"] < 1
+        assert 0 < epoch["own_s"] <= epoch["step_s"] and 0 <= epoch["batch_s"] <= epoch["own_s"]
 
 
 def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path) -> None:

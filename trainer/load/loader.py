@@ -114,6 +114,8 @@ class BatchLoader:
             blocks=homo_blocks(sampled.subgraph),
             degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
             remote_bytes=sampled.remote_bytes,
+            gathered_rows=sampled.gathered_rows,
+            remote_rows=sampled.remote_rows,
         )
 
     def _hetero(self, share: Share, sampled: Sampled) -> HeteroBatch:
@@ -131,6 +133,8 @@ class BatchLoader:
             blocks=hetero_blocks(sampled.subgraph),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
             remote_bytes=sampled.remote_bytes,
+            gathered_rows=sampled.gathered_rows,
+            remote_rows=sampled.remote_rows,
         )
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:

@@ -24,6 +24,8 @@ class Sampled:
     rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
     labels: Rows  #: of the seeds, where asked for
     remote_bytes: int
+    gathered_rows: int = 0  #: of nodes and edges; 0 with one host
+    remote_rows: int = 0  #: of them from other hosts
 
 
 @dataclass
@@ -40,12 +42,14 @@ class SubgraphSampler:
         """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
         access = self.graph.access
         access.take_remote_bytes()
+        access.take_rows()
         subgraph = self.subgraph(seeds, key)
         requests = self._requests(subgraph)
         labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
         answers = access.gather([*requests, *labels])
         rows = {request.of: answer for request, answer in zip(requests, answers, strict=False)}
-        return Sampled(subgraph, rows, answers[-1] if labels else {}, access.take_remote_bytes())
+        found = answers[-1] if labels else {}
+        return Sampled(subgraph, rows, found, access.take_remote_bytes(), *access.take_rows())
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Nodes and edges alone. Raises ``ServiceError``."""

@@ -115,6 +115,8 @@ def as_hetero(batch: Batch) -> HeteroBatch:
         blocks=tuple({HOMO_EDGE: block} for block in batch.blocks),
         num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
         remote_bytes=batch.remote_bytes,
+        gathered_rows=batch.gathered_rows,
+        remote_rows=batch.remote_rows,
     )
 
 

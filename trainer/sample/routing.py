@@ -98,6 +98,7 @@ class DistGraph:
         shares: _Shares[RowRequest] = defaultdict(list)
         for number, request in enumerate(requests):
             for host, at in self._owners(split, request.of, request.ids).items():
+                self._add_rows(len(at), host != _HERE)
                 mine = RowRequest(request.of, split.cut(request.ids, at), request.attrs)
                 shares[host].append(_Share(number, at, mine))
         answers: list[list[tuple[Ids, Mapping[str, Array]]]] = [[] for _ in requests]
@@ -153,6 +154,12 @@ class DistGraph:
         received = getattr(self._count, "bytes", 0)
         self._count.bytes = 0
         return int(received)
+
+    def take_rows(self) -> tuple[int, int]:
+        """Rows this thread gathered since it last asked, and how many came from other hosts; 0, 0 with one host."""
+        rows = getattr(self._count, "rows", (0, 0))
+        self._count.rows = (0, 0)
+        return rows
 
     def _ask(
         self, shares: _Shares[T], submit: Callable[[RemoteHost, Sequence[T]], Pending], local: Callable[..., Any]
@@ -221,6 +228,10 @@ class DistGraph:
         edges: EdgeList = pending.result()
         self._add_bytes(edges.src, edges.dst, edges.orig_id)
         _put(whole, at, edges)
+
+    def _add_rows(self, number: int, remote: bool) -> None:
+        gathered, from_others = getattr(self._count, "rows", (0, 0))
+        self._count.rows = (gathered + number, from_others + number * remote)
 
     def _add_bytes(self, *arrays: Array | None) -> None:
         received = sum(array.nbytes for array in arrays if array is not None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from trainer.batch import Batch, HeteroBatch
 from trainer.errors import TrainingError
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.pace import Pace
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -43,10 +44,24 @@ class EpochReport:
     own_seeds: int  #: this rank's
     remote_bytes: int  #: this rank's
     wait_s: float  #: this rank's, for batches
+    pace: Mapping[str, float]  #: this rank's seconds per step: ``step_s``, ``own_s``, ``batch_s``
+    remote_share: float | None  #: of this rank's rows, from other hosts; None with one host
 
     @property
     def seeds_per_s(self) -> float:
         return self.seeds / self.seconds
+
+
+class Rows(NamedTuple):
+    """Rows of nodes and edges gathered for batches; 0 with one host."""
+
+    gathered: int = 0
+    remote: int = 0  #: from other hosts
+
+    @property
+    def share(self) -> float | None:
+        """What part came from other hosts; None with one host."""
+        return round(self.remote / self.gathered, 4) if self.gathered else None
 
 
 @dataclass
@@ -57,24 +72,25 @@ class _Tally:
     sizes: list[int] = field(default_factory=list)  #: per step, seeds over all ranks
     seeds: int = 0
     remote_bytes: int = 0
-    wait_s: float = 0.0
+    rows: Rows = Rows()
+    _told: Rows = Rows()  #: of ``rows``, in a step line already
     started: float = field(default_factory=time.monotonic)
-
-    def waited(self, batches: Iterator[AnyBatch]) -> Iterator[AnyBatch]:
-        """The same batches, their waiting time counted."""
-        while True:
-            began = time.monotonic()
-            batch = next(batches, None)
-            self.wait_s += time.monotonic() - began
-            if batch is None:
-                return
-            yield batch
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
         self.sizes.append(batch.global_seeds)
         self.seeds += batch.num_seeds
         self.remote_bytes += batch.remote_bytes
+        self.rows = Rows(self.rows.gathered + batch.gathered_rows, self.rows.remote + batch.remote_rows)
+
+    def take_share(self) -> float | None:
+        """Share of rows from other hosts since the last step line."""
+        rows, self._told = Rows(*(now - before for now, before in zip(self.rows, self._told, strict=True))), self.rows
+        return rows.share
+
+    @property
+    def steps(self) -> int:
+        return len(self.losses)
 
     @property
     def seconds(self) -> float:
@@ -92,21 +108,29 @@ def train_epoch(
     Raises ``TrainingError`` when the loss is no finite number.
     """
     model.train()
-    tally = _Tally()
-    for batch in tally.waited(batches.epoch(epoch)):
-        batch = batch.to(team.device)
-        loss = task.loss_sum(model(batch), batch)
-        due = metrics.step_due()
-        if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
-            _check_finite(float(loss.detach()), epoch, batch.step, team)
-        optimizers.step(loss * (team.size / batch.global_seeds))
-        tally.add(batch, loss)
-        if due:
-            metrics.write("step", **_step_line(tally, batch, epoch, len(batches)))
-    return _report(tally, epoch, team)
+    tally, steps = _Tally(), len(batches)
+    with Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce")) as pace:
+        metrics.at(epoch, 0, "load")
+        for batch in pace.waited(batches.epoch(epoch)):
+            metrics.at(epoch, batch.step, "compute")
+            batch = batch.to(team.device)
+            loss = task.loss_sum(model(batch), batch)
+            due = metrics.step_due()
+            if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
+                _check_own(float(loss.detach()), batch, epoch, steps, metrics, team)
+            optimizers.step(loss * (team.size / batch.global_seeds))
+            tally.add(batch, loss)
+            pace.step()
+            if due:
+                metrics.write("step", **_step_line(tally, pace, batch, epoch, steps))
+            metrics.at(epoch, batch.step + 1, "load")
+        pace.lap()
+    metrics.at(epoch, steps, "reduce")
+    return _report(tally, pace, epoch, team)
 
 
-def _step_line(tally: _Tally, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+def _step_line(tally: _Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+    lap = pace.lap()
     return {
         "epoch": epoch,
         "step": batch.step,
@@ -114,11 +138,13 @@ def _step_line(tally: _Tally, batch: AnyBatch, epoch: int, steps: int) -> dict[s
         "loss": float(tally.losses[-1]) / max(batch.num_seeds, 1),
         "seeds": batch.num_seeds,
         "seeds_per_s": round(tally.seeds / tally.seconds, 1),
-        "wait_s": round(tally.wait_s, 4),
+        "wait_s": round(pace.batch_s, 4),
+        **lap,
+        "remote_share": tally.take_share(),
     }
 
 
-def _report(tally: _Tally, epoch: int, team: Team) -> EpochReport:
+def _report(tally: _Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
     """Losses of all ranks are added up here, in one go per epoch."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     sums = team.sum(torch.stack(tally.losses).double().cpu())
@@ -132,8 +158,17 @@ def _report(tally: _Tally, epoch: int, team: Team) -> EpochReport:
         seeds=int(sizes.sum()),
         own_seeds=tally.seeds,
         remote_bytes=tally.remote_bytes,
-        wait_s=tally.wait_s,
+        wait_s=pace.batch_s,
+        pace=pace.means(),
+        remote_share=tally.rows.share,
     )
+
+
+def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, team: Team) -> None:
+    """``_check_finite``, with a line for whoever watches; the other ranks wait for this one meanwhile."""
+    if not math.isfinite(loss):
+        metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
+    _check_finite(loss, epoch, batch.step, team)
 
 
 def _check_finite(loss: float, epoch: int, step: int, team: Team) -> None:

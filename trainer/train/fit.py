@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from trainer.config import TrainSettings
 from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
-from trainer.train.epoch import Batches, EpochReport, train_epoch
+from trainer.train.epoch import AnyBatch, Batches, EpochReport, train_epoch
 from trainer.train.evaluate import Score, evaluate
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
@@ -34,6 +34,23 @@ class FitResult:
     step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, resumed ones included
     epoch_seconds: tuple[float, ...]  #: of the epochs of this process
     checkpoint: Path | None  #: newest file; None when nothing was left to train
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Batches of an evaluation, whose progress is told as they are handed over."""
+
+    batches: Batches
+    metrics: MetricsLog
+    done: int  #: epochs
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
+        for batch in self.batches.epoch(epoch, first_step):
+            self.metrics.at(self.done, batch.step, "evaluate")
+            yield batch
 
 
 class Fit:
@@ -104,7 +121,7 @@ class Fit:
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        score = evaluate(self.model, self.task, self.loaders[split], self.team)
+        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.done), self.team)
         if self.team.rank == 0:
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
@@ -114,7 +131,8 @@ class Fit:
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
-            remote_bytes=report.remote_bytes, wait_s=round(report.wait_s, 3),
+            remote_bytes=report.remote_bytes, wait_s=round(report.wait_s, 3), **report.pace,
+            remote_share=report.remote_share,
         )  # fmt: skip
 
     def _say_epoch(self, report: EpochReport, val: Score | None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,10 +14,15 @@ from typing import Any
 from trainer.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
+PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
+_WIDTH = 40  # bytes of the progress file, so that it is always overwritten whole
 
 
 class MetricsLog:
-    """Appends to ``metrics-rank<r>.jsonl``; a context manager. Raises ``SettingsError`` when it cannot."""
+    """Appends to ``metrics-rank<r>.jsonl`` and keeps ``progress-rank<r>``; a context manager.
+
+    Raises ``SettingsError`` when it cannot.
+    """
 
     def __init__(self, run_dir: Path, rank: int):
         path = run_dir / f"metrics-rank{rank}.jsonl"
@@ -25,12 +33,25 @@ class MetricsLog:
             raise SettingsError(f"{path} cannot be written: {error.strerror}; choose another --run-dir") from error
         self.rank = rank
         self._next_step = 0.0
+        self._progress_path = run_dir / f"progress-rank{rank}"
+        self._progress: io.FileIO | None = None
+        self.write("start")
 
     def write(self, kind: str, **values: Any) -> None:
         """Append one line and flush it."""
         line = {"t": round(time.time(), 3), "kind": kind, "rank": self.rank, **values}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+    def at(self, epoch: int, step: int, phase: str) -> None:
+        """Overwrite the progress file; as cheap as a system call, so it may be done several times a step.
+
+        phase: one of ``PHASES``.
+        """
+        text = f"{epoch} {step} {phase}".ljust(_WIDTH - 1) + "\n"
+        with suppress(OSError):  # a disk that is gone does not matter here; what has to be written says so
+            self._progress = self._progress or io.FileIO(self._progress_path, "w")
+            os.pwrite(self._progress.fileno(), text.encode(), 0)
 
     def step_due(self) -> bool:
         """Whether a ``step`` line may be written now; at most one a second."""
@@ -47,3 +68,5 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._progress is not None:
+            self._progress.close()

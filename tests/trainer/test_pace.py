@@ -1,0 +1,179 @@
+"""What the metrics lines tell of a rank's own work, and the lines of a script of one's own."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from train_kit import FewBatches, free_port, metrics
+from trainer.batch import Batch
+from trainer.errors import TrainingError
+from trainer.nn.layers import SAGEConv
+from trainer.nn.models import BlockModel
+from trainer.ranks import Ranks
+from trainer.train import pace as pace_module
+from trainer.train.epoch import train_epoch
+from trainer.train.metrics import MetricsLog
+from trainer.train.optimize import Optimizers
+from trainer.train.pace import Pace
+from trainer.train.task import NodeClassification
+from trainer.train.team import Team
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ALONE = Team(Ranks(), torch.device("cpu"))
+
+SLOW_RANK = """
+import os, sys, time, torch, torch.distributed as dist, trainer
+from torch.nn.parallel import DistributedDataParallel
+from trainer.train import metrics
+metrics.STEP_INTERVAL = 0.2
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+log = trainer.StepLog(model, optimizer)
+for step in range(24):
+    if rank == 1:
+        time.sleep(0.02)  # its batches take longer
+    out = model(torch.ones(2, 4))
+    if rank == 2:
+        time.sleep(0.04)  # and this one computes longer
+    loss = out.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    log.step(1, step, 24, loss, 2)
+dist.barrier()
+"""
+
+
+def test_own_work_leaves_out_the_waiting_for_slower_ranks(tmp_path: Path) -> None:
+    """Three processes step together; each tells its own part of it."""
+    run_script(SLOW_RANK, 3, tmp_path)
+    typical = [steady(tmp_path, rank) for rank in range(3)]
+    for line in typical:
+        assert line["step_s"] == pytest.approx(0.045, abs=0.02)
+    assert typical[0]["own_s"] < 0.015 and typical[0]["batch_s"] < 0.01
+    assert 0.02 <= typical[1]["own_s"] < 0.035 and typical[1]["batch_s"] == pytest.approx(0.02, abs=0.008)
+    assert 0.04 <= typical[2]["own_s"] < 0.06 and typical[2]["batch_s"] < 0.01
+
+
+def steady(run_dir: Path, rank: int) -> dict[str, float]:
+    """Medians over a rank's step lines but the first."""
+    lines = metrics(run_dir, "step", rank)[1:]
+    middle = {name: sorted(line[name] for line in lines) for name in ("step_s", "own_s", "batch_s")}
+    return {name: values[len(values) // 2] for name, values in middle.items()}
+
+
+def run_script(code: str, ranks: int, run_dir: Path) -> None:
+    """``code`` as so many ranks of a run, none of which may fail."""
+    port = free_port()
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"GNNFLEET_RUN_DIR": str(run_dir)}
+    started = [subprocess.Popen([sys.executable, "-c", code], env={**env, "RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        assert [process.wait(60) for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+
+
+class Progress(FewBatches):
+    """Looks, between the batches, where the rank says it is."""
+
+    def __init__(self, run_dir: Path):
+        super().__init__()
+        self.file, self.seen = run_dir / "progress-rank0", list[str]()
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        for batch in super().epoch(epoch, first_step):
+            self.seen.append(self.file.read_text())
+            yield batch
+
+
+def one_epoch(batches: FewBatches, epoch: int, run_dir: Path) -> None:
+    model = BlockModel([SAGEConv(5, 2)], 0.0)
+    optimizers = Optimizers(torch.optim.Adam(model.parameters()))
+    with MetricsLog(run_dir, 0) as log:
+        train_epoch(model, NodeClassification(2), optimizers, batches, epoch, ALONE, log)
+
+
+def test_the_progress_file_says_where_the_rank_is(tmp_path: Path) -> None:
+    batches = Progress(tmp_path)
+    one_epoch(batches, 7, tmp_path)
+    assert [text.split() for text in batches.seen] == [["7", str(step), "load"] for step in range(3)]
+    assert batches.file.read_text().split() == ["7", "3", "reduce"]
+    assert {len(text) for text in (*batches.seen, batches.file.read_text())} == {40}
+
+
+def test_a_loss_that_is_no_number_is_written_before_the_process_fails(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError):
+        one_epoch(FewBatches(bad_step=2), 4, tmp_path)
+    last = metrics(tmp_path, "step")[-1]
+    assert (last["epoch"], last["step"]) == (4, 2) and math.isnan(last["loss"])
+
+
+def test_one_host_has_no_remote_share(tmp_path: Path) -> None:
+    one_epoch(FewBatches(), 1, tmp_path)
+    (line,) = metrics(tmp_path, "step")
+    assert line["remote_share"] is None
+
+
+def test_a_step_log_outside_of_a_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    with trainer.StepLog(model, torch.optim.SGD(model.parameters(), lr=0.1), environ={}) as log:
+        log.step(1, 0, 1, torch.tensor(0.5), 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pace_leaves_no_hooks_behind() -> None:
+    model, called = nn.Linear(2, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Pace(model, optimizer, lambda: called.append("reduced")):
+        step(model, optimizer)
+    step(model, optimizer)
+    assert called == ["reduced"]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+class Event:
+    """A device's event: reached when the clock of the test comes to it."""
+
+    now = 0.0
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at < Event.now
+
+    def elapsed_time(self, later: Event) -> float:
+        return (later.at - self.at) * 1000
+
+
+def test_on_a_device_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks that the device has not reached count with a later lap."""
+    monkeypatch.setattr(pace_module, "_event", Event)
+    marks = pace_module._DeviceMarks()
+    for seconds in (2.0, 0.5):
+        marks.ready()
+        Event.now += seconds
+        marks.reduced()
+    assert marks.take() == 2.0
+    Event.now += 1
+    assert (marks.take(), marks.take()) == (0.5, 0)

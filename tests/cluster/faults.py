@@ -1,4 +1,4 @@
-"""The fault script: ``python tests/cluster/faults.py --count 50 --seed 1``. Tells a line per fault; exits 1 if any is wrong."""
+"""Fault script, ``python tests/cluster/faults.py --count 50 --seed 1``: a line per fault; exit 1 if one is wrong."""
 
 from __future__ import annotations
 

@@ -118,6 +118,7 @@ def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str,
     assert not any(PASSWORD in path.read_text(errors="replace") for path in run.rglob("*") if path.is_file())
 
 
+@pytest.mark.slow
 def test_the_bundled_trainer_trains_on_unlike_machines(mixed: NetCluster, agent: str, tmp_path: Path) -> None:
     home = operator_home(mixed, tmp_path)
     config = write_config(tmp_path, [nodes_of(mixed)[k] for k in (0, 2, 3)], train={"epochs": 2})

@@ -9,17 +9,31 @@ import click
 from rich.console import Console
 
 from launcher.config import ClusterConfig
+from launcher.offline import offline_plan
 from launcher.options import LaunchOptions
+from launcher.plan import LaunchPlan
 from launcher.preflight import run_preflight
 from launcher.preflight_table import print_findings
 from launcher.transport import close_all, connect_all
 
 
+def bytes_needed(draft: LaunchPlan) -> dict[int, int]:
+    """What the plan stores on each node, as far as the parts are there already."""
+    return {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
+
+
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
     """Check every node, print what was found; 0 when a launch could go on, else 3."""
+    draft = offline_plan(config, options.run_id or "check", options.own_command)
     attempts = connect_all(config)
     try:
-        report = run_preflight(config, attempts, own_command=bool(options.own_command), run_id=options.run_id or "")
+        report = run_preflight(
+            config,
+            attempts,
+            own_command=bool(options.own_command),
+            bytes_needed=bytes_needed(draft),
+            run_id=options.run_id or "",
+        )
     finally:
         close_all(attempts)
     print_findings(report, console)

@@ -17,19 +17,27 @@ from launcher.placement import candidate_ports, node_workdir, run_dir, session_n
 
 
 @dataclass(frozen=True)
+class PartsHere:
+    """Parts that are on this machine already."""
+
+    fingerprint: str
+    graph: GraphSize
+
+
+@dataclass(frozen=True)
 class Inquiry:
     """One preflight's questions; what they need from this machine's disk is read once."""
 
     config: ClusterConfig
     run_id: str = ""
     code: str = ""  #: digest of our code
-    graph: GraphSize | None = None  #: of the parts on this machine, in mode sync
+    parts: PartsHere | None = None  #: on this machine, in mode sync
 
     @classmethod
     def about(cls, config: ClusterConfig, run_id: str = "") -> Inquiry:
         """``run_id``: the run that is to be launched; its folder must be new on each node."""
-        local = config.data.mode == "sync"
-        return cls(config, run_id, code_digest(), _graph_here(config.data.folder) if local else None)
+        parts = parts_here(config.data.folder) if config.data.mode == "sync" else None
+        return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
         """What node ``k`` is asked. ``peer``: an address others have, for a node reached over loopback."""
@@ -47,6 +55,7 @@ class Inquiry:
             "devices": bool(node.devices),
             "names": _names(config),
             "code": self.code,
+            "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts else "",
         }
 
     def survey(
@@ -57,7 +66,11 @@ class Inquiry:
         bytes_needed: Mapping[int, int] | None = None,
     ) -> Survey:
         """All answers, for ``findings.all_findings``. ``bytes_needed`` is what the plan stores on each node."""
-        graph = self.graph or next((_graph(probe["graph"]) for probe in probes.values() if probe["graph"]), None)
+        graph = (
+            self.parts.graph
+            if self.parts
+            else next((_graph(probe["graph"]) for probe in probes.values() if probe["graph"]), None)
+        )
         return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
 
 
@@ -84,9 +97,10 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
 
 
-def _graph_here(folder: str) -> GraphSize | None:
-    """Of parts that are here already; a damaged manifest is told by whoever uses it."""
+def parts_here(folder: str) -> PartsHere | None:
+    """None without any; a damaged manifest is told by whoever uses it."""
     try:
-        return _graph(size_of(json.loads((Path(folder).expanduser() / "manifest.json").read_text())))
+        manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
+        return PartsHere(manifest["fingerprint"], _graph(size_of(manifest)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

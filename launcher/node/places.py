@@ -36,6 +36,18 @@ def folders(workdir: str, code: str) -> dict[str, Any]:
     }
 
 
+def stored(folder: str) -> int:
+    """Bytes of all files below; of parts that were sent before."""
+    found = 0
+    for top, _, names in os.walk(folder) if folder else ():
+        for name in names:
+            try:
+                found += os.lstat(os.path.join(top, name)).st_size
+            except OSError:  # renamed meanwhile
+                continue
+    return found
+
+
 def space(path: str) -> dict[str, Any]:
     """Free bytes and files (-1: not limited) for this user, and which file system that is; {} when there is none."""
     try:

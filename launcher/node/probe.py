@@ -3,7 +3,7 @@
 ``main(request)`` with {"peer": an address other nodes have or "", "address": the one
 configured or "", "workdir", "run_dir" and "session": what a run will make there or "", "ports": [..],
 "manifest": path or ""} returns a dict of facts. More may be asked for: "devices": whether CUDA devices are
-wanted, "names": [host names that must resolve], "code": digest of our code.
+wanted, "names": [host names that must resolve], "code": digest of our code, "parts": folder of parts sent before.
 
 It runs on all nodes at once, so it is sparing: what the answer does not need is neither imported nor looked at.
 """
@@ -49,6 +49,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     }
     facts.update(machine.capacity())
     facts.update(places.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
+    facts["stored"] = places.stored(os.path.expanduser(request.get("parts", "")))
     facts["leftovers"] = leftovers(facts["workdir"])
     facts["tmux"] = machine.tmux_version(asked)
     facts.update(gpus(asked))

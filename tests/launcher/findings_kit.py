@@ -46,6 +46,7 @@ HEALTHY: dict[str, Any] = {
     "workdir_id": "1:2",
     "noexec": False,
     "code": False,
+    "stored": 0,
     "disk_free": 10 * GB,
     "disk": {"free": 10 * GB, "size": 100 * GB, "files": -1, "device": 1},
     "tmp": {"free": GB, "size": GB, "files": -1, "device": 2, "error": ""},

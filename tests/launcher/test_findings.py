@@ -180,6 +180,7 @@ def test_disk() -> None:
     needed = {0: 2 * GB, 1: 2 * GB}
     assert the_one(2, {1: disk(GB)}, bytes_needed=needed).message == "2.0 GB needed at /home/ann, 1.0 GB free"
     assert the_one(2, {1: disk(2 * GB + 1)}, bytes_needed=needed).severity == "warn"
+    assert found(2, {1: {**disk(GB), "stored": 1.5 * GB}}, bytes_needed=needed) == []  # sent before
     assert "no inodes left" in the_one(1, {0: disk(9 * GB, files=0)}).message
 
 

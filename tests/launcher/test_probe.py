@@ -146,6 +146,13 @@ def test_a_full_disk_shows_only_when_written(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
+def test_parts_that_were_sent_before(tmp_path: Path) -> None:
+    (tmp_path / "data/f1/part0").mkdir(parents=True)
+    (tmp_path / "data/f1/part0/x.npy").write_bytes(bytes(1000))
+    assert probed(workdir=tmp_path, parts=f"{tmp_path}/data/f1")["stored"] == 1000
+    assert probed(workdir=tmp_path, parts=f"{tmp_path}/data/f2")["stored"] == 0
+
+
 def test_code_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "code" / "c0de" / "c0de").mkdir(parents=True)
     digest = "abcdef0123456789" * 4

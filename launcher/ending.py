@@ -90,7 +90,12 @@ class Ending:
 
     def _asked_by(self) -> str:
         """Who asked a node to stop, as ``alice@laptop (gnnfleet stop)``."""
-        return next((str(cause["reason"]) for cause in self._causes() if cause["kind"] == "stop"), "")
+        for cause in self._causes():
+            if cause["kind"] == "stop":
+                asked = cause.get("asked") or {}
+                why = f" ({asked['why']})" if asked.get("why") else ""
+                return f"{asked['by']}{why}" if asked.get("by") else str(cause["reason"])
+        return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:
         """What the nodes say ended the run."""
@@ -118,8 +123,17 @@ class Ending:
         if lost is not None:
             yield Outcome.of_node(k, node.target, lost.why, lost.when)
         elif result.get("reason", "").startswith("SIG"):
-            when = min((record["ended"] for record in records if record["ended"]), default=time.time())
-            yield Outcome.of_stopped_node(k, node.target, result["reason"], when - self.clock_offset(k))
+            yield Outcome.of_stopped_node(k, node.target, result["reason"], self._when(k, records))
+        elif result.get("state") == "failed" and not any(record["failed"] for record in records):
+            yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
+
+    def _when(self, k: int, records: Any) -> float:
+        """When a node as a whole ended, by our clock."""
+        cause = self.results[k].get("cause") or {}
+        if cause.get("node_rank") == k:
+            return float(cause["t"]) - self.clock_offset(k)
+        ended = [record["ended"] for record in records if record["ended"]]
+        return min(ended) - self.clock_offset(k) if ended else time.time()
 
     def _told_by_others(self, node: NodePlan, records: Any) -> Iterator[Outcome]:
         """A failure there that ended the run, where the node itself cannot tell of it any more."""

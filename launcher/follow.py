@@ -96,6 +96,7 @@ class RunFollower:
     def follow(self, interrupts: Interrupts | None = None, talking: Talking | None = None) -> Followed:
         """Until every node has ended or the run is left to itself. Signals are asked about, or do as decided."""
         interrupts, talking = interrupts or Interrupts(), talking or Talking(self.live)
+        interrupts.quick = talking.policy.can_ask
         for line in self._lines.values():
             line.start()
         with interrupts.handed_to(self._signals.put), talking:

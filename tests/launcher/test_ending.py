@@ -1,0 +1,139 @@
+"""The report made of what the nodes told: one clock for all, lost nodes by the others' word, who asked for the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.collect import Collected
+from launcher.ending import Ending
+from launcher.followed import Followed, Lost
+from launcher.report import Metrics, RunReport
+from run_kit import make_launch, make_node
+
+FOLDER = Path("/nowhere")
+
+
+def record(rank: int, ended: float, **more: Any) -> dict[str, Any]:
+    told = {"name": f"rank{rank}", "node_rank": rank, "rank": rank, "returncode": 0, "signal": None, "oom": False}
+    return told | {"started": 1.0, "ended": ended, "failed": False, "traceback": [], "tail": [], **more}
+
+
+def result(k: int, state: str, *records: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"node_rank": k, "state": state, "reason": "", "outcomes": list(records), **more}
+
+
+def failed(rank: int, ended: float, **more: Any) -> dict[str, Any]:
+    return record(rank, ended, **{"failed": True, "returncode": 3, **more})
+
+
+def stopped(rank: int, ended: float) -> dict[str, Any]:
+    return record(rank, ended, stopped=True, returncode=143, signal="SIGTERM")
+
+
+def report(*results: dict[str, Any], nodes: int = 2, offsets: dict[int, float] | None = None, **more: Any) -> RunReport:
+    plan = make_launch([make_node(Path("/w"), k, []) for k in range(nodes)])
+    followed = Followed({one["node_rank"]: one for one in results}, **more)
+    return Ending(plan, followed, Collected(Metrics(), {k: () for k in range(nodes)}, ()), offsets or {}).report(
+        FOLDER, 1.0
+    )
+
+
+def test_the_first_failure_is_found_although_clocks_differ_by_minutes() -> None:
+    """By its own clock node 1 failed five minutes after node 0; by one clock 2 s before it."""
+    zero = result(0, "failed", failed(0, 102.0), clock_offset=0.0)
+    one = result(1, "failed", failed(1, 400.0, returncode=5), clock_offset=300.0)
+    made = report(zero, one, offsets={0: 60.0, 1: 7.0})
+    assert made.first_failure is not None and made.first_failure.rank == 1
+    assert made.first_failure.ended == pytest.approx(400.0 - 300.0 - 60.0), "by this machine's clock"
+    assert made.exit_status == 5
+
+
+def test_without_measured_offsets_heartbeats_tell_how_clocks_differ() -> None:
+    made = report(result(0, "failed", failed(0, 102.0)), result(1, "failed", failed(1, 400.0)), clocks={1: 300.0})
+    assert made.first_failure is not None and made.first_failure.rank == 1
+
+
+def test_a_node_that_node_0_has_lost_is_the_cause_with_its_time() -> None:
+    lost = {"1": {"since": 90.0, "why": "no sign of life for 6 s"}}
+    zero = result(0, "failed", failed(0, 95.0, tail=["Connection closed by peer"]), lost=lost)
+    mine = Lost("no contact for 12 s", 107.0, out_of_reach=True)
+    made = report(zero, lost={1: mine})
+    assert made.first_failure is not None
+    assert (made.first_failure.place, made.first_failure.reason) == ("node1 (local)", "no sign of life for 6 s")
+    assert made.state == "failed"
+
+
+def test_what_the_node_itself_said_of_its_supervisor_stands_with_the_others_time() -> None:
+    lost = {"1": {"since": 90.0, "why": "its connection closed"}}
+    made = report(result(0, "stopped", stopped(0, 95.0), lost=lost), lost={1: Lost("the supervisor is gone", 91.0)})
+    assert made.first_failure is not None
+    assert (made.first_failure.reason, made.first_failure.ended) == ("the supervisor is gone", 90.0)
+
+
+def test_a_network_cut_between_two_nodes_names_the_one_that_node_0_missed() -> None:
+    """Both could tell us their end, and each says that the other was gone."""
+    zero = result(0, "stopped", stopped(0, 99.0), lost={"1": {"since": 91.0, "why": "no sign of life for 6 s"}})
+    one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0 for 6 s"}})
+    made = report(zero, one)
+    assert made.first_failure is not None and made.first_failure.place == "node1 (local)"
+    assert [outcome.node_rank for outcome in made.outcomes if outcome.name == "node"] == [1]
+
+
+def test_node_0_is_lost_by_the_word_of_the_others_where_it_left_none() -> None:
+    one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0"}})
+    made = report(one, lost={0: Lost("no contact for 70 s", 160.0, out_of_reach=True)})
+    assert made.first_failure is not None and made.first_failure.reason == "no contact with node0"
+
+
+def test_a_failure_on_a_node_that_then_vanished_is_told_by_the_others() -> None:
+    cause = {"node_rank": 1, "name": "rank1", "rank": 1, "kind": "failure", "reason": "ended with exit status 3"}
+    zero = result(0, "stopped", stopped(0, 95.0), cause={**cause, "t": 90.0, "asked": None})
+    made = report(zero, lost={1: Lost("no contact for 70 s", 160.0, out_of_reach=True)})
+    assert made.first_failure is not None
+    assert made.first_failure.sentence == "rank 1 on node1 (local): ended with exit status 3"
+
+
+def test_a_stop_that_another_asked_for_says_who() -> None:
+    asked = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
+    cause = {"node_rank": 1, "name": "node", "rank": None, "kind": "stop", "reason": "…", "t": 90.0, "asked": asked}
+    made = report(result(0, "stopped", stopped(0, 95.0), cause=cause), result(1, "stopped", stopped(1, 95.0)))
+    assert (made.state, made.exit_status) == ("interrupted", 130)
+    assert made.stopped_by == "alice@laptop (gnnfleet stop)"
+
+
+def test_a_failure_before_the_stop_stays_a_failure() -> None:
+    asked = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
+    cause = {"node_rank": 1, "name": "node", "rank": None, "kind": "stop", "reason": "…", "t": 90.0, "asked": asked}
+    made = report(result(0, "failed", failed(0, 89.0), cause=cause), result(1, "stopped", stopped(1, 95.0)))
+    assert (made.state, made.exit_status) == ("failed", 3)
+
+
+def test_our_own_ctrl_c_is_an_interruption_whatever_ranks_made_of_it() -> None:
+    made = report(result(0, "failed", failed(0, 95.0)), result(1, "stopped"), interrupted="Ctrl-C")
+    assert made.state == "interrupted" and made.first_failure is None
+
+
+def test_a_node_out_of_our_reach_is_done_when_node_0_is() -> None:
+    """Node 0 ends well only after all others have."""
+    away = Lost("no contact for 70 s", 160.0, out_of_reach=True)
+    assert report(result(0, "done", record(0, 9.0)), lost={1: away}).state == "done"
+    assert report(result(1, "done", record(1, 9.0)), lost={0: away}).state == "failed"
+
+
+def test_a_stall_that_stopped_the_run_is_its_cause_and_a_straggler_is_not() -> None:
+    stall = {"t": 90.0, "kind": "stall", "node_rank": 1, "rank": 1, "text": "no step for 131 s", "stop": True}
+    slow = {"t": 10.0, "kind": "straggler", "node_rank": 0, "rank": 0, "text": "rank 0 is slow", "stop": False}
+    made = report(
+        result(0, "stopped", stopped(0, 95.0), findings=[stall, slow]), result(1, "stopped", findings=[stall])
+    )
+    assert made.findings == (slow, stall), "each once, in order"
+    assert made.first_failure is not None and "no step for 131 s" in made.first_failure.reason
+
+
+def test_a_node_that_failed_before_it_had_processes_says_why() -> None:
+    reason = "CUDA device 0 is held by run x of alice since 2026-11-21 12:03:11 UTC (pid 123)"
+    made = report(result(0, "failed", reason=reason), result(1, "stopped", stopped(1, 95.0)))
+    assert made.first_failure is not None and made.first_failure.sentence == f"node0 (local): {reason}"

@@ -19,11 +19,11 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
     return common + (0 if own_command else RANK * config.nodes[node_rank].nproc)
 
 
-def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
+def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, world_size: int) -> int:
     """Bytes of the batches that are prepared ahead, at most: as if a batch's vertices were all different."""
     if graph is None:
         return 0
-    seeds = -(-config.train.batch_size // config.world_size)
+    seeds = -(-config.train.batch_size // world_size)
     nodes = min(graph.nodes, seeds * _tree(config.train))
     ahead = config.train.prefetch + 2  # one being made, one being trained on
     return round(nodes * graph.row_bytes * ahead) * config.nodes[node_rank].nproc

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from launcher.config import ClusterConfig, NodeConfig
@@ -77,7 +78,18 @@ class Survey:
 
     def housemates(self, node_rank: int) -> list[int]:
         """Nodes on this node's machine, itself included."""
-        return [k for k in sorted(self.probes) if self.machine(k) == self.machine(node_rank)]
+        return self._machines[self.machine(node_rank)]
+
+    @cached_property
+    def _machines(self) -> dict[tuple[str, str], list[int]]:
+        found: dict[tuple[str, str], list[int]] = {}
+        for k in sorted(self.probes):
+            found.setdefault(self.machine(k), []).append(k)
+        return found
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.config.world_size
 
     def labels(self, ranks: Sequence[int]) -> str:
         """``node1 (gnn2), node2 (gnn3)``; only a number when there are many."""

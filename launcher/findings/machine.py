@@ -44,7 +44,7 @@ def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
     """Every rank is connected with every other, and with every graph server."""
-    needed = _FILES_BASE + _FILES_PER_RANK * survey.config.world_size
+    needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
     now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
     if now >= needed:
         return
@@ -52,7 +52,7 @@ def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
         remedy = f"add `ulimit -n {needed}` to `setup` of this node"
     else:
         remedy = f"raise `nofile` in /etc/security/limits.conf there (at most {most} are allowed), and log in again"
-    message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.config.world_size} processes"
+    message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.world_size} processes"
     yield survey.finding(k, "block", "open files", message, remedy)
 
 
@@ -61,7 +61,9 @@ def _clock(survey: Survey, k: int) -> Iterator[Finding]:
     if abs(offset) > MAX_CLOCK_OFFSET:
         way = "ahead of" if offset > 0 else "behind"
         message = f"clock is {abs(offset):.0f} s {way} this machine's"
-        yield survey.finding(k, "warn", "clock", message, "none needed: times in logs are corrected for it; see to NTP")
+        yield survey.finding(
+            k, "warn", "clock", message, "nothing to do: times in logs are corrected for it; NTP would set it right"
+        )
     else:
         yield survey.finding(k, "ok", "clock", "clock agrees")
 
@@ -97,8 +99,8 @@ def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...
         return survey.finding(k, "ok", check, f"{check} free")
     holder = busy[str(candidates[0])] or "process unknown"
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
-    remedy = f"end that, or set `{setting}` to another"
-    return survey.finding(k, "block", check, f"port {ports} in use ({holder})", remedy)
+    how = f"is {holder}" if holder.startswith("held by") else f"in use ({holder})"
+    return survey.finding(k, "block", check, f"port {ports} {how}", f"end that, or set `{setting}` to another")
 
 
 def _leases(survey: Survey, k: int) -> Iterator[Finding]:

@@ -61,20 +61,20 @@ def _memory(survey: Survey, k: int) -> Iterator[Finding]:
     probe, mates, own = survey.probes[k], survey.housemates(k), survey.own_command
     least = sum(base_memory(survey.config, j, own) for j in mates)
     graph = None if own else survey.graph
-    likely = least + sum(batch_memory(survey.config, j, graph) for j in mates)
+    likely = least + sum(batch_memory(survey.config, j, graph, survey.world_size) for j in mates)
     parts = sum(survey.bytes_needed.get(j, 0) for j in mates)
     limit, free = probe["memory_limit"], probe["memory_free"]
     whose = f" by {len(mates)} nodes of this machine" if len(mates) > 1 else ""
-    fewer = "fewer `procs`, a smaller train.batch_size, or another machine"
+    fewer = "fewer `procs`, a smaller train.batch_size or another machine"
     if least > limit:
         message = f"at least {size(least)} of memory needed{whose}, {size(limit)} there"
-        yield survey.finding(k, "block", "memory", message, fewer)
+        yield survey.finding(k, "block", "memory", message, f"take {fewer}")
     elif likely > free:
         message = f"up to {size(likely)} of memory needed{whose}, {size(free)} free"
         yield survey.finding(k, "warn", "memory", message, f"end what takes the rest, or take {fewer}")
     elif likely + parts > limit:
         message = f"parts of {size(parts)} do not fit into {size(limit)} of memory beside the processes"
-        yield survey.finding(k, "warn", "memory", message, "none needed: they are read from disk, which takes longer")
+        yield survey.finding(k, "warn", "memory", message, "nothing to do: they are read from disk, which takes longer")
     else:
         yield survey.finding(k, "ok", "memory", "enough memory")
 

@@ -57,11 +57,11 @@ class _Stall:
 
     def __init__(self, after: float | None, stop: bool) -> None:
         self.after, self.stop = after, stop
-        self.longest = 0.0  #: seconds between two changes, since the first step
+        self.longest = 0.0  #: seconds between two changes, since the first batch was begun
         self._seen: object = {}
         self._looked: float | None = None
         self._changed = 0.0
-        self._stepped = self._told = False
+        self._begun = self._stepped = self._told = False
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
         if self._looked is None:
@@ -79,9 +79,10 @@ class _Stall:
             yield self._finding(now - self._changed, running)
 
     def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
-        if self._stepped:
+        if self._begun:
             self.longest = max(self.longest, now - self._changed)
         self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
+        self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
         self._seen, self._changed, self._told = seen, now, False
 
     def _limit(self, ranks: Mapping[int, Entry]) -> float:
@@ -131,13 +132,13 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 def _place(entry: Entry, many: bool = False) -> str:
     """Where a rank, or several, is; in words."""
-    verb = "are" if many else "is"
+    verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
-        step = f" step {entry['step']}" if entry["kind"] == "step" else f", by its {entry['kind']} line"
-        return f"{verb} at epoch {entry['epoch'] or 0}{step}"
+        epoch = f"epoch {entry['epoch'] or 0}"
+        place = f"step {entry['step']} of {epoch}" if entry["kind"] == "step" else f"the end of {epoch}"
+        return f"{verb} at {place if entry['kind'] != 'start' else 'the start'} (by {own} last line)"
     epoch, step, phase = entry["at"]
     place = f"{verb} at {'batch' if phase == 'evaluate' else 'step'} {step} of epoch {epoch}"
-    own = "their" if many else "its"
     words = {
         "load": f"waiting for {own} batch",
         "compute": "computing",
@@ -205,7 +206,7 @@ def _typical(lines: Sequence[Entry]) -> dict[str, float]:
 def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:
     needs = f"{entry['where']} needs {_seconds(own['own_s'])} a step of its own, the others {_seconds(usual)}"
     if own["batch_s"] < 0.5 * (own["own_s"] - usual):
-        return f"{needs}; the run waits for it (it computes slower: another device, or one that others use too?)"
+        return f"{needs}; the run waits for it (it computes more slowly: a weaker device, or one that others use too?)"
     share = entry["remote_share"]
     remote = "" if share is None else f", with {share:.0%} of the rows from other hosts"
     return f"{needs}; the run waits for it (its batches take {_seconds(own['batch_s'])} of that: sampling{remote})"

@@ -1,0 +1,121 @@
+"""What a node sees of its ranks in their metrics files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node.vitals import Vitals
+
+
+def write(folder: Path, rank: int, *lines: Mapping[str, Any] | str) -> None:
+    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+    with (folder / f"metrics-rank{rank}.jsonl").open("a") as file:
+        file.writelines(texts)
+
+
+def step(number: int, loss: float = 0.5, **more: Any) -> dict[str, Any]:
+    line = {"t": 100.0 + number, "kind": "step", "rank": 0, "epoch": 2, "step": number, "steps": 40, "loss": loss}
+    return {**line, "seeds": 8, "seeds_per_s": 99.5, "wait_s": 1.0, "own_s": 0.2, "step_s": 0.3, "batch_s": 0.1, **more}
+
+
+def test_the_last_line_of_each_rank_is_seen(tmp_path: Path) -> None:
+    vitals = Vitals(str(tmp_path), [2, 3])
+    assert vitals.look(50.0) == [] and vitals.ranks == {}
+    write(tmp_path, 3, {"t": 1.0, "kind": "start"}, step(4), step(5, 0.25, remote_share=0.5))
+    vitals.look(51.0)
+    assert vitals.ranks == {
+        3: {
+            "epoch": 2, "step": 5, "steps": 40, "loss": 0.25, "seeds_per_s": 99.5, "remote_share": 0.5, "own_s": 0.2,
+            "step_s": 0.3, "batch_s": 0.1, "kind": "step", "t": 105.0, "at": None, "ended": False,
+        }
+    }  # fmt: skip
+    write(tmp_path, 3, {"t": 110.0, "kind": "eval", "epoch": 2, "loss": 9.9, "accuracy": 0.5})
+    vitals.look(52.0, ended={3})
+    assert [vitals.ranks[3][name] for name in ("kind", "loss", "step", "ended")] == ["eval", 0.25, 5, True]
+
+
+def test_a_line_counts_once_it_is_whole(tmp_path: Path) -> None:
+    vitals = Vitals(str(tmp_path), [0])
+    whole = json.dumps(step(7)) + "\n"
+    write(tmp_path, 0, step(6), whole[:30])
+    vitals.look(0.0)
+    assert vitals.ranks[0]["step"] == 6
+    write(tmp_path, 0, whole[30:])
+    vitals.look(0.0)
+    assert vitals.ranks[0]["step"] == 7
+
+
+def test_damage_does_no_harm(tmp_path: Path) -> None:
+    odd = ['{"kind": "st\n', "\0\0\xff\n", "7\n", "\n", '{"kind": 3}\n', '{"t": "x", "kind": "step", "loss": "y"}\n']
+    write(tmp_path, 0, step(1), *odd, step(2, epoch="two", steps=None))
+    vitals = Vitals(str(tmp_path), [0])
+    assert vitals.look(77.0) == []
+    assert [vitals.ranks[0][name] for name in ("epoch", "step", "steps", "loss")] == [2, 2, 40, 0.5]
+
+
+def test_a_file_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    vitals = Vitals(str(tmp_path), [0])
+    write(tmp_path, 0, step(1), step(30))
+    vitals.look(0.0)
+    (tmp_path / "metrics-rank0.jsonl").unlink()
+    vitals.look(0.0)
+    write(tmp_path, 0, step(2))
+    vitals.look(0.0)
+    assert vitals.ranks[0]["step"] == 2
+
+
+def test_where_a_rank_is_by_its_progress_file(tmp_path: Path) -> None:
+    write(tmp_path, 0, step(1))
+    vitals, seen = Vitals(str(tmp_path), [0]), []
+    for text in ("2 17 compute\n", "2 17", "", "2 17 sleep\n", "x 17 load\n"):
+        (tmp_path / "progress-rank0").write_text(text.ljust(40))
+        vitals.look(0.0)
+        seen.append(vitals.ranks[0]["at"])
+    assert seen == [[2, 17, "compute"], None, None, None, None]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_lost_loss_is_found_at_once_and_told_once(loss: float, tmp_path: Path) -> None:
+    vitals = Vitals(str(tmp_path), [2, 3], node_rank=1, label="node1 (gnn2)", stop_on_nan=True)
+    write(tmp_path, 2, step(4, 0.7))
+    write(tmp_path, 3, step(4, 0.6931))
+    assert vitals.look(0.0) == []
+    write(tmp_path, 2, step(6, loss))
+    write(tmp_path, 3, step(5, loss))
+    (finding,) = vitals.look(0.0)
+    assert [finding[name] for name in ("t", "kind", "node_rank", "rank", "stop")] == [105.0, "nan", 1, 3, True]
+    assert finding["text"].startswith("the loss of rank 3 on node1 (gnn2) is ")
+    assert "in epoch 2 at step 5; the last one that was a number is 0.6931, at step 4. " in finding["text"]
+    write(tmp_path, 3, step(6, loss))
+    assert vitals.look(0.0) == [] and vitals.findings == [finding]
+
+
+def test_a_look_at_eight_ranks_takes_less_than_a_millisecond(tmp_path: Path) -> None:
+    vitals, took = Vitals(str(tmp_path), range(8)), []
+    for number in range(50):
+        for rank in range(8):
+            write(tmp_path, rank, step(number))
+            (tmp_path / f"progress-rank{rank}").write_text(f"2 {number} load".ljust(40))
+        began = time.process_time()
+        vitals.look(0.0)
+        took.append(time.process_time() - began)
+    assert sorted(took)[len(took) // 2] < 1e-3
+
+
+def test_a_huge_file_is_taken_in_bit_by_bit(tmp_path: Path) -> None:
+    curve = {"t": 1.0, "kind": "epoch", "epoch": 1, "loss": 0.5, "step_loss": [0.123456789] * 250_000}
+    write(tmp_path, 0, curve, step(3))
+    assert os.path.getsize(tmp_path / "metrics-rank0.jsonl") > 3 << 20
+    vitals, looks = Vitals(str(tmp_path), [0]), 0
+    while not vitals.ranks or vitals.ranks[0]["kind"] != "step":
+        vitals.look(0.0)
+        looks += 1
+    assert 3 <= looks <= 4 and vitals.ranks[0]["step"] == 3

@@ -1,0 +1,158 @@
+"""Stalls and stragglers, judged from what all nodes tell."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from launcher.node import judge
+from launcher.node.judge import Judge
+from vitals_kit import Cluster, pace
+
+
+def test_a_stall_names_who_is_behind() -> None:
+    run = Cluster(stall_after=30)
+    run.steps(1, 17, every=4)
+    run.all(18, phase="reduce")
+    run.rank(3, 17, "compute")
+    assert run.wait(30) == []
+    (finding,) = run.wait(20)
+    assert [finding[name] for name in ("kind", "node_rank", "rank", "stop")] == ["stall", 1, 3, True]
+    assert finding["text"] == (
+        "no process has trained a step for 31 s (the longest pause before was 4.00 s); "
+        "rank 3 on node1 (gnn2) is at step 17 of epoch 2 (computing), "
+        "the others are at step 18 of epoch 2 (their part done, waiting for other ranks)"
+    )
+
+
+def test_the_time_is_learned_from_the_pauses_before() -> None:
+    run = Cluster()
+    assert run.steps(1, 3) + run.steps(4, 5, every=60) == []
+    assert run.wait(238) == []  # five times 60 s, of which 60 have gone by
+    assert len(run.wait(4)) == 1
+
+
+def test_a_first_step_of_minutes_is_learned_from() -> None:
+    run = Cluster()
+    run.all(0, kind="start", epoch=None, at=[1, 0, "compute"])
+    run.wait(300)
+    run.all(1)
+    assert run.wait(1490) == [] and len(run.wait(20)) == 1
+
+
+def test_quick_steps_are_waited_for_two_minutes() -> None:
+    run = Cluster()
+    run.steps(1, 50)
+    assert run.wait(119) == [] and len(run.wait(2)) == 1
+
+
+def test_after_a_stall_that_passes_the_next_is_told_too() -> None:
+    run = Cluster(stall_after=10, stop_on_stall=False)
+    run.steps(1, 3)
+    (first,) = run.wait(40)
+    run.steps(4, 5)
+    (second,) = run.wait(40)
+    assert (first["stop"], second["stop"]) == (False, False) and "pause before was 41 s" in second["text"]
+
+
+def test_nothing_is_said_before_the_first_step_for_a_quarter_of_an_hour() -> None:
+    run = Cluster(stall_after=5)
+    run.all(0, kind="start", epoch=None, at=[1, 0, "compute"])
+    assert run.wait(895) == []
+    (finding,) = run.wait(10)
+    assert finding["text"].startswith("no process has trained its first step within 901 s; all 4 ranks are at step 0")
+
+
+def test_an_evaluation_that_goes_on_is_no_stall() -> None:
+    run = Cluster(stall_after=10)
+    run.steps(1, 3)
+    for batch in range(10):
+        run.all(batch, phase="evaluate", t=1003.0)
+        assert run.wait(8) == []
+
+
+def test_ranks_that_have_ended_or_tell_nothing_are_not_stalled() -> None:
+    run = Cluster(stall_after=10)
+    assert run.wait(1000) == []
+    run.steps(1, 3)
+    run.all(3, ended=True, kind="result")
+    assert run.wait(1000) == []
+
+
+def test_scripts_get_longer_and_their_place_is_that_of_the_last_line() -> None:
+    run = Cluster(at=False)
+    run.steps(1, 20)
+    assert run.wait(890) == []
+    (finding,) = run.wait(20)
+    assert finding["text"].endswith("; all 4 ranks are at step 20 of epoch 2 (by their last line)")
+
+
+def test_a_supervisor_that_slept_blames_nobody() -> None:
+    run = Cluster(stall_after=10)
+    run.steps(1, 3)
+    run.wait(5)
+    run.now += 3600  # stopped by SIGSTOP, or the whole machine was
+    assert run.wait(4) == [] and len(run.wait(10)) == 1
+
+
+@pytest.mark.parametrize(
+    ("slow", "why"),
+    [
+        (
+            {"own_s": 0.41, "batch_s": 0.3, "remote_share": 0.8},
+            "its batches take 0.30 s of that: sampling, with 80% of",
+        ),
+        ({"own_s": 0.41}, "it computes more slowly"),
+    ],
+)
+def test_a_straggler_is_named_once_with_what_it_spends(slow: dict[str, Any], why: str) -> None:
+    run = Cluster()
+    assert pace(run, 9, **slow) == []  # too little to go by
+    (finding,) = pace(run, 60, **slow)
+    assert [finding[name] for name in ("kind", "node_rank", "rank", "stop")] == ["straggler", 1, 3, False]
+    start = "rank 3 on node1 (gnn2) needs 0.41 s a step of its own, the others 0.20 s; the run waits for it ("
+    assert finding["text"].startswith(start + why)
+
+
+def test_the_end_of_straggling_is_told() -> None:
+    run = Cluster()
+    pace(run, 20, own_s=0.5)
+    (ended,) = pace(run, 60)
+    assert ended["text"] == "rank 3 on node1 (gnn2) keeps up again: 0.20 s a step of its own"
+    assert pace(run, 60, own_s=0.5) == []  # not again so soon
+    pace(run, round(judge.QUIET))
+    assert len(pace(run, 40, own_s=0.5)) == 1
+
+
+@pytest.mark.parametrize("harmless", [{"own_s": 0.29}, {"own_s": 0.31, "step_s": 2.0}])
+def test_a_small_difference_is_no_straggler(harmless: dict[str, Any]) -> None:
+    assert pace(Cluster(), 60, **harmless) == []
+
+
+def test_one_slow_start_is_no_straggler() -> None:
+    run = Cluster()
+    pace(run, 2, own_s=20.0, step_s=20.0)
+    assert pace(run, 60) == []
+
+
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    run = Cluster()
+    for _ in range(30):
+        for rank, own in ((0, 0.2), (2, 0.4)):
+            run.rank(rank, round(run.now), own_s=own, step_s=0.5, batch_s=0.0)
+        run.wait(1)
+    assert [finding["rank"] for finding in run.said] == [2]
+
+
+def test_judging_512_ranks_takes_little_of_a_second() -> None:
+    judging, took = Judge(), []
+    for now in range(40):
+        line = {"epoch": 1, "step": now, "kind": "step", "t": now, "at": [1, now, "load"], "ended": False}
+        line |= {"own_s": 0.2, "step_s": 0.5, "batch_s": 0.1, "remote_share": None}
+        nodes = {node: {str(8 * node + local): line for local in range(8)} for node in range(64)}
+        began = time.process_time()
+        judging.look(float(now), nodes)
+        took.append(time.process_time() - began)
+    assert sum(took) / len(took) < 0.03

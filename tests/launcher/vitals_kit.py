@@ -1,0 +1,56 @@
+"""Ranks of two nodes that get on as a test wants, before a judge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.node.judge import Judge
+
+LABELS = ("node0 (gnn1)", "node1 (gnn2)")
+
+
+class Cluster:
+    """Two nodes of two ranks, and what the judge says of them as time goes by."""
+
+    def __init__(self, stall_after: float | str = "auto", at: bool = True, **more: Any) -> None:
+        self.judge = Judge(stall_after, LABELS, **more)
+        self.at, self.now, self.said = at, 1000.0, list[dict[str, Any]]()
+        self.ranks: dict[int, dict[str, Any]] = {}
+
+    def rank(self, rank: int, step: int, phase: str = "load", **more: Any) -> None:
+        at = [2, step, phase] if self.at else None
+        line = {"epoch": 2, "step": step, "kind": "step", "t": self.now, "at": at, "ended": False}
+        self.ranks[rank] = {**line, "own_s": None, "step_s": None, "batch_s": None, "remote_share": None, **more}
+
+    def all(self, step: int, **more: Any) -> None:
+        for rank in range(4):
+            self.rank(rank, step, **more)
+
+    def wait(self, seconds: float) -> list[dict[str, Any]]:
+        """What is found within so many seconds without news."""
+        found = []
+        for _ in range(round(seconds)):
+            self.now += 1
+            nodes = {node: {str(rank): self.ranks[rank] for rank in self.ranks if rank // 2 == node} for node in (0, 1)}
+            found += self.judge.look(self.now, nodes)
+        self.said += found
+        return found
+
+    def steps(self, first: int, last: int, every: float = 1.0) -> list[dict[str, Any]]:
+        found = []
+        for step in range(first, last + 1):
+            self.all(step)
+            found += self.wait(every)
+        return found
+
+
+def pace(run: Cluster, seconds: int, **of_rank_3: Any) -> list[dict[str, Any]]:
+    """Steps of half a second, rank 3's as given."""
+    found = []
+    for _ in range(seconds):
+        for rank in range(4):
+            mine = of_rank_3 if rank == 3 else {}
+            values = {"own_s": 0.2, "step_s": 0.5, "batch_s": 0.02, **mine}
+            run.rank(rank, round(run.now), **values)
+        found += run.wait(1)
+    return found

@@ -33,6 +33,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
             own_command=bool(options.own_command),
             bytes_needed=bytes_needed(draft),
             run_id=options.run_id or "",
+            fresh=options.fresh,
         )
     finally:
         close_all(attempts)

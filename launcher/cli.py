@@ -77,7 +77,9 @@ def config_options(command: F) -> F:
         click.option("--resume", metavar="FILE|RUN", help="Go on from a checkpoint, or from an earlier run."),
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
+        click.option("--fresh", is_flag=True, help="Prove the wire anew, even where nothing has changed."),
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
+        click.option("--verbose", "-v", is_flag=True, help="A plan lists every node, also those that are alike."),
     )
     for option in reversed(given):
         command = option(command)
@@ -222,7 +224,7 @@ def show_plan(options: LaunchOptions) -> None:
     else:
         from launcher.planview import print_plan
 
-        print_plan(made, _console(options))
+        print_plan(made, _console(options), every=options.verbose)
 
 
 def run_launch(options: LaunchOptions) -> NoReturn:
@@ -259,8 +261,10 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         run_id=merged["run_id"],
         own_command=own_command,
         as_json=bool(merged["as_json"]),
+        verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
+        fresh=bool(merged.get("fresh")),
     )
 
 

@@ -41,8 +41,10 @@ class LaunchOptions:
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
     as_json: bool = False
+    verbose: bool = False
     plain: bool = False  #: no live view
     detach: bool = False  #: return once the first step has trained
+    fresh: bool = False  #: preflight believes nothing that an earlier one has shown
     resumed_from: str | None = None  #: id of the run that this one goes on from
 
 

@@ -60,7 +60,7 @@ def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"node{ranks[0]} ({findings[0].host})"
     if ranks == list(everyone):
-        return f"all {len(ranks)} nodes"
+        return "both nodes" if len(ranks) == 2 else f"all {len(ranks)} nodes"
     there = node_ranges(ranks)
     but = f"all but {node_ranges([k for k in everyone if k not in set(ranks)])}"
     return min(there, but, key=len)

@@ -148,7 +148,12 @@ def passed_preflight(
     job.at("preflight")
     need = {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
     report = run_preflight(
-        job.config, attempts, own_command=bool(job.options.own_command), bytes_needed=need, run_id=job.run_id
+        job.config,
+        attempts,
+        own_command=bool(job.options.own_command),
+        bytes_needed=need,
+        run_id=job.run_id,
+        fresh=job.options.fresh,
     )
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codefiles import CODE_ROOT
-from launcher.config import ClusterConfig
+from launcher.config import ClusterConfig, login_text
 from launcher.errors import node_label
+from launcher.hostranges import fold
 from launcher.manifest import PartitionFiles
 from launcher.nodefiles import SharedFiles, node_files, shared_files
 from launcher.nodespec import Job, node_commands
@@ -33,6 +34,7 @@ from launcher.placement import (
 )
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret
+from launcher.words import count
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,17 @@ def _notes(
         notes.append("parts are made at launch: their files, sizes and digests are not known yet")
         if manifest:
             notes.append(f"{config.data.folder} holds {manifest.num_parts} parts, and {config.num_parts} are wanted")
-    return notes
+    return [*notes, *_shared_hosts(config)]
+
+
+def _shared_hosts(config: ClusterConfig) -> list[str]:
+    """Hosts that carry several nodes, which two ranges may do unawares."""
+    if config.transport == "local":
+        return []
+    nodes: dict[str, list[str]] = {}
+    for k, node in enumerate(config.nodes):
+        nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
+    return [f"{host} carries {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in nodes.items() if ranks[1:]]
 
 
 def _plain(value: Any) -> Any:

@@ -9,25 +9,54 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.config import login_text
+from launcher.hostranges import fold
 from launcher.plan import LaunchPlan, NodePlan
+from launcher.planfold import fold_nodes
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret, quote
 from launcher.words import count
 
 _Rows = Iterator[tuple[str, str]]
 
+_MANY = 4  # nodes that are worth a fold
+_FOLDED = (
+    "those that differ only in values of their own are told once, with {node_rank}, {address} … in place of what this "
+    "table has of each (--verbose lists every node in full, --json has all as data):"
+)
 
-def print_plan(plan: LaunchPlan, console: Console) -> None:
-    """Everything ``launch`` will do; lines are not wrapped, so commands can be copied."""
+
+def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> None:
+    """Everything ``launch`` will do; lines are not wrapped, so commands can be copied.
+
+    Four nodes and more that differ only in values of their own are told once, unless ``every`` one is asked for.
+    """
+    alike = [] if every else fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes])
+    blocks = [(one.nodes, one.rows) for one in alike if len(one.nodes) >= _MANY]
+    folded = {node.node_rank for nodes, _ in blocks for node in nodes}
     lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan))]
-    for node in plan.nodes:
-        title = f"node{node.node_rank}  {node.target}  tmux session {node.session}"
-        lines += [Text(""), _heading(title), *map(_row, _node_rows(node))]
+    if blocks:
+        lines += [_row(("nodes", _FOLDED)), *_placement(plan)]
+    blocks += [((node,), list(_node_rows(node))) for node in plan.nodes if node.node_rank not in folded]
+    for nodes, rows in sorted(blocks, key=lambda block: block[0][0].node_rank):
+        lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
     console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def _title(nodes: Sequence[NodePlan]) -> str:
+    """``node0  alice@gpu01.lab  tmux session …``, ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
+    ranks, targets = fold(f"node{node.node_rank}" for node in nodes), fold(node.target for node in nodes)
+    session = nodes[0].session
+    if len(nodes) > 1:
+        session = session[: -len(str(nodes[0].node_rank))] + "{node_rank}"
+    return f"{ranks}  {targets}  tmux session {session}"
 
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
     """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
+    console.print(Text("\n").join([_heading(_summary(plan)), *_placement(plan)]), soft_wrap=True)
+
+
+def _placement(plan: LaunchPlan) -> list[Text]:
     lines = [("node", "target", "ranks", "devices", "parts", "address", "files")]
     for node in plan.nodes:
         address = login_text(None, node.address, node.service_port if node.server else None)
@@ -36,8 +65,7 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
         lines.append((f"node{node.node_rank}", node.target, *share, address, size))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-    shown = [_heading(_summary(plan)), Text(rows[0], "dim"), *map(Text, rows[1:])]
-    console.print(Text("\n").join(shown), soft_wrap=True)
+    return [Text(rows[0], "dim"), *map(Text, rows[1:])]
 
 
 def describe_command(command: Command) -> str:
@@ -79,7 +107,7 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
         yield "note", note
 
 
-def _node_rows(node: NodePlan) -> _Rows:
+def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:
     share = f"ranks {_span(node.ranks)}  devices {_devices(node)}  parts {_span(node.parts)}"
     ports = f"master {node.master_port}" + (f", graph service {node.service_port}" if node.server else "")
     yield "share", f"{share}  address {node.address}  ports {ports}"
@@ -94,7 +122,8 @@ def _node_rows(node: NodePlan) -> _Rows:
             yield "  env", describe_env(_beyond(command.env, node.start.env))
     for name, files in file_groups(node).items():
         if files:
-            yield "files", f"{name}: {_files(files, list_them=name in ('own', 'generated'))}"
+            named = name in ("own", "generated")
+            yield "files", f"{name}: {_files(files, list_them=named) if sizes else _names(files, list_them=named)}"
     yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
 
 
@@ -107,6 +136,10 @@ def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
     if not list_them:
         return f"{count(len(files), 'file')}, {total}"
     return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
+
+
+def _names(files: Sequence[PlannedFile], *, list_them: bool) -> str:
+    return ", ".join(file.dest.rpartition("/")[2] for file in files) if list_them else count(len(files), "file")
 
 
 def _size(file: PlannedFile) -> str:

@@ -1,0 +1,98 @@
+"""The plan as a person reads it: nodes that are alike are told once, and nothing is told that is not so."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from launcher import cli
+from launcher.config import ClusterConfig, NodeConfig
+from launcher.hostranges import expand
+from launcher.plan import LaunchPlan, NodePlan
+from launcher.planfold import fold_nodes, own_values
+from launcher.planview import _node_rows, print_plan
+from launcher.script import render
+from plan_kit import cluster, facts_of, plan_of
+
+GPUS = tuple(NodeConfig(f"gpu{k:02}.lab", user="alice", devices=(0, 1, 2)) for k in range(1, 13))
+CPUS = tuple(NodeConfig(host) for host in expand("cpu[1-5]"))
+
+
+def shown(plan: LaunchPlan, *, every: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    print_plan(plan, console, every=every)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def filled_in(node: NodePlan, text: str) -> str:
+    for name, value in own_values(node).items():
+        text = text.replace(name, value)
+    return text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        cluster(*GPUS, *CPUS),
+        cluster(*CPUS[:3], *GPUS, *CPUS[3:]),
+        cluster(*GPUS[:4], dataclasses.replace(GPUS[4], env={"A": "1"}), *GPUS[5:]),
+        cluster(*(NodeConfig("one", devices=(k,)) for k in range(8))),
+        cluster(*(NodeConfig(f"10.0.0.{k}", procs=1 + k % 2, env={"SEED": str(k * k)}) for k in range(9))),
+    ],
+    ids=["two kinds", "between", "one odd", "one host", "env of each"],
+)
+@pytest.mark.parametrize("known", [False, True], ids=["offline", "after preflight"])
+def test_a_fold_holds_for_each_of_its_nodes_to_the_letter(config: ClusterConfig, known: bool) -> None:
+    plan = plan_of(config, facts=facts_of(len(config.nodes)) if known else None)
+    rows = {node.node_rank: list(_node_rows(node, sizes=False)) for node in plan.nodes}
+    folds = fold_nodes([(node, rows[node.node_rank]) for node in plan.nodes])
+    assert sorted(node.node_rank for fold in folds for node in fold.nodes) == list(rows)
+    for fold in folds:
+        for node in fold.nodes:
+            assert [(name, filled_in(node, text)) for name, text in fold.rows] == rows[node.node_rank]
+
+
+def test_two_kinds_of_nodes_are_two_blocks_and_a_table() -> None:
+    text = shown(plan_of(cluster(*GPUS, *CPUS)))
+    assert "node[0-11]  alice@gpu[01-12].lab  tmux session gnnfleet-r1-node{node_rank}\n" in text
+    assert "node[12-16]  cpu[1-5]  tmux session gnnfleet-r1-node{node_rank}\n" in text
+    assert "--node-rank {node_rank} --nproc-per-node 3 --master-addr gpu01.lab" in text
+    assert "rank{first_rank}.log rank{first_rank+1}.log rank{last_rank}.log" in text
+    table = [line.split() for line in text.splitlines() if line.startswith("  node1")]
+    assert ["node11", "alice@gpu12.lab", "33-35", "0,1,2", "11", "gpu12.lab:29611"] in [words[:6] for words in table]
+    assert len(text.splitlines()) < 60 < len(shown(plan_of(cluster(*GPUS, *CPUS)), every=True).splitlines())
+
+
+def test_an_odd_node_stands_by_itself_and_few_are_not_folded() -> None:
+    odd = dataclasses.replace(GPUS[4], env={"A": "1"})
+    text = shown(plan_of(cluster(*GPUS[:4], odd, *GPUS[5:], *CPUS[:3])))
+    assert "node[0-3], node[5-11]  alice@gpu[01-04].lab, alice@gpu[06-12].lab  tmux" in text
+    assert "node4  alice@gpu05.lab  tmux session gnnfleet-r1-node4\n" in text
+    assert all(f"node{k}  cpu{k - 11}  tmux session" in text for k in (12, 13, 14))
+
+
+def test_verbose_lists_every_command_of_every_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(cluster(*GPUS))
+    text = shown(plan, every=True)
+    for node in plan.nodes:
+        assert node.server is not None
+        for command in (node.start, node.server, node.trainer):
+            assert render(dataclasses.replace(command, env={}, setup=(), cwd="")).rpartition("exec ")[2] in text
+    config = tmp_path / "c.yml"
+    config.write_text("nodes: 'n[1-9]'\ndata: {dataset: synthetic}\n")
+    for words in (["plan"], ["launch", "--dry-run"], ["--dry-run"]):
+        assert cli.run([*words, "-c", str(config)]) == 0
+        assert "--node-rank 7" not in capsys.readouterr().out
+        assert cli.run([*words, "-c", str(config), "-v"]) == 0
+        assert "--node-rank 7" in capsys.readouterr().out
+
+
+def test_hosts_with_several_nodes_are_noted() -> None:
+    nodes = (*CPUS, NodeConfig("cpu2"), NodeConfig("cpu5", port=2222), NodeConfig("cpu2"))
+    assert "cpu2 carries 3 nodes: node1, node5, node7" in plan_of(cluster(*nodes)).notes
+    assert not any("carries" in note for note in plan_of(cluster(*nodes[:5], nodes[6])).notes)

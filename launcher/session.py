@@ -10,38 +10,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import libtmux
-import libtmux.exc
-
 from launcher.errors import SessionError
 from launcher.plan import NodePlan
 from launcher.script import Command, quote
 from launcher.transport.base import Completed, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
-_NO_TMUX = 127
 _STOP_SLACK = 20.0  # seconds beyond the timeout in which control.py ends by itself
 
 #: $1 run folder. What the session runs; what start.sh complains about stays readable afterwards.
 _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
 
-#: $1 run folder, $2 session, $3 seconds. Exit 0: the supervisor is up; 1: its session has ended; 2: too late.
-_AWAIT = """
-state="$1/state.json"
-end=$((SECONDS + $3))
-until [ -e "$state" ]; do
-  if ! tmux has-session -t "=$2" 2>/dev/null; then [ -e "$state" ] && exit 0; exit 1; fi
-  [ "$SECONDS" -lt "$end" ] || exit 2
-  sleep 0.1
+#: $1 run folder, $2 session, $3 seconds, $4… tmux's arguments. Exit 0: the supervisor is up; else one of _START_ENDS,
+#: with tmux's complaint on stderr, or the log's last lines on stdout and whether a full disk is what kept it from
+#: saying more. `read` is a sleep that starts no process: many nodes may start at once on one machine.
+_START = """
+run=$1 session=$2 end=$((SECONDS + $3)) look=0
+shift 3
+say() { tail -n 20 "$run/logs/start.log" 2>/dev/null
+  [ "$(stat -f -c %a "$run")" -gt 4 ] || echo "the disk of $run is full"; }
+command -v tmux >/dev/null || exit 127
+tmux "$@" || exit 10
+exec 9<> <(:)
+until [ -e "$run/state.json" ]; do
+  look=$(((look + 1) % 10))
+  if [ $look = 1 ] && ! tmux has-session -t "=$session" 2>/dev/null; then
+    [ -e "$run/state.json" ] && exit 0
+    say; exit 11
+  fi
+  if [ "$SECONDS" -ge "$end" ]; then say; tmux kill-session -t "=$session"; exit 12; fi
+  read -r -t 0.05 -u 9
 done
+exit 0
 """
-
-
-#: $1 log, $2 run folder. The log's last lines, and whether a full disk is what kept it from saying more.
-_LAST_WORDS = """
-tail -n 20 "$1" 2>/dev/null
-[ "$(stat -f -c %a "$2")" -gt 4 ] || echo "the disk of $2 is full"
-"""
+_NO_TMUX, _REFUSED, _ENDED, _LATE = 127, 10, 11, 12
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,22 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     The files of ``node.files`` must be in place. Raises SessionError when tmux is missing, the session
     exists already, or no supervisor has come up after ``start_timeout`` seconds.
     """
-    made = _tmux(transport, new_session_argv(node))
-    if made.returncode == _NO_TMUX:
-        raise SessionError(f"{node.label}: tmux is not installed there; install it (apt install tmux) and launch again")
-    if b"duplicate session" in made.stderr:
-        raise SessionError(f"{node.label}: {_already(transport, node)}")
-    if made.returncode != 0:
-        raise SessionError(f"{node.label}: tmux could not start session {node.session}: {_text(made.stderr)}")
-    _await_supervisor(transport, node, start_timeout)
+    words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
+    done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
+    if done.returncode != 0:
+        raise SessionError(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
+
+
+def _why_not_started(transport: Transport, node: NodePlan, done: Completed, start_timeout: float) -> str:
+    if done.returncode == _NO_TMUX:
+        return "tmux is not installed there; install it (apt install tmux) and launch again"
+    if done.returncode == _REFUSED and b"duplicate session" in done.stderr:
+        return _already(transport, node)
+    if done.returncode not in (_ENDED, _LATE):
+        return f"tmux could not start session {node.session}: {_text(done.stderr)}"
+    late = f"the supervisor was not up after {start_timeout:g} s (run.start_timeout)"
+    what = late if done.returncode == _LATE else "the supervisor ended before it was up"
+    return f"{what}; {node.run_dir}/logs/start.log says:\n{_text(done.stdout) or '(nothing)'}"
 
 
 def stop_session(transport: Transport, node: NodePlan, *, timeout: float) -> StopReport:
@@ -117,37 +127,6 @@ def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], tim
         reason = _text(done.stderr) or f"exit status {done.returncode}"
         raise SessionError(f"{node.label}: could not {arguments[0]} the run there: {reason}") from None
     return answer
-
-
-def _await_supervisor(transport: Transport, node: NodePlan, timeout: float) -> None:
-    words = ("bash", "-c", _AWAIT, "bash", node.run_dir, node.session, str(max(1, round(timeout))))
-    done = transport.run(Command(words), timeout=timeout + _TMUX_TIMEOUT)
-    if done.returncode == 0:
-        return
-    log = f"{node.run_dir}/logs/start.log"
-    last_words = Command(("bash", "-c", _LAST_WORDS, "bash", log, node.run_dir))
-    said = _text(transport.run(last_words, timeout=_TMUX_TIMEOUT).stdout)
-    if done.returncode == 1:
-        what = "the supervisor ended before it was up"
-    else:
-        what = f"the supervisor was not up after {timeout:g} s (run.start_timeout)"
-        _tmux(transport, ("kill-session", "-t", f"={node.session}"))
-    raise SessionError(f"{node.label}: {what}; {log} says:\n{said or '(nothing)'}")
-
-
-def _tmux(transport: Transport, arguments: Sequence[str]) -> Completed:
-    """One tmux command: through libtmux on this machine, over the transport elsewhere."""
-    if transport.target != "local":
-        return transport.run(Command(("tmux", *arguments)), timeout=_TMUX_TIMEOUT)
-    try:
-        done = libtmux.Server().cmd(*arguments)
-    except libtmux.exc.TmuxCommandNotFound:
-        return Completed(_NO_TMUX, b"", b"tmux: command not found")
-    return Completed(done.returncode, _joined(done.stdout), _joined(done.stderr))
-
-
-def _joined(lines: Sequence[str]) -> bytes:
-    return "\n".join(lines).encode()
 
 
 def _already(transport: Transport, node: NodePlan) -> str:

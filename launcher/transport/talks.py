@@ -19,7 +19,7 @@ from launcher.transport.lines import LineSplitter
 if TYPE_CHECKING:
     from launcher.transport.channel import Remote  # imports paramiko, which takes 0.3 s
 
-_END_WAIT = 1.0  # seconds a command gets to end by itself when its stdin is closed
+_END_WAIT = 3.0  # seconds a command gets to end by itself when its stdin is closed
 
 
 class _LineTalk(Talk):

@@ -90,11 +90,13 @@ class Ending:
 
     def _asked_by(self) -> str:
         """Who asked a node to stop, as ``alice@laptop (gnnfleet stop)``."""
-        for cause in self._causes():
-            if cause["kind"] == "stop":
-                asked = cause.get("asked") or {}
-                why = f" ({asked['why']})" if asked.get("why") else ""
-                return f"{asked['by']}{why}" if asked.get("by") else str(cause["reason"])
+        stops = [(cause.get("asked"), cause["reason"]) for cause in self._causes() if cause["kind"] == "stop"]
+        stops += [
+            (result["asked"], result["reason"]) for _, result in sorted(self.results.items()) if result.get("asked")
+        ]
+        for asked, reason in stops:
+            why = f" ({asked['why']})" if asked and asked.get("why") else ""
+            return f"{asked['by']}{why}" if asked and asked.get("by") else str(reason)
         return ""
 
     def _causes(self) -> list[Mapping[str, Any]]:

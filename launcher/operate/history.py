@@ -80,7 +80,8 @@ def rendered(entries: Sequence[Entry]) -> Table:
         took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
         state = Text(entry.state, _STYLES.get(entry.state, "bold"))
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
-        table.add_row(when, entry.run_id, Path(entry.config).name or "–", entry.size or "–", state, took, entry.why)
+        config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
+        table.add_row(when, entry.run_id, config, entry.size or "–", state, took, entry.why)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -11,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.conduct import View, rejoin
+from launcher.config import ClusterConfig
 from launcher.errors import TransportError
 from launcher.events import EventLog
 from launcher.interrupts import OnInterrupt
@@ -18,8 +20,9 @@ from launcher.operate.again import own_command_of
 from launcher.operate.bring import settle
 from launcher.operate.views import OpenRun
 from launcher.report import RunReport
-from launcher.transport import make_transport
-from launcher.transport.base import Transport
+from launcher.script import Command
+from launcher.transport import open_transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
 
 def follow(
@@ -43,7 +46,57 @@ def follow(
 
 
 def _lines(run: OpenRun) -> Mapping[int, Transport | TransportError]:
-    """A node out of reach gets a line that is tried again; its error when it asked for a password."""
+    """A node out of reach gets a line that is tried again."""
     config = run.found.needed_config
-    again = {k for k in run.errors if k < len(config.nodes) and not config.nodes[k].password}
-    return {k: make_transport(config, k) if k in again else line for k, line in run.attempts.items()}
+    broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
+    return {k: LaterTransport(config, k, broken[k]) if k in broken else line for k, line in run.attempts.items()}
+
+
+class LaterTransport(Transport):
+    """A line that could not be opened yet: every ``connect`` tries anew, all else fails until one succeeds."""
+
+    def __init__(self, config: ClusterConfig, node_rank: int, error: TransportError):
+        self.config, self.node_rank, self.target = config, node_rank, error.host
+        self._line: Transport | None = None
+        self._error = error
+        self._lock = threading.Lock()
+
+    def connect(self, timeout: float) -> None:
+        assert self.node_rank is not None
+        with self._lock:
+            if self._line is not None:
+                self._line.connect(timeout)
+                return
+            try:
+                self._line = open_transport(self.config, self.node_rank)
+            except TransportError as error:
+                self._error = error
+                raise
+
+    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        return self._opened.run(command, stdin=stdin, timeout=timeout)
+
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        return self._opened.stream(command, on_line, stop)
+
+    def talk(self, command: Command) -> Talk:
+        return self._opened.talk(command)
+
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        self._opened.upload(source, dest, offset=offset, on_bytes=on_bytes)
+
+    def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+        self._opened.write(data, dest, mode=mode)
+
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        self._opened.download(source, dest, on_bytes=on_bytes)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    @property
+    def _opened(self) -> Transport:
+        if self._line is None:
+            raise self._error
+        return self._line

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.operate.found import FoundRun, read_folder
-from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes
+from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes, place_of
 from launcher.operate.views import NodeView, OpenRun
 
 _EVERY = 2.0  # seconds between two looks with --watch
@@ -114,12 +114,12 @@ def _rows(view: NodeView) -> Iterator[tuple[Text | str, ...]]:
 
 
 def _step_cells(step: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    if step.get("epoch") is None:
+    place = place_of(step)
+    if not place:
         return ("–",) * 5
-    where = f"{step['step'] + 1}/{step['steps']}"
     return (
-        str(step["epoch"]),
-        where,
+        str(place[0]),
+        f"{place[1] + 1}/{step['steps']}",
         _number(step.get("seeds_per_s"), ",.0f"),
         _number(step.get("loss"), ".4f"),
         _number(step.get("remote_share"), ".0%"),

@@ -124,12 +124,12 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     plan = found.needed_plan
     size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
     if words == {"done"}:
-        state, told = "done", f"run {found.run_id} is done on all {size}"
+        state, told = "done", f"run {found.run_id} is done ({size})"
     elif words & {"failed", "lost", "not started"}:
         state, told = "failed", f"run {found.run_id} has failed ({size})"
     else:
         state, told = "stopped", f"run {found.run_id} was stopped ({size})"
-    notes = [note for note in map(_ended_note, everyone) if note]
+    notes = [_ended_note(view) for view in everyone if view.word != "done"]
     why = first_cause(everyone)
     told += f": {why}" if why else ""
     return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
@@ -185,14 +185,23 @@ def _launcher(launch: LaunchFile) -> str:
 
 
 def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
-    """``epoch 4 of 10, step 13/40``: where the slowest rank is; '' before the first step."""
-    steps = [rank for view in views for rank in view.ranks.values() if rank.get("epoch") is not None]
+    """``epoch 4 of 10, step 13 of 40``: where the slowest rank is; '' before the first step."""
+    steps = [rank for view in views for rank in view.ranks.values() if place_of(rank)]
     if not steps:
         return ""
-    slowest = min(steps, key=lambda rank: (rank["epoch"], rank["step"]))
+    slowest = min(steps, key=place_of)
+    epoch, step = place_of(slowest)
     own = found.launch is not None and found.launch.own_command
     of = f" of {found.config.train.epochs}" if found.config and not own else ""
-    return f"epoch {slowest['epoch']}{of}, step {slowest['step'] + 1}/{slowest['steps']}"
+    return f"epoch {epoch}{of}, step {step + 1} of {slowest['steps']}"
+
+
+def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
+    """(epoch, step) a rank is at; () before its first step. ``at`` is newer than the last metrics line."""
+    if rank.get("steps") is None or rank.get("step") is None:
+        return ()
+    at = rank.get("at")
+    return (at[0], at[1]) if at else (rank["epoch"], rank["step"])
 
 
 def first_cause(views: Sequence[NodeView]) -> str:
@@ -200,7 +209,7 @@ def first_cause(views: Sequence[NodeView]) -> str:
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:
-            return f"{cause['name']} of node{cause['node_rank']}: {cause['reason']}"
+            return f"node{cause['node_rank']}: {cause['reason']}"
     told = [f"node{view.node.node_rank}: {why}" for view in views if (why := _why_ended(view))]
     return told[0] if told else ""
 
@@ -224,7 +233,7 @@ def _why_ended(view: NodeView) -> str:
 
 
 def _ended_note(view: NodeView) -> str:
-    why = _why_ended(view)
+    why = _why_ended(view).rstrip(".")
     return f"{view.node.label}: {view.word}" + (f" ({why})" if why else "")
 
 

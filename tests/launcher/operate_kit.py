@@ -1,0 +1,92 @@
+"""A run as a launcher leaves it: run folder here, local nodes with real supervisors, made in no time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.plan import LaunchPlan
+from launcher.registry import LaunchFile, Stage, register
+from launcher.runfile import run_json
+from launcher.script import Command
+from launcher.yaml_schema import to_yaml
+from node_kit import NODE, PYTHON, ROOT, RunFolder, wait_until
+from run_kit import make_launch, make_node
+
+#: Prints its rank, writes metrics as the trainer does, and waits to be ended.
+TRAINS = """
+import json, os, time
+rank = int(os.environ["RANK"])
+print("here is rank", rank, flush=True)
+with open(os.path.join(os.environ["GNNFLEET_RUN_DIR"], f"metrics-rank{rank}.jsonl"), "a") as file:
+    step = {"t": time.time(), "kind": "step", "rank": rank, "epoch": 4, "step": 12, "steps": 40, "loss": 0.5}
+    file.write(json.dumps({**step, "seeds": 10, "seeds_per_s": 1234.0, "remote_share": 0.25}) + chr(10))
+time.sleep(300)
+"""
+
+
+class MadeRun:
+    """Run ``r1`` of two local nodes below ``top``, one rank each."""
+
+    def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
+        self.top, self.run_id = top, run_id
+        self.folder = top / "runs" / run_id
+        self.plan = self._plan(num_nodes)
+        self.config = ClusterConfig(
+            nodes=tuple(NodeConfig("localhost", workdir=node.workdir) for node in self.plan.nodes),
+            data=DataConfig("synthetic", folder=str(top / "parts")),
+            transport="local",
+            name="toy",
+        )
+        self.nodes = [RunFolder(Path(node.run_dir), **self._spec(node.node_rank)) for node in self.plan.nodes]
+        for node in self.plan.nodes:
+            (Path(node.run_dir) / "run.json").write_text(run_json(self.plan))
+
+    def _plan(self, num_nodes: int) -> LaunchPlan:
+        nodes = []
+        for k in range(num_nodes):
+            node = make_node(self.top / "nodes", k, [])
+            start = Command((PYTHON, str(NODE / "supervisor.py"), f"{node.run_dir}/node.json"), {}, node.run_dir)
+            run_dir = f"{node.workdir}/runs/{self.run_id}/node{k}"
+            session = f"gnnfleet-{self.run_id}-node{k}"
+            nodes.append(replace(node, code_dir=str(ROOT), run_dir=run_dir, start=start, session=session))
+        return replace(make_launch(nodes), run_id=self.run_id)
+
+    def _spec(self, k: int) -> dict[str, Any]:
+        return {"run_id": self.run_id, "node_rank": k, "num_nodes": len(self.plan.nodes)}
+
+    def launched(self, stage: Stage, *, alive: bool = False, **more: Any) -> MadeRun:
+        """What its launcher has written by ``stage``; it has been killed then, unless ``alive``."""
+        made = LaunchFile.mine(self.run_id, "toy", config="cluster.yml").at(stage)
+        gone = {} if alive else {"start_ticks": 1}
+        replace(made, **{**gone, "user": "alice", **more}).write(self.folder)
+        (self.folder / "config.yml").write_text(to_yaml(self.config))
+        if stage not in ("connect", "preflight", "partition"):
+            (self.folder / "run.json").write_text(run_json(self.plan))
+        register(self.run_id, self.folder)
+        return self
+
+    def start(self, code: str = TRAINS, *only: int) -> MadeRun:
+        """Start supervisors with one rank each."""
+        for k, node in enumerate(self.nodes):
+            if not only or k in only:
+                env = {"RANK": str(k), "GNNFLEET_RUN_DIR": str(node.path)}
+                node.rank([sys.executable, "-c", code], env)
+                node.spec["ranks"] = [k]
+                node.start()
+        return self
+
+    def await_training(self, *only: int) -> None:
+        """Until the supervisors tell of their ranks' steps."""
+        for k, node in enumerate(self.nodes):
+            if not only or k in only:
+                path = node.path / "state.json"
+                wait_until(lambda path=path: path.exists() and json.loads(path.read_text()).get("ranks"))
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()

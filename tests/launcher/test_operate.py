@@ -1,0 +1,327 @@
+"""logs, stop, collect, runs and resume on runs whose launcher is gone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import run
+from launcher.errors import UsageError
+from launcher.operate.again import prepare
+from launcher.operate.choice import Choice, chosen
+from launcher.operate.showlogs import since_when
+from launcher.options import LaunchOptions
+from node_kit import wait_until
+from operate_kit import MadeRun
+
+IGNORES_TERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
+)
+TALKS = """
+import os, time
+rank = int(os.environ["RANK"])
+for i in range(4):
+    time.sleep(max(0.0, float(os.environ.get("BEGIN", "0"))))
+    print(f"rank {rank} says {i}", flush=True)
+    time.sleep(0.1)
+os.makedirs(os.environ["GNNFLEET_RUN_DIR"] + "/output", exist_ok=True)
+open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/{rank}.txt", "w").write("mine")
+"""
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[MadeRun]:
+    yield (made := MadeRun(tmp_path))
+    made.kill()
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = run(list(words))
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def ended(made: MadeRun) -> MadeRun:
+    for node in made.nodes:
+        node.supervisor.wait(20)
+    return made
+
+
+# --- logs --------------------------------------------------------------------------
+
+
+def test_logs_are_merged_in_order_of_time(made, capsys) -> None:
+    ended(made.launched("train").start(TALKS))
+    status, told = asked(capsys, "logs")
+    assert status == 0
+    lines = told.splitlines()
+    assert sorted(lines) == sorted(f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4))
+    says = [int(line.split()[-1]) for line in lines]
+    assert all(abs(says[i] - i // 2) <= 1 for i in range(8)), f"not by time: {lines}"
+    assert asked(capsys, "logs", "--rank", "1", "-n", "2")[1].splitlines() == [
+        f"node1/rank1 | rank 1 says {i}" for i in (2, 3)
+    ]
+    assert len(asked(capsys, "logs", "-n", "3")[1].splitlines()) == 3
+    assert len(asked(capsys, "logs", "--node", "0")[1].splitlines()) == 4
+    assert "supervisor | " in asked(capsys, "logs", "--all")[1]
+
+
+def test_clocks_that_differ_do_not_mix_up_the_order(made, capsys) -> None:
+    """Node 1's clock is five minutes fast, and node 0's supervisor has measured that."""
+    begin = 1_795_000_000
+    for k, (node, ahead) in enumerate(zip(made.nodes, (0.0, 300.0), strict=True)):
+        (node.path / "logs").mkdir()
+        stamps = [time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(begin + 2 * i + k + ahead)) for i in range(3)]
+        (node.path / "logs" / f"rank{k}.log").write_text("".join(f"{t} line {i}\n" for i, t in enumerate(stamps)))
+        node.write_spec()
+        result = {"node_rank": k, "state": "done", "reason": "", "outcomes": [], "clock_offset": ahead}
+        (node.path / "result.json").write_text(json.dumps(result))
+    made.launched("train")
+    expected = [f"node{k}/rank{k} | line {i}" for i in range(3) for k in range(2)]
+    assert asked(capsys, "logs")[1].splitlines() == expected
+    asked(capsys, "collect")
+    for node in made.nodes:
+        (node.path / "logs").rename(node.path / "moved away")
+    assert asked(capsys, "logs")[1].splitlines() == expected, "from what was collected"
+
+
+def test_logs_since(made, capsys) -> None:
+    ended(made.launched("train").start(TALKS))
+    assert len(asked(capsys, "logs", "--since", "1h")[1].splitlines()) == 8
+    time.sleep(1.1)
+    assert asked(capsys, "logs", "--since", "1s") == (0, "")
+    status, told = asked(capsys, "logs", "--since", "yesterday")
+    assert status == 2 and "--since yesterday: give how long ago (10m, 90s, 2h, 1d) or when" in told
+
+
+def test_logs_follow_ends_with_the_run(made, capsys) -> None:
+    made.launched("train").start(TALKS)
+    status, told = asked(capsys, "logs", "-f")
+    assert status == 0
+    assert sorted(told.splitlines()) == sorted(
+        f"node{k}/rank{k} | rank {k} says {i}" for k in range(2) for i in range(4)
+    )
+
+
+def test_logs_of_what_does_not_exist(made, capsys) -> None:
+    ended(made.launched("train").start("print(1)"))
+    assert asked(capsys, "logs", "--rank", "7") == (2, "error: --rank 7: the run has ranks 0 to 1\n")
+    assert asked(capsys, "logs", "--node", "2") == (2, "error: --node 2: the run has nodes 0 to 1\n")
+    assert asked(capsys, "logs", "--node", "0", "--rank", "1") == (2, "error: rank 1 is on node1, not on node0\n")
+
+
+def test_since_in_words() -> None:
+    now = time.mktime((2026, 11, 20, 15, 0, 0, 0, 0, -1))
+    assert since_when("90s", now) == now - 90 and since_when("2h", now) == now - 7200
+    assert since_when("14:30", now) == now - 1800
+    assert since_when("15:30", now) == now - 86400 + 1800, "yesterday's, as today's is still to come"
+    assert since_when("2026-11-20T14:00", now) == now - 3600
+    assert since_when("2026-11-20T14:00:00Z") == since_when("2026-11-20T14:00:00+00:00")
+
+
+# --- stop --------------------------------------------------------------------------
+
+
+def test_stop_without_a_launcher(made, capsys) -> None:
+    made.launched("train").start()
+    made.await_training()
+    status, told = asked(capsys, "stop", "r1")
+    assert status == 0, told
+    assert told.splitlines()[:3] == [
+        "node0 (local): stopped",
+        "node1 (local): stopped",
+        "run r1: nothing of it is left on its 2 nodes",
+    ]
+    assert [node.processes() for node in made.nodes] == [[], []]
+    result = json.loads((made.folder / "result.json").read_text())
+    assert result["state"] == "interrupted", (result, made.nodes[0].json("result.json"))
+    assert "gnnfleet stop" in result["stopped_by"]
+    status, told = asked(capsys, "status")
+    assert status == 130 and "was stopped by" in told
+    assert asked(capsys, "stop", "r1")[0] == 0
+
+
+def test_stop_leaves_other_runs_alone(made, capsys, tmp_path) -> None:
+    other = MadeRun(tmp_path, "r2")
+    try:
+        for one in (made, other):
+            one.launched("train").start()
+        made.await_training()
+        other.await_training()
+        assert asked(capsys, "stop", "r1")[0] == 0
+        assert [len(node.processes()) > 0 for node in other.nodes] == [True, True]
+        assert json.loads((other.nodes[0].path / "state.json").read_text())["state"] == "training"
+    finally:
+        other.kill()
+
+
+def test_stop_now_takes_no_grace(made, capsys) -> None:
+    made.launched("train")
+    for node in made.nodes:
+        node.spec["grace"] = 30.0
+    made.start(IGNORES_TERM)
+    for k, node in enumerate(made.nodes):
+        wait_until(node.says(f"rank{k}", "deaf"))
+    began = time.monotonic()
+    status, told = asked(capsys, "stop", "--now", "--json")
+    assert status == 0, told
+    assert time.monotonic() - began < 10
+    assert [node.processes() for node in made.nodes] == [[], []]
+
+
+def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) -> None:
+    made.launched("train").start()
+    made.await_training()
+    lose_node(monkeypatch, 1)
+    status, told = asked(capsys, "stop")
+    assert status == 1
+    assert "node1 (local): not stopped: no answer from gnn2; what runs there may go on" in told
+    assert "run r1: 1 node of 2 may still run parts of it: node1 (local)" in told
+    assert made.nodes[0].processes() == []
+
+
+def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """Node k cannot be reached from here."""
+    from launcher.errors import UnreachableError
+    from launcher.operate import views
+
+    connect_all = views.connect_all
+    lost = UnreachableError("no answer from gnn2", host="gnn2", node_rank=k)
+    monkeypatch.setattr(views, "connect_all", lambda config: {**connect_all(config), k: lost})
+
+
+def test_node_out_of_reach_is_told_with_what_the_others_know(made, capsys, monkeypatch) -> None:
+    made.launched("train").start()
+    made.await_training()
+    lose_node(monkeypatch, 1)
+    status, told = asked(capsys, "status")
+    assert status == 0 and "note: node1 (local) cannot be reached from here: no answer from gnn2" in told
+    lose_node(monkeypatch, 0)
+    status, told = asked(capsys, "status")
+    assert status == 3
+    assert "whether run r1 still runs cannot be known: no node of it can be reached from here" in told
+
+
+def test_stop_ends_a_launcher_that_still_prepares(made, capsys) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    ticks = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    made.launched("sync", pid=sleeper.pid, start_ticks=ticks)
+    status, told = asked(capsys, "stop")
+    assert status == 0 and f"its launcher (pid {sleeper.pid}) was stopped; nothing had been started" in told
+    assert sleeper.wait(5) == -15
+
+
+# --- collect, runs ------------------------------------------------------------------
+
+
+def test_collect_while_it_runs_and_after(made, capsys) -> None:
+    made.launched("train").start()
+    made.await_training()
+    status, told = asked(capsys, "collect")
+    assert status == 0 and told.startswith(
+        "run r1 still runs (epoch 4 of 10, step 13 of 40); what there is by now is in"
+    )
+    assert (made.folder / "logs/node1/rank1.log").read_text().endswith("here is rank 1\n")
+    assert not (made.folder / "result.json").exists()
+    asked(capsys, "stop")
+    assert (made.folder / "result.json").exists()
+
+
+def test_collect_on_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_path) -> None:
+    ended(made.start(TALKS))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another home"))
+    nodes = "".join(f"  - {{host: localhost, workdir: {node.workdir}}}\n" for node in made.plan.nodes)
+    Path("cluster.yml").write_text(f"transport: local\nnodes:\n{nodes}data: {{dataset: synthetic}}\n")
+    status, told = asked(capsys, "collect", "--config", "cluster.yml")
+    assert status == 0 and "Done in" in told, told
+    assert Path("runs/r1/output/node1/1.txt").read_text() == "mine"
+    assert json.loads(Path("runs/r1/result.json").read_text())["state"] == "done"
+    monkeypatch.chdir(tmp_path)
+    assert asked(capsys, "status")[1].startswith("run r1 is done after"), "known from now on"
+
+
+def test_runs_tells_what_came_of_each(made, capsys, tmp_path) -> None:
+    ended(made.launched("train").start("raise SystemExit(3)"))
+    asked(capsys, "collect")
+    MadeRun(tmp_path, "r2").launched("preflight")
+    MadeRun(tmp_path, "r3").launched("train", detached=True)
+    entries = {entry["run_id"]: entry for entry in json.loads(asked(capsys, "runs", "--json")[1])}
+    assert list(entries) == ["r3", "r2", "r1"]
+    assert (entries["r1"]["state"], entries["r1"]["size"]) == ("failed", "2 nodes × 2 ranks")
+    assert "ended with exit status 3" in entries["r1"]["why"]
+    assert (entries["r2"]["state"], entries["r2"]["why"]) == ("never started", "its launcher ended during preflight")
+    assert (entries["r3"]["state"], entries["r3"]["why"]) == ("open", "detached; gnnfleet status r3 tells how it is")
+    _, table = asked(capsys, "runs", "-n", "1")
+    assert "r3" in table and "r1" not in table
+
+
+# --- resume ------------------------------------------------------------------------
+
+
+def prepared(run: str = "r1", **more: object) -> object:
+    """What ``resume`` would launch."""
+    options = LaunchOptions(Path(), **more)
+    with chosen(Choice(run)) as opened:
+        return prepare(opened, Path("runs"), options)
+
+
+def test_resume_is_refused_while_the_run_goes_on(made, capsys) -> None:
+    made.launched("train").start()
+    made.await_training()
+    status, told = asked(capsys, "resume", "r1")
+    assert status == 2
+    assert told.startswith(
+        "error: run r1 still runs (epoch 4 of 10, step 13 of 40); `gnnfleet follow r1` to watch it, or"
+    )
+
+
+def test_resume_fetches_the_checkpoint_of_a_run_that_nobody_collected(made, capsys) -> None:
+    checkpoint = made.nodes[0].path / "checkpoints/last.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.write_bytes(b"weights")
+    ended(made.launched("train").start("raise SystemExit(3)"))
+    again = prepared(overrides=("train.lr=0.5",))
+    here = made.folder / "checkpoints/last.pt"
+    assert here.read_bytes() == b"weights"
+    assert again.told == f"going on from {here}"
+    assert again.options.overrides == (f"run.runs_dir={made.folder.parent}", f"train.resume={here}", "train.lr=0.5")
+    assert again.options.config == made.folder / "config.yml" and again.options.resumed_from == "r1"
+
+
+def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> None:
+    made.launched("preflight")
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        again = prepare(opened, Path("runs"), LaunchOptions(Path()))
+    assert again.told == "run r1 left no checkpoint, so this one begins where that one began"
+    assert not any(text.startswith("train.resume") for text in again.options.overrides)
+
+
+def test_resume_of_an_own_command_goes_where_it_was_launched(made) -> None:
+    made.launched("preflight", own_command=["python", "mine.py"], cwd=str(made.top))
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        again = prepare(opened, Path("runs"), LaunchOptions(Path()))
+    assert again.options.own_command == ("python", "mine.py") and again.cwd == made.top
+
+
+def test_resume_of_a_done_run_wants_more_epochs(made, capsys) -> None:
+    ended(made.launched("train").start("print(1)"))
+    asked(capsys, "collect")
+    with pytest.raises(
+        UsageError, match="r1 is done with all its 10 epochs; to train further give more: .*--epochs 20"
+    ):
+        prepared()
+    assert prepared(overrides=("train.epochs=20",)).options.overrides[-1] == "train.epochs=20"

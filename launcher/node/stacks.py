@@ -198,10 +198,9 @@ def _has_open(pid: int, path: str) -> bool:
 
 def _described(pid: int, state: str) -> str:
     """A process that shows no stack, by what the kernel tells."""
-    where = ", ".join(
-        f"{name} {value}" for name in ("wchan", "syscall") if (value := _word(f"/proc/{pid}/{name}")) not in ("", "0")
-    )
-    return f"no Python stack, state {state}" + (f", {where}" if where else "")
+    words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
+    where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
+    return f"no Python stack, state {state}{where}"
 
 
 def _word(path: str) -> str:

@@ -28,7 +28,7 @@ if sys.argv[1:] == ["usr1"]:
     import signal
     signal.signal(signal.SIGUSR1, lambda *_: print("mine", flush=True))
 threading.Thread(target=load, daemon=True).start()
-print("up", flush=True)
+threading.Timer(0.3, print, ["up"], {"flush": True}).start()
 load()
 """
 AT_LOAD = "stuck.py:4 in load()"
@@ -111,6 +111,7 @@ def test_a_stopped_rank_is_sent_nothing(run_dir: Path, start: Start) -> None:
 def test_what_shows_no_stacks_is_described_and_lives_on(argv: tuple[str, ...], run_dir: Path, start: Start) -> None:
     words = [word.replace("stuck.py", str(run_dir / "files" / "stuck.py")) for word in argv]
     pid = start(0, *words)
+    wait_until(lambda: "S (sleeping)" in Path(f"/proc/{pid}/status").read_text())
     began = time.monotonic()
     (first, *_) = stacks.collect(str(run_dir), {0: pid})[0]
     assert first.startswith("no Python stack, state S (sleeping)") and time.monotonic() - began < 1

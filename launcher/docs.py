@@ -42,8 +42,8 @@ nodes:
 data: {dataset: synthetic}
 ```
 
-In YAML's own brackets and braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address keeps its
-brackets before a port: `[fe80::1]:22`. A host may carry several nodes; devices of one host are divided among them.
+In YAML's own brackets and braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address keeps
+its brackets before a port: `[fe80::1]:22`. A host may carry several nodes; its devices are divided among them.
 
 **Paths.** Paths of this machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`, `train.resume`) are
 relative to the YAML file they stand in; given with `--set` they are relative to the current directory, and so is
@@ -66,7 +66,7 @@ of `data.num_parts` with the nodes.
 | `node[03-05]`, `node03,node05`, `gpu*`, `gpu?` | several; case does not matter |
 | `node04:0,2`, `gpu[1-2]:0-3` | devices of a host, by the ids in its `devices` |
 | `node04:0,2@node05` | several joined by `@`, as DeepSpeed writes it |
-| `node3`, `node[0-3]` | nodes by their rank in the whole file, as tables show it, where no host is called `node` and a number |
+| `node3`, `node[0-3]` | nodes by their rank in the whole file, as tables show it, where no host is called so |
 
 ```bash
 gnnfleet check --config cluster.yml --exclude host2

@@ -157,7 +157,7 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
     start = error.context_mark
     mark = start if "never closed" in words and start else error.problem_mark or start
     if mark and re.match(r"expected ',' or '[\]}]', but got '\['", problem) and _touches_a_word(mark):
-        words = "a host range inside [ ] or { } must be quoted, as [\"node[01-04]\"], or stand on a line of its own"
+        words = 'a host range inside [ ] or { } must be quoted, as ["node[01-04]"], or stand on a line of its own'
     since = f" (begun on line {start.line + 1})" if start and mark and start.line < mark.line else ""
     return (mark.line + 1 if mark else 1), words + since
 

@@ -89,8 +89,6 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     found = {}
     for k, version in known.items():
         if version != whole:
-            blocks = leading(version, rule.numbers) != part
-            others = same_part if blocks else [j for j in same_part if known[j] == whole]
-            cut = rule.numbers if blocks else ALL
-            found[k] = Difference(rule, leading(version, cut), leading(whole, cut), tuple(others), blocks)
+            others = tuple(j for j in same_part if known[j] == whole)
+            found[k] = Difference(rule, version, whole, others, leading(version, rule.numbers) != part)
     return found

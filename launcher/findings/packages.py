@@ -54,7 +54,7 @@ def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Findi
     for one in odd:
         if one.name == "python" and one.blocks:
             message = f"python {one.found}, but {one.usual} on {survey.labels(one.others)}"
-            yield survey.finding(k, "block", "python", message, f"use a python {one.usual} {remedy}")
+            yield survey.finding(k, "block", "python", message, f"use a python {leading(one.usual, 2)} {remedy}")
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:

@@ -29,10 +29,10 @@ def on_devices(count: int, *devices: int, **more: Any) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("package", "version", "usual"),
     [
-        ("torch", "2.11.0+cpu", "2.13"),
-        ("torch_geometric", "2.7.0", "2.8"),
-        ("numba", "0.60.1", "0.68"),
-        ("numpy", "1.26.4", "2.4"),
+        ("torch", "2.11.0+cpu", "2.13.0"),
+        ("torch_geometric", "2.7.0", "2.8.1"),
+        ("numba", "0.60.1", "0.68.1"),
+        ("numpy", "1.26.4", "2.4.6"),
     ],
 )
 def test_the_odd_version_is_named_with_the_others(package: str, version: str, usual: str) -> None:
@@ -46,7 +46,7 @@ def test_the_odd_version_is_named_with_the_others(package: str, version: str, us
 def test_another_python_needs_another_interpreter() -> None:
     finding = the_one(3, {2: versions(python="3.12.1")})
     assert (finding.severity, finding.check, finding.command) == ("block", "python", "")
-    assert finding.message == "python 3.12, but 3.11 on node0 (host0), node1 (host1)" and "`venv`" in finding.remedy
+    assert finding.message == "python 3.12.1, but 3.11.2 on node0 (host0), node1 (host1)" and "`venv`" in finding.remedy
     assert "too old" in the_one(1, {0: versions(python="3.9.2")}).message
 
 
@@ -69,7 +69,7 @@ def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
 def test_one_command_repairs_all_packages_of_a_host() -> None:
     """Builds are as on nodes of the same kind; what differs without harm is left alone."""
     finding = the_one(3, {2: versions(torch="", numba="0.60", numpy="2.4.5", pyzmq="")})
-    assert finding.message.startswith("torch, pyzmq not installed for /usr/bin/python3; numba 0.60, but 0.68 on")
+    assert finding.message.startswith("torch, pyzmq not installed for /usr/bin/python3; numba 0.60, but 0.68.1 on")
     words = "torch==2.13.0+cpu pyzmq==27.3.0 numba==0.68.1 --extra-index-url https://download.pytorch.org/whl/cpu"
     assert finding.paste() == f"ssh host2 '/usr/bin/python3 -m pip install {words}'"
 
@@ -105,7 +105,7 @@ def test_a_cpu_build_of_torch_is_replaced_by_the_build_of_the_other_device_nodes
     ("change", "says"),
     [
         ({"nccl": "2.26.2"}, "NCCL 2.26.2, but 2.27.5 on node0 (host0), node1 (host1)"),
-        ({"cuda": "13.0"}, "torch's CUDA 13, but 12 on node0 (host0), node1 (host1)"),
+        ({"cuda": "13.0"}, "torch's CUDA 13.0, but 12.6 on node0 (host0), node1 (host1)"),
         ({"cuda": "12.8"}, None),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 from launcher.node import procs
 from launcher.node.child import Child, Loop, outcome
 from launcher.node.journal import Journal
-from launcher.node.record import write_json
+from launcher.node.record import why_unwritten, write_json
 
 _MAX_MAIL = 1 << 17  # bytes of an outcome sent by mail
 
@@ -92,8 +92,9 @@ class Book:
             if rank not in self.runners:
                 self._started(rank, mail)
         elif name not in self.outcomes:
+            trouble = str(mail.pop("trouble"))
+            self.journal.trouble = self.journal.trouble or trouble
             self.take({**mail, "name": name, "node_rank": self.node_rank})
-            self.journal.trouble = self.journal.trouble or mail["note"]
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
         """How others find what runs: the node's own processes and its ranks."""
@@ -141,10 +142,8 @@ def write_or_mail(path: str, record: dict[str, Any], environment: dict[str, str]
     try:
         write_json(path, record)
     except OSError as error:
-        note = f"{path} cannot be written: {error.strerror}"
-        if "note" in record:
-            record = {**record, "note": "; ".join(filter(None, [record["note"], note]))}
-        _mail(_shortened(record), environment)
+        note = why_unwritten(path, error)
+        _mail({**_shortened(record), "trouble": note}, environment)
 
 
 def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
@@ -159,7 +158,9 @@ def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
     """A record that fits into one datagram."""
-    short: dict[str, Any] = {name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record}
+    short: dict[str, Any] = {
+        name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
+    }
     return {**record, **short}
 
 

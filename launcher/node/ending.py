@@ -35,7 +35,7 @@ def end_processes(children: list[Child], book: Book, token: str, grace: float, i
         _kill_groups(children, book)
         _wait(ended, _MARGIN, idle)
     left = procs.end(
-        lambda: procs.run_processes(token, os.getpid()),
+        lambda: procs.run_processes(f"{procs.TOKEN}={token}", os.getpid()),
         0.0 if stubborn else min(grace, _LEFTOVER_GRACE),
         lambda: idle(0.05),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.node.lines import LineLog
-from launcher.node.record import append_json, read_json, write_json
+from launcher.node.record import append_json, read_json, why_unwritten, write_json
 
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 _RESERVE = 1 << 18  # bytes kept for the last words of a node whose disk is full
@@ -87,10 +86,7 @@ class Journal:
             self._note(".reserve", error)
 
     def _note(self, name: str, error: OSError) -> None:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            self.trouble = f"the disk of {self.run_dir} is full"
-        else:
-            self.trouble = f"{self.path(name)} cannot be written: {error.strerror}"
+        self.trouble = why_unwritten(self.path(name), error)
         self._say_once(f"cannot write {self.path(name)}: {error.strerror}")
 
     def _say_once(self, text: str) -> None:

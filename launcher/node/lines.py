@@ -16,6 +16,9 @@ TAIL = 40  #: lines
 _HEADER = re.compile(r"^[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 _CHAIN = re.compile(r"^[ |+]*(During handling of the above exception|The above exception was the direct cause)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # what torch.distributed's excepthook puts before each line
+_FATAL = re.compile(r"^Fatal Python error: ")
+_CRASHED_THREAD = re.compile(r"^Current thread .*\(most recent call first\):")
+_CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _MAX_TRACEBACK = 400
 _MAX_MESSAGE = 10  # further lines of an exception's text, indented ones not counted
 
@@ -70,6 +73,31 @@ class TracebackFinder:
         return "frames" if _HEADER.match(line) else "chained"
 
 
+class CrashFinder:
+    """Keeps what faulthandler printed of the thread that crashed (PYTHONFAULTHANDLER is set for ranks)."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._inside = False
+
+    def feed(self, line: str) -> None:
+        """Look at the next line of output."""
+        if _FATAL.match(line):
+            self.lines, self._inside = [line], False
+        elif self.lines and _CRASHED_THREAD.match(line):
+            self.lines.append(line)
+            self._inside = True
+        elif self._inside:
+            self._inside = line.startswith("  ") and len(self.lines) < _MAX_TRACEBACK
+            self.lines += [line] if self._inside else []
+
+    @property
+    def innermost(self) -> str:
+        """``in load() at data.py:17``: where it crashed; '' when that was not printed."""
+        frame = next(filter(None, map(_CRASH_FRAME.match, self.lines)), None)
+        return f"in {frame[3]}() at {frame[1]}:{frame[2]}" if frame else ""
+
+
 class LineLog:
     """A log file fed with raw bytes: each line is stamped and written at once.
 
@@ -80,6 +108,7 @@ class LineLog:
     def __init__(self, path: str) -> None:
         self.tail: deque[str] = deque(maxlen=TAIL)
         self.traceback = TracebackFinder()
+        self.crash = CrashFinder()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self._partial = b""
         self._redrawn = False
@@ -115,6 +144,7 @@ class LineLog:
         for text in texts:
             self.tail.append(text)
             self.traceback.feed(text)
+            self.crash.feed(text)
         self._put("".join(f"{prefix} {text}\n" for text in texts).encode("utf-8"), len(texts))
 
     def _put(self, data: bytes, count: int) -> None:

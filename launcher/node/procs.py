@@ -83,22 +83,28 @@ def node_token(token: str, node_rank: int) -> str:
 
 def with_token(token: str, processes: Iterable[Process] | None = None) -> list[Process]:
     """Running processes that were started with ``GNNFLEET_TOKEN=token`` in their environment."""
-    return [process for process in (table() if processes is None else processes) if _holds(process.pid, token)]
+    return with_variable(f"{TOKEN}={token}", processes)
 
 
-def _holds(pid: int, token: str) -> bool:
+def with_variable(entry: str, processes: Iterable[Process] | None = None) -> list[Process]:
+    """Running processes that were started with ``entry`` (``NAME=value``) in their environment."""
+    return [process for process in (table() if processes is None else processes) if _holds(process.pid, entry)]
+
+
+def _holds(pid: int, entry: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{TOKEN}={token}".encode() in file.read().split(b"\0")
+            return entry.encode() in file.read().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False  # ended meanwhile, or another user's
 
 
-def run_processes(token: str, root: int | None = None) -> list[Process]:
-    """All of a run on this machine but the caller and its ancestors: token holders, and what descends from ``root``."""
+def run_processes(entry: str, root: int | None = None) -> list[Process]:
+    """All of a run on this machine but the caller and its ancestors: with ``entry`` in their environment, or below
+    ``root``."""
     processes = table()
     spared = ancestors(os.getpid())
-    found = with_token(token, processes) + (descendants(root, processes) if root else [])
+    found = with_variable(entry, processes) + (descendants(root, processes) if root else [])
     return list({process.pid: process for process in found if process.pid not in spared}.values())
 
 

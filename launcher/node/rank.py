@@ -22,6 +22,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import procs
 from launcher.node.book import write_or_mail
 from launcher.node.child import Child, Loop, outcome
+from launcher.node.memory import OomWatch
 
 _LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
 
@@ -42,7 +43,7 @@ class RankRunner:
         """Start the rank and stay until it and all it started have ended; returns its exit status."""
         for folder in ("logs", "outcomes", "procs"):
             os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
-        oom_before = oom_kills()
+        oom = OomWatch()
         started = time.time()
         try:
             child = self._start()
@@ -51,8 +52,9 @@ class RankRunner:
         while child.running():
             self.loop.turn(0.5)
             self._heed_stop(child)
+            oom.look()
         child.pump()
-        status = self._report(child, oom_before)
+        status = self._report(child, oom)
         procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.turn(0.05))
         self.loop.turn(0)  # takes in the last that ended; not every machine's init does
         child.close()
@@ -86,16 +88,18 @@ class RankRunner:
         if self._kill_at is not None and now >= self._kill_at and child.running():
             procs.send_group(child.pid, signal.SIGKILL)
 
-    def _report(self, child: Child, oom_before: int | None) -> int:
+    def _report(self, child: Child, watch: OomWatch) -> int:
         status, signaled = child.status
         assert status is not None
-        oom_after = oom_kills()
-        oom = signaled == "SIGKILL" and oom_before is not None and oom_after is not None and oom_after > oom_before
         more: dict[str, Any] = {
             "failed": status != 0 and not child.asked,
-            "oom": oom,
             "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+            "note": child.log.crash.innermost if signaled else "",
         }
+        if signaled == "SIGKILL" and not child.asked:
+            more |= watch.words(child.pid)
+        if signaled and child.log.crash.lines:
+            more["traceback"] = child.log.crash.lines
         self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
         return status
 
@@ -117,37 +121,6 @@ def supervisor_gone(environment: dict[str, str]) -> bool:
     """Whether the supervisor that (through torch.distributed.run) started this rank has died."""
     pid, _, start_ticks = environment.get("GNNFLEET_SUPERVISOR", "").partition(":")
     return bool(pid) and not procs.alive(int(pid), int(start_ticks))
-
-
-def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Processes the kernel has killed for memory, by the first of ``files`` that tells.
-
-    By default those of this process's cgroup, else of the whole machine.
-    """
-    for path in files or (*_cgroup_files(), "/proc/vmstat"):
-        try:
-            with open(path, encoding="ascii") as file:
-                counters = dict(line.split()[:2] for line in file)
-        except OSError:
-            continue
-        if "oom_kill" in counters:
-            return int(counters["oom_kill"])
-    return None
-
-
-def _cgroup_files() -> list[str]:
-    try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
-            entries = [line.rstrip("\n").split(":", 2) for line in file]
-    except FileNotFoundError:  # a kernel without cgroups
-        return []
-    files = []
-    for _, controllers, path in entries:
-        if not controllers:
-            files += [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
-        elif "memory" in controllers.split(","):
-            files += [f"/sys/fs/cgroup/memory{path}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
-    return files
 
 
 def main() -> int:

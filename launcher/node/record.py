@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -27,6 +28,13 @@ def write_json(path: str, value: Any) -> None:
         with suppress(OSError):  # it was not even made
             os.unlink(beside)
         raise
+
+
+def why_unwritten(path: str, error: OSError) -> str:
+    """Why a file of a run folder could not be written, in words."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk of {os.path.dirname(path)} is full"
+    return f"{path} cannot be written: {error.strerror}"
 
 
 def read_json(path: str) -> Any:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -26,6 +26,7 @@ from launcher.node.health import Finding, Health
 from launcher.node.hub import Hub
 from launcher.node.journal import Journal, stop_request
 from launcher.node.member import Member
+from launcher.node.memory import OomWatch
 from launcher.node.peers import Alone, Cause, Order, Peers, make_cause, sentence
 from launcher.node.spec import NodeSpec
 from launcher.node.words import asked, describe
@@ -65,6 +66,7 @@ class Supervisor:
         self.mailbox = Mailbox(self.loop, self.book, self.token, f"{os.getpid()}:{self.start_ticks}")
         self.peers = self.meet()
         self.health = Health(spec, self.book, self.peers, self.idle)
+        self.oom = OomWatch()
         self._next_heartbeat = 0.0
 
     def meet(self) -> Peers:
@@ -261,19 +263,23 @@ class Supervisor:
         """Record the graph server as failed, ended or not, and raise Ended."""
         assert self.server is not None
         self.server.pump()
-        record = self.record("server", self.server, note=note)
-        raise self.failed("server", self.with_trouble(f"{note}; it {describe({**record, 'note': ''})}"))
+        self.fail_own("server", self.server, note)
 
     def fail_launcher(self) -> None:
         """Record torch.distributed.run itself as failed: it ended although no rank failed."""
         assert self.launcher is not None
         self.launcher.pump()
-        note = "torch.distributed.run failed though no rank on this node did"
-        record = self.record("launcher", self.launcher, note=note)
-        raise self.failed("launcher", self.with_trouble(f"{note}; it {describe({**record, 'note': ''})}"))
+        self.fail_own("launcher", self.launcher, "torch.distributed.run failed though no rank on this node did")
+
+    def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
+        record = self.record(name, child, note=note)
+        how = describe({**record, "note": record["note"] if record["oom"] else ""})
+        raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
 
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
         """Record one of the node's own processes as failed, ended or not."""
+        if child is not None and child.status[1] == "SIGKILL":
+            more |= self.oom.words(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
         record["ended"] = record["ended"] or time.time()
         self.book.record(record)
@@ -368,6 +374,7 @@ class Supervisor:
     def heartbeat(self) -> None:
         """Rewrite ``state.json``, and tell the other supervisors."""
         self._next_heartbeat = time.monotonic() + HEARTBEAT
+        self.oom.look()
         state = {
             "state": self.state,
             "time": time.time(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -15,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node import lines
+from launcher.node import lines, memory
 from launcher.node.lines import LineLog, TracebackFinder
-from launcher.node.rank import oom_kills
+from launcher.node.memory import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
+from launcher.node.words import describe, size
 from node_kit import NODE, PYTHON, python, wait_until
 
 ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
@@ -68,6 +70,9 @@ def test_segfault_shows_where(tmp_path: Path) -> None:
     run_rank(tmp_path, "import ctypes; ctypes.string_at(0)")
     assert outcome(tmp_path)["signal"] == "SIGSEGV"
     assert "Fatal Python error: Segmentation fault" in outcome(tmp_path)["tail"]
+    assert re.fullmatch(r"in string_at\(\) at .*ctypes/__init__\.py:\d+", outcome(tmp_path)["note"])
+    assert outcome(tmp_path)["traceback"][0] == "Fatal Python error: Segmentation fault"
+    assert outcome(tmp_path)["traceback"][-1] == '  File "<string>", line 1 in <module>'
 
 
 def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
@@ -158,6 +163,70 @@ def test_full_disk_does_not_stop_the_rank(tmp_path: Path) -> None:
 def test_oom_kills_are_read_from_either_cgroup_version(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     assert oom_kills([str(tmp_path / "absent"), str(tmp_path / name)]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_"), [("2000000000", 2_000_000_000), ("max", None), ("9223372036854771712", None)]
+)
+def test_memory_limit(tmp_path: Path, text: str, bytes_: int | None) -> None:
+    (tmp_path / "memory.max").write_text(text + "\n")
+    assert limit([str(tmp_path / "absent"), str(tmp_path / "memory.max")]) == bytes_
+
+
+def test_kernel_log_names_the_killed(tmp_path: Path) -> None:
+    lines = [
+        "6,1234,99,-;oom_reaper: reaped process 41 (python3)",
+        "3,1235,99,-;Out of memory: Killed process 42 (python3) total-vm:9kB, anon-rss:8kB, UID:0",
+        "3,1236,99,-;Memory cgroup out of memory: Killed process 43 (python3) total-vm:9kB, anon-rss:8kB",
+        "3,1237,99,-;somebody said: Killed process 44 (python3)",
+    ]
+    (tmp_path / "kmsg").write_text("\n".join(lines))
+    assert killed_for_memory(lines) == {42, 43}
+    assert "".join(kernel_log(str(tmp_path / "kmsg"))).splitlines() == lines
+
+
+def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One before the process's last seconds was another's, as a loader's that it outlived."""
+    clock, count = [100.0], [0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
+    monkeypatch.setattr(memory, "kernel_log", lambda: iter(()))
+    watch = OomWatch()
+    count[0] = 1
+    assert watch.killed(5)
+    for clock[0] in (101.0, 110.0, 120.0, 130.0):
+        watch.look()
+    assert not watch.killed(5)
+
+
+def memory_cgroup(limit_bytes: int) -> Path:
+    """A cgroup for the test's own child, of either version; skips where none can be made."""
+    version1 = Path("/sys/fs/cgroup/memory")
+    top = version1 if version1.is_dir() else Path("/sys/fs/cgroup")
+    made = top / f"gnnfleet-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        (made / ("memory.limit_in_bytes" if version1.is_dir() else "memory.max")).write_text(str(limit_bytes))
+    except OSError as error:
+        if made.is_dir():
+            made.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    return made
+
+
+def test_rank_beyond_its_memory_limit(tmp_path: Path) -> None:
+    """Killed by the kernel, which is said together with the limit."""
+    group = memory_cgroup(200_000_000)
+    greedy = "x = []\nwhile True: x.append(bytearray(b'1' * 10_000_000))"
+    line = f"echo $$ > {group}/cgroup.procs && exec {shlex.join(rank_argv(tmp_path, python(greedy)))}"
+    try:
+        done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, capture_output=True, timeout=30, check=False)
+    finally:
+        wait_until(lambda: not (group / "cgroup.procs").read_text().split())
+        group.rmdir()
+    record = outcome(tmp_path)
+    assert done.returncode == 137 and record["oom"] and record["failed"]
+    assert describe(record) == f"ran out of memory (killed by the kernel; limit {size(200_000_000 // 4096 * 4096)})"
 
 
 TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "    f()", "ValueError: no"]

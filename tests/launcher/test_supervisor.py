@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from node_kit import GRACE, NODE, PYTHON, RunFolder, python, wait_until
+from node_kit import GRACE, RunFolder, python, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -186,7 +184,7 @@ def test_stop_request(folder: MakeFolder) -> None:
 def test_signals_ask_to_stop(folder: MakeFolder, number: signal.Signals) -> None:
     run = folder().rank(python(SLEEP)).start()
     wait_until(run.says("rank0", "up"))
-    os.kill(run.supervisor.pid, number)
+    os.kill(run.supervisor.pid, number)  # type: ignore[union-attr]
     assert run.end()["reason"] == number.name
 
 
@@ -237,7 +235,7 @@ def test_process_that_left_group_and_session_is_found(folder: MakeFolder, enviro
 def test_supervisor_killed_takes_everything_along(folder: MakeFolder) -> None:
     run = folder(server=python(SERVE)).torchrun(python(SLEEP), nproc=2).start()
     pids = [run.pid(name) for name in ("server", "launcher", "rank0", "rank1")]
-    run.supervisor.kill()
+    run.supervisor.kill()  # type: ignore[union-attr]
     wait_until(lambda: not run.processes() and not any(map(running, pids)), timeout=2.0)
 
 
@@ -260,40 +258,3 @@ def test_heartbeat_goes_on(folder: MakeFolder) -> None:
     wait_until(lambda: run.json("state.json")["time"] > before, timeout=3)
     stop(run)
     run.end()
-
-
-def test_control_status_and_stop(folder: MakeFolder) -> None:
-    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
-    run.pid("rank0")
-    status = control("status", run)
-    assert status["alive"] and status["state"] == "training" and status["result"] is None
-    assert sorted((p["name"], p["alive"]) for p in status["processes"]) == [
-        ("launcher", True),
-        ("rank0", True),
-        ("server", True),
-    ]
-    assert control("stop", run) == {"stopped": True, "killed": [], "leftovers": []}
-    assert run.end()["state"] == "stopped"
-    after = control("status", run)
-    assert not after["alive"] and after["result"]["state"] == "stopped"
-
-
-def test_control_stops_without_the_supervisors_help(folder: MakeFolder) -> None:
-    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
-    run.pid("rank0")
-    os.kill(run.supervisor.pid, signal.SIGSTOP)
-    report = control("stop", run, "--timeout", "0.5")
-    assert report["stopped"] and report["leftovers"] == [] and len(report["killed"]) == 4
-    assert run.supervisor.wait(5) == -signal.SIGKILL and run.processes() == []
-
-
-def test_control_on_a_folder_without_a_run(tmp_path: Path) -> None:
-    argv = [PYTHON, str(NODE / "control.py"), "stop", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
-    assert done.returncode == 1 and done.stderr == f"control: no run in {tmp_path} (it has no node.json)\n"
-
-
-def control(action: str, run: RunFolder, *options: str) -> dict[str, Any]:
-    argv = [PYTHON, str(NODE / "control.py"), action, str(run.path), *options]
-    answer: dict[str, Any] = json.loads(subprocess.run(argv, capture_output=True, check=True, timeout=20).stdout)
-    return answer

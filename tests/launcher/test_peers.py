@@ -1,0 +1,284 @@
+"""Hub and members over real sockets in one process: who is let in, clocks, causes, and what cannot block the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from launcher.node import link
+from launcher.node.child import Loop
+from launcher.node.hub import Hub, listen
+from launcher.node.link import proof
+from launcher.node.member import Member
+from launcher.node.offsets import ClockOffset
+from launcher.node.peers import Meeting, earlier, make_cause, received_cause, sentence
+from peers_kit import free_port
+
+IDLE = {
+    "state": "training",
+    "trained": False,
+    "final": None,
+    "cause": None,
+    "ranks": {},
+    "findings": [],
+    "stacks": None,
+}
+TOKEN = "5ecret"
+LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")
+
+
+class Room:
+    """A hub and what connects to it, all turned by one loop."""
+
+    def __init__(self, **more: Any) -> None:
+        self.loop = Loop()
+        self.port = free_port()
+        self.settings = {"start_timeout": 5.0, "peer_timeout": 3.0, **more}
+        self.hub = Hub(self.meeting(0), self.loop)
+        self.hub.open()
+        self.hub.report(IDLE)
+        self.members: list[Member] = []
+
+    def meeting(self, k: int, token: str = TOKEN) -> Meeting:
+        return Meeting(token, k, LABELS, "127.0.0.1", "127.0.0.1", self.port, **self.settings)
+
+    def member(self, k: int, *, clock: Callable[[], float] = time.time, token: str = TOKEN) -> Member:
+        member = Member(self.meeting(k, token), self.loop, clock)
+        member.open()
+        member.report(IDLE)
+        self.members.append(member)
+        return member
+
+    def until(self, true: Callable[[], Any], timeout: float = 5.0) -> None:
+        """Turn the loop until something holds; the test fails when it does not in time."""
+        deadline = time.monotonic() + timeout
+        while not true():
+            assert time.monotonic() < deadline
+            self.turn()
+
+    def turn(self) -> None:
+        self.loop.turn(0.02)
+        everyone: list[Hub | Member] = [self.hub, *self.members]
+        for peers in everyone:
+            peers.look()
+
+    def stranger(self, *lines: bytes) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self.port), 5)
+        for line in lines:
+            sock.sendall(line)
+        return sock
+
+    def close(self) -> None:
+        everyone: list[Hub | Member] = [self.hub, *self.members]
+        for peers in everyone:
+            peers.close()
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    old = signal.getsignal(signal.SIGCHLD)
+    made = Room()
+    yield made
+    made.close()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, old)
+
+
+# Who is let in
+
+
+def test_a_member_is_heard_and_hears(room: Room) -> None:
+    member = room.member(2)
+    member.report({**IDLE, "ranks": {"3": {"epoch": 1}}})
+    room.until(lambda: member.offset is not None and room.hub.members[2].ranks)
+    assert room.hub.members[2].ranks == {"3": {"epoch": 1}} and abs(member.offset or 0) < 0.01
+    assert room.hub.table["2"]["state"] == "training" and room.hub.table["1"] == {"state": "absent", "age": None}
+    assert member.table["0"]["state"] == "training" and "2" not in member.table
+
+
+def test_the_token_never_travels_and_is_needed_on_both_sides(room: Room) -> None:
+    thief = room.member(1, token="guess")
+    room.until(lambda: room.hub.dropped.get("could not prove to be of this run", 0) > 0)
+    assert room.hub.members[1].link is None and room.hub.members[1].heard is None and thief.offset is None
+
+
+def test_a_false_hub_is_not_believed() -> None:
+    """One that holds the port but not the token; the member says why it does not get through."""
+    room = Room(start_timeout=0.8)
+    room.hub.close()
+    false = listen("127.0.0.1", room.port)
+    member = room.member(1)
+    with false:
+        false.setblocking(True)
+        sock = false.accept()[0]
+        sock.sendall(json.dumps({"hello": "x"}).encode() + b"\n")
+        room.until(lambda: member._link is not None)
+        sock.sendall(json.dumps({"proof": "y" * 64}).encode() + b"\n")
+        room.until(lambda: bool(member.lost))
+    assert "within 0.8 s (run.start_timeout)" in member.lost["0"]["why"]
+    member.close()
+
+
+def test_a_reflected_proof_is_none(room: Room) -> None:
+    """What the hub would say is not what a member has to say."""
+    sock = room.stranger()
+    room.until(lambda: room.hub._strangers)
+    nonce = json.loads(sock.recv(1000))["hello"]
+    shown = proof(TOKEN, "hub", 1, nonce, "n")
+    sock.sendall(json.dumps({"node_rank": 1, "nonce": "n", "proof": shown}).encode() + b"\n")
+    room.until(lambda: room.hub.dropped)
+    assert set(room.hub.dropped) == {"could not prove to be of this run"}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "not understood"),
+        (b"[1]\n", "not understood"),
+        (b'{"node_rank": "x"}\n', "not understood"),
+        (b'{"node_rank": 7, "nonce": "", "proof": ""}\n', "could not prove"),
+        (b"x" * 5000, "a line of more than 1024 bytes"),
+        (b"\x80\xff\n", "not understood"),
+        (b"[" * 900 + b"\n", "not understood"),
+    ],
+)
+def test_strangers_are_dropped_and_counted(room: Room, line: bytes, why: str) -> None:
+    sock = room.stranger(line)
+    room.until(lambda: room.hub.dropped)
+    assert next(iter(room.hub.dropped)).startswith(why)
+    sock.settimeout(5)
+    while sock.recv(1000):
+        pass
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+
+
+def test_many_strangers_cannot_keep_a_member_out(room: Room) -> None:
+    strangers = [room.stranger() for _ in range(100)]
+    room.until(lambda: len(room.hub._strangers) == 64 and room.hub.dropped)
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+    assert len(room.hub._strangers) <= 64
+    for sock in strangers:
+        sock.close()
+
+
+def test_a_member_that_sends_nonsense_is_dropped_and_may_come_back(room: Room) -> None:
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+    assert member._link is not None
+    member._link.send({"t": "yesterday"})
+    room.until(lambda: room.hub.members[1].link is None)
+    room.until(lambda: room.hub.members[1].link is not None)
+    assert not room.hub.lost
+
+
+def test_a_member_that_reads_nothing_never_blocks_the_hub(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_UNSENT", 1 << 16)
+    slow, quick = room.member(1), room.member(2)
+    room.until(lambda: slow.offset is not None and quick.offset is not None)
+    room.members.remove(slow)
+    assert slow._link is not None
+    room.loop.unwatch(slow._link._sock)
+    began = time.monotonic()
+    for k in range(100):
+        cause = make_cause(2, "rank2", "failure", "x" * 2000, 1e9 - k)
+        room.hub.report({**IDLE, "cause": cause})
+    for _ in range(20):
+        room.turn()
+    assert time.monotonic() - began < 2 and quick.order is not None
+
+
+# Clocks
+
+
+def test_clocks_minutes_apart(room: Room) -> None:
+    member = room.member(1, clock=lambda: time.time() + 300)
+    room.until(lambda: member.offset is not None)
+    assert abs((member.offset or 0) - 300) < 0.01
+    happened = time.time()
+    cause = make_cause(1, "rank5", "failure", "raised X", happened + 300)
+    member.report({**IDLE, "cause": cause})
+    room.until(lambda: room.hub.order is not None)
+    assert room.hub.cause is not None and abs(room.hub.cause["t"] - happened) < 0.01
+
+
+def test_the_quickest_round_trip_counts() -> None:
+    offset = ClockOffset()
+    assert offset.value is None
+    offset.add(100.0, 50.9, 50.9, 101.0)  # 1 s on the way, nearly all of it there
+    assert offset.value == pytest.approx(49.6)
+    offset.add(200.0, 150.001, 150.001, 200.002)
+    offset.add(300.0, 250.3, 250.3, 300.5)
+    assert offset.value == pytest.approx(50.0)
+
+
+def test_a_clock_that_is_set_is_noticed() -> None:
+    offset = ClockOffset()
+    offset.add(100.0, 50.001, 50.001, 100.002)
+    offset.add(50.0, 0.5, 0.6, 10.0)  # set back in the midst of a round trip: tells nothing
+    assert offset.value == pytest.approx(50.0)
+    offset.add(200.0, 190.1, 190.1, 200.2)
+    assert offset.value == pytest.approx(10.0)
+
+
+# Causes
+
+
+def test_the_earlier_cause_wins_though_it_is_told_later(room: Room) -> None:
+    one, two = room.member(1), room.member(2)
+    room.until(lambda: one.offset is not None and two.offset is not None)
+    now = time.time()
+    two.report({**IDLE, "cause": make_cause(2, "rank2", "failure", "lost its peer", now)})
+    room.until(lambda: one.order is not None)
+    one.report({**IDLE, "cause": make_cause(1, "rank1", "failure", "out of memory", now - 0.5)})
+    room.until(lambda: two.cause is not None and two.cause["reason"] == "out of memory")
+    assert room.hub.cause is not None and room.hub.cause["name"] == "rank1" and two.order is not None
+
+
+def test_all_trained_is_the_end(room: Room) -> None:
+    one, two = room.member(1), room.member(2)
+    room.until(lambda: one.offset is not None and two.offset is not None)
+    one.report({**IDLE, "trained": True})
+    two.report({**IDLE, "trained": None})
+    room.until(lambda: room.hub.members[1].trained)
+    assert room.hub.order is None
+    room.hub.report({**IDLE, "trained": True})
+    room.until(lambda: one.order is not None and two.order is not None)
+    assert one.order is not None and one.order.cause is None and not room.hub.parted()
+    for member in (one, two):
+        member.report({**IDLE, "trained": True, "final": "done"})
+    room.until(lambda: room.hub.parted() and one.parted() and two.parted())
+
+
+def test_words_of_causes() -> None:
+    causes = [
+        make_cause(1, "rank5", "failure", "ended with exit status 3", 0),
+        make_cause(2, "server", "failure", "ended while it was needed", 0),
+        make_cause(2, "node", "lost", "no sign of life", 0),
+        make_cause(0, "node", "stop", "alice@laptop asked for it (Ctrl-C)", 0, {"by": "alice@laptop", "why": "Ctrl-C"}),
+        make_cause(1, "rank5", "nan", "the loss of rank 5 is NaN", 0),
+    ]
+    assert [sentence(cause, LABELS) for cause in causes] == [
+        "rank 5 on node1 (b) ended with exit status 3",
+        "server of node2 (c) ended while it was needed",
+        "node2 (c): no sign of life",
+        "alice@laptop asked for it (Ctrl-C), on node0 (a)",
+        "the loss of rank 5 is NaN",
+    ]
+    assert received_cause(json.loads(json.dumps(causes[3])), 0) == causes[3]
+    assert earlier(None, causes[0]) is causes[0] and earlier(None, None) is None
+
+
+def test_a_hub_listens_everywhere_when_its_address_is_none_of_its_own() -> None:
+    with listen("192.0.2.1", free_port()) as sock:
+        assert sock.getsockname()[0] == "0.0.0.0"
+    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=os.strerror(98)):
+        listen("127.0.0.1", first.getsockname()[1])

@@ -1,0 +1,171 @@
+"""``control.py``: stopping a node and asking how it is, also when its supervisor or its files are of no help."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.node import lease, procs
+from node_kit import NODE, PYTHON, RunFolder, python, wait_until
+from peers_kit import SERVE, SLEEP, Run
+
+MakeFolder = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[MakeFolder]:
+    """Makes run folders and kills what a failed test leaves."""
+    made: list[RunFolder] = []
+
+    def make(**more: Any) -> RunFolder:
+        made.append(RunFolder(tmp_path / f"node{len(made)}", **more))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.kill()
+
+
+def test_control_status_and_stop(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    status = control("status", run)
+    assert status["alive"] and status["state"] == "training" and status["result"] is None
+    assert sorted((p["name"], p["alive"]) for p in status["processes"]) == [
+        ("launcher", True),
+        ("rank0", True),
+        ("server", True),
+    ]
+    assert {"clock_offset", "peers", "ranks", "findings"} <= set(status) and status["damage"] == ""
+    assert control("stop", run) == {"stopped": True, "killed": [], "leftovers": [], "notes": []}
+    assert run.end()["state"] == "stopped"
+    after = control("status", run)
+    assert not after["alive"] and after["result"]["state"] == "stopped"
+
+
+def test_control_stops_without_the_supervisors_help(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    os.kill(run.supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    report = control("stop", run, "--timeout", "0.5")
+    assert report["stopped"] and report["leftovers"] == [] and len(report["killed"]) == 4
+    assert run.supervisor is not None and run.supervisor.wait(5) == -signal.SIGKILL and run.processes() == []
+
+
+def test_control_on_a_folder_without_a_run(tmp_path: Path) -> None:
+    argv = [PYTHON, str(NODE / "control.py"), "stop", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and done.stderr == f"control: no run in {tmp_path} (it has no node.json)\n"
+
+
+def control(action: str, run: RunFolder, *options: str) -> dict[str, Any]:
+    argv = [PYTHON, str(NODE / "control.py"), action, str(run.path), *options]
+    answer: dict[str, Any] = json.loads(subprocess.run(argv, capture_output=True, check=True, timeout=20).stdout)
+    return answer
+
+
+def test_who_asks_and_why_is_in_the_result(folder: MakeFolder) -> None:
+    run = folder().rank(python(SLEEP)).start()
+    run.pid("rank0")
+    control("stop", run, "--by", "alice@laptop", "--why", "gnnfleet stop")
+    result = run.end()
+    assert result["asked"] == {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
+    assert result["reason"] == "alice@laptop asked for it (gnnfleet stop)"
+
+
+def test_stop_now_gives_no_time(folder: MakeFolder) -> None:
+    run = folder(grace=30.0).rank(python("import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)).start()
+    wait_until(run.says("rank0", "up"))
+    began = time.monotonic()
+    assert control("stop", run, "--now")["stopped"]
+    assert time.monotonic() - began < 5 and run.end()["state"] == "stopped"
+
+
+def test_stop_with_a_dead_supervisor_gives_its_leases_back(
+    folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+    run = folder(leases=["cuda:0", "port:29500"], operator="al@laptop").rank(python(SLEEP)).start()
+    run.pid("rank0")
+    assert [one.resource for one in lease.held()] == ["cuda:0", "port:29500"] and lease.held()[0].host == "al@laptop"
+    run.supervisor.kill()  # type: ignore[union-attr]
+    run.supervisor.wait()  # type: ignore[union-attr]
+    assert control("stop", run)["stopped"]
+    assert list((tmp_path / "leases").iterdir()) == [] and run.processes() == []
+
+
+@pytest.mark.parametrize("alive", [True, False])
+@pytest.mark.parametrize("text", ["{", "[]", '{"run_id": 1}'])
+def test_damaged_node_json_is_said_and_the_run_is_stopped_all_the_same(
+    folder: MakeFolder, text: str, alive: bool
+) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    pids = [run.pid("rank0"), run.pid("server")]
+    if not alive:
+        os.kill(run.supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    (run.path / "node.json").write_text(text)
+    status = control("status", run)
+    assert status["alive"] and "node.json is damaged" in status["damage"]
+    report = control("stop", run, "--timeout", "1.5")
+    assert report["stopped"] and "going by the folder instead" in report["notes"][0]
+    assert run.processes() == [] and not any(one.pid in pids for one in procs.table())
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """Stopped by whatever still can be made of a file, or by signal; the result gets the room kept for it."""
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], check=True, timeout=10)
+    run = RunFolder(disk / "node0").rank(python(SLEEP)).start()
+    try:
+        run.pid("rank0")
+        fill(disk)
+        report = control("stop", run, "--by", "al@laptop")
+        assert report["stopped"] and report["killed"] == []
+        result = run.end()
+        assert result["state"] == "stopped" and result["outcomes"][0]["stopped"]
+    finally:
+        run.kill()
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def test_rank_that_fills_the_disk_is_the_cause(tmp_path: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(disk)], check=True, timeout=10)
+    fills = "file = open('big', 'wb')\nwhile True: file.write(b'x' * 4096); file.flush()"
+    run = RunFolder(disk / "node0").rank(python(fills))
+    try:
+        result = run.run()
+        assert result["state"] == "failed" and f"the disk of {run.path}" in result["reason"], result["reason"]
+        outcome = next(outcome for outcome in result["outcomes"] if outcome["name"] == "rank0")
+        assert outcome["failed"] and outcome["traceback"][-1] == "OSError: [Errno 28] No space left on device"
+    finally:
+        run.kill()
+        subprocess.run(["umount", "-l", str(disk)], check=True, timeout=10)
+
+
+def fill(disk: Path) -> None:
+    with open(disk / "ballast", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_deleted_folder_is_no_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, 1).nodes[0]
+    shutil.rmtree(run.path)
+    done = subprocess.run([PYTHON, str(NODE / "control.py"), "status", str(run.path)], capture_output=True, timeout=20)
+    assert done.returncode == 1 and b"no run in" in done.stderr

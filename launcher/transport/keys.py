@@ -10,7 +10,6 @@ import shlex
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -196,13 +195,18 @@ def _public_blob(path: str) -> PublicBlob | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """The plain public key in a blob that may be a certificate."""
-    name: str = paramiko.Message(blob).get_text()
+    """The plain public key in a blob that may be a certificate: type, nonce, the key's own fields, the rest."""
+    certificate = paramiko.Message(blob)
+    name = certificate.get_text()
     if not name.endswith(_CERT):
         return blob
-    with suppress(paramiko.pkey.UnknownKeyType, paramiko.SSHException):
-        return paramiko.PKey.from_type_string(name, blob).asbytes()
-    return blob
+    kind = name.removesuffix(_CERT)
+    certificate.get_string()
+    plain = paramiko.Message()
+    plain.add_string(f"{kind}@openssh.com" if kind.startswith("sk-") else kind)
+    for _ in range(1 if kind == "ssh-ed25519" else 3 if kind.startswith("sk-ecdsa") else 2):
+        plain.add_string(certificate.get_string())
+    return plain.asbytes()
 
 
 def public_of(path: str) -> bytes | None:

@@ -22,6 +22,7 @@ from launcher.transport.sshconfig import find_way, labelled
 from launcher.transport.ssherrors import connect_error, relabelled, was_dropped
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+_PROXY_ATTEMPTS = 3  # a ProxyCommand that ends says nothing of why
 _END_WAIT = 1.0
 
 
@@ -60,8 +61,9 @@ class SshTransport(SessionTransport):
             self._let_go()
             way = self._way()
             deadline = time.monotonic() + timeout
-            for attempt in range(_ATTEMPTS):
-                if self._open(way, timeout, deadline if attempt < _ATTEMPTS - 1 else 0.0):
+            attempts = _PROXY_ATTEMPTS if any(hop.proxy_command for hop in way) else _ATTEMPTS
+            for attempt in range(attempts):
+                if self._open(way, timeout, deadline if attempt < attempts - 1 else 0.0):
                     return
                 time.sleep(random.uniform(0.1, 0.3) * 2**attempt)
 

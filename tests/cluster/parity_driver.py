@@ -1,0 +1,102 @@
+"""Runs on the operator's host: does plain ``ssh`` get in, and do we? For each variant of stdin, one JSON line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.errors import TransportError
+from launcher.script import Command
+from launcher.transport import make_transport
+
+HOME = Path.home()
+TIMEOUT = 8.0
+
+
+def main() -> None:
+    for variant in json.load(sys.stdin):
+        with prepared(variant):
+            by_ssh, said = with_ssh(variant["host"])
+        with prepared(variant):
+            by_us, error, program = with_ours(variant["host"])
+        answer = {"name": variant["name"], "ssh": by_ssh, "ours": by_us, "said": said, "error": error, "by": program}
+        print(json.dumps(answer), flush=True)
+
+
+@contextlib.contextmanager
+def prepared(variant: dict[str, Any]) -> Iterator[None]:
+    """A home as the variant has it, with its agent."""
+    shutil.rmtree(HOME / ".ssh", ignore_errors=True)
+    for name, text in variant["files"].items():
+        path = HOME / ".ssh" / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o600)
+    environment = {**variant.get("env", {}), "LANG": "C"}
+    with contextlib.ExitStack() as stack:
+        if variant.get("agent"):
+            socket = stack.enter_context(agent(variant["agent"]))
+            if not variant.get("hidden_agent"):
+                environment["SSH_AUTH_SOCK"] = socket
+        old = dict(os.environ)
+        os.environ.pop("SSH_AUTH_SOCK", None)
+        os.environ.update(environment)
+        before = variant.get("before")
+        if before:
+            subprocess.run(before, shell=True, check=True, timeout=TIMEOUT, stderr=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            if variant.get("after"):
+                subprocess.run(variant["after"], shell=True, timeout=TIMEOUT, stderr=subprocess.DEVNULL)
+            os.environ.clear()
+            os.environ.update(old)
+
+
+@contextlib.contextmanager
+def agent(keys: list[str]) -> Iterator[str]:
+    socket = str(HOME / ".ssh/agent")
+    with subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL) as process:
+        while not os.path.exists(socket):
+            assert process.poll() is None
+        env = {**os.environ, "SSH_AUTH_SOCK": socket, "SSH_ASKPASS_REQUIRE": "force", "SSH_ASKPASS": "/bin/echo"}
+        names = [str(HOME / ".ssh" / key) for key in keys]
+        subprocess.run(["ssh-add", "-q", *names], env=env, check=True, stderr=subprocess.DEVNULL)
+        for name in names:
+            os.remove(name)
+        yield socket
+        process.terminate()
+
+
+def with_ssh(host: str) -> tuple[bool, str]:
+    argv = ["ssh", "-o", "BatchMode=yes", host, "true"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired as error:
+        return False, f"timed out: {error.stderr!r}"
+    return done.returncode == 0, done.stderr.strip()
+
+
+def with_ours(host: str) -> tuple[bool, str, str]:
+    config = ClusterConfig((NodeConfig(host=host),), DataConfig("synthetic"), run=RunConfig(connect_timeout=TIMEOUT))
+    transport = make_transport(config, 0)
+    try:
+        transport.connect(TIMEOUT)
+        done = transport.run(Command(("true",)), timeout=TIMEOUT)
+    except TransportError as error:
+        return False, str(error), ""
+    finally:
+        transport.close()
+    return done.returncode == 0, "", getattr(transport, "program", "")
+
+
+if __name__ == "__main__":
+    main()

@@ -72,15 +72,18 @@ def known(names: Mapping[int, str], now: float | None = None) -> Known:
 
 
 def remember(names: Mapping[int, str], wired: Wired, since: float) -> None:
-    """Keep what a test has shown of the nodes with all ways open; ``since``: when the oldest pair was tested."""
+    """Keep what a test has shown of the nodes with all ways open; ``since``: when the oldest pair was tested.
+    What was known of the others is forgotten."""
     trouble = {k for one in wired.blocked for k in (one.source, one.door.node_rank)} | wired.errors.keys()
     fine = {names[k]: wired.address[k] for k in names if k not in trouble}
-    if len(fine) < 2:
-        return
+    bad = {names[k] for k in names if k in trouble}
     with suppress(OSError), _locked():  # a cache that cannot be written costs a second at the next launch
-        kept = [entry for entry in _read() if time.time() - entry["time"] < _LIFETIME]
-        kept = [entry for entry in kept if not entry["nodes"].keys() <= fine.keys()]
-        entries = [{"time": since, "nodes": fine}, *kept][:_ENTRIES]
+        entries: list[dict[str, Any]] = [{"time": since, "nodes": fine}]
+        for entry in _read():
+            nodes = {name: address for name, address in entry["nodes"].items() if name not in bad}
+            if time.time() - entry["time"] < _LIFETIME and not nodes.keys() <= fine.keys():
+                entries.append({"time": entry["time"], "nodes": nodes})
+        entries = [entry for entry in entries if len(entry["nodes"]) > 1][:_ENTRIES]
         write_whole(cache_file(), json.dumps({"version": _VERSION, "entries": entries}))
 
 

@@ -57,7 +57,7 @@ def _fine(wired: Wired, trouble: bool) -> str:
 
 
 def _ago(seconds: float) -> str:
-    return "just now" if seconds < 60 else f"{seconds / 60:.0f} min ago"
+    return "less than a minute ago" if seconds < 60 else f"{seconds / 60:.0f} min ago"
 
 
 def _interfaces(survey: Survey, wired: Wired) -> Iterator[Finding]:

@@ -3,51 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 
 from fake_transport import FakeTransport, wire
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.config import ClusterConfig
 from launcher.errors import ConnectionLost
-from launcher.node import probe as probe_program
 from launcher.node import wire as program
 from launcher.preflight import PreflightReport, run_preflight
-from launcher.probing import Inquiry
+from wire_kit import Closed, cluster, machine
 
-Closed = Callable[[int, int, str, int], str]
 CHECKS = ("wire", "interface", "connect", "master port", "control port", "service port")
-
-
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> ClusterConfig:
-    """Fixed ports, so that messages can be told."""
-    nodes = tuple(NodeConfig(host=f"host{k}", **of_node) for k in range(count))
-    run = run or RunConfig(master_port=29500, control_port=29400, service_port=29600)
-    return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), run=run)
-
-
-@cache
-def this_machine() -> dict[str, Any]:
-    """What the probe finds here: all that the checks look at."""
-    return probe_program.main(Inquiry.about(cluster(1)).request(0))
-
-
-def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport:
-    def probe(request: dict[str, Any]) -> dict[str, Any]:
-        own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
-        there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
-        return {**this_machine(), **own, "addresses": there, "busy_ports": {}, **facts}
-
-    fake = FakeTransport(target=f"host{k}", node_rank=k)
-    return fake.on_program("what this machine is and has", probe).on_program("can reach a port", wire(closed))
 
 
 def report_of(count: int, closed: Closed, config: ClusterConfig | None = None, **facts: Any) -> PreflightReport:

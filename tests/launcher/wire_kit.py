@@ -1,0 +1,37 @@
+"""Fake nodes that take part in the test of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from fake_transport import FakeTransport, wire
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.node import probe as probe_program
+from launcher.probing import Inquiry
+
+Closed = Callable[[int, int, str, int], str]
+
+
+def cluster(count: int, *, run: RunConfig | None = None, **of_node: Any) -> ClusterConfig:
+    """Fixed ports, so that messages can be told."""
+    nodes = tuple(NodeConfig(host=f"host{k}", **of_node) for k in range(count))
+    run = run or RunConfig(master_port=29500, control_port=29400, service_port=29600)
+    return ClusterConfig(nodes=nodes, data=DataConfig(dataset="synthetic"), run=run)
+
+
+@cache
+def this_machine() -> dict[str, Any]:
+    """What the probe finds here: all that the checks look at."""
+    return probe_program.main(Inquiry.about(cluster(1)).request(0))
+
+
+def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport:
+    def probe(request: dict[str, Any]) -> dict[str, Any]:
+        own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
+        there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
+        return {**this_machine(), **own, "addresses": there, "busy_ports": {}, **facts}
+
+    fake = FakeTransport(target=f"host{k}", node_rank=k)
+    return fake.on_program("what this machine is and has", probe).on_program("can reach a port", wire(closed))

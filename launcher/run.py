@@ -63,21 +63,23 @@ class Job:
         self.events = self._open_folder()
 
     def _open_folder(self) -> EventLog:
-        """launch.json first of all: whatever happens next, others can see that there was this launch."""
+        """What others need comes first; with launch.json they see that there is this launch."""
         try:
-            self.file.write(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config))
-            events = EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
+            self._register()
+            self.file.write(self.folder)
+            return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
         except OSError as error:
             raise UsageError(
                 f"the run's folder cannot be made: {error.filename or self.folder}: {error.strerror}; "
                 "choose another place with --runs-dir (or `run.runs_dir`)"
             ) from None
+
+    def _register(self) -> None:
         try:
             register(self.run_id, self.folder)
         except OSError as error:
             self.say(f"this run will be found from this folder only: {error.filename}: {error.strerror}", "yellow")
-        return events
 
     def at(self, stage: Stage, *, detached: bool = False) -> None:
         """Write down that ``stage`` begins."""

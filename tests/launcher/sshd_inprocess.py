@@ -23,6 +23,8 @@ class Sshd:
     host_key: paramiko.PKey
     authorized: paramiko.PKey | None = None
     password: str | None = None
+    interactive: bool = False  #: the password is asked for by keyboard-interactive alone
+    both: bool = False  #: a key first, then the password
     hang_up: int = 0  #: so many newcomers are dropped before login, as MaxStartups does
     drop_after: int | None = None  #: bytes written over SFTP after which the line is cut
     logins: list[str] = field(default_factory=list)  #: every login tried, with its outcome
@@ -78,20 +80,34 @@ def serving(sshd: Sshd) -> Iterator[Sshd]:
 
 class _Server(paramiko.ServerInterface):
     def __init__(self, sshd: Sshd):
-        self.sshd = sshd
+        self.sshd, self.key_is_good = sshd, False
 
     def get_allowed_auths(self, username: str) -> str:
-        kinds = [("publickey", self.sshd.authorized), ("password", self.sshd.password)]
+        by_password = "keyboard-interactive" if self.sshd.interactive else "password"
+        if self.sshd.both:
+            return by_password if self.key_is_good else "publickey"
+        kinds = [("publickey", self.sshd.authorized), (by_password, self.sshd.password)]
         return ",".join(kind for kind, wanted in kinds if wanted is not None)
 
     def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
-        return self._outcome("key", self.sshd.authorized is not None and key == self.sshd.authorized)
+        self.key_is_good = self.sshd.authorized is not None and key == self.sshd.authorized
+        return self._outcome("key", self.key_is_good, enough=not self.sshd.both)
 
     def check_auth_password(self, username: str, password: str) -> int:
+        if "password" not in self.get_allowed_auths(username).split(","):
+            return paramiko.AUTH_FAILED
         return self._outcome("password", password == self.sshd.password)
 
-    def _outcome(self, kind: str, good: bool) -> int:
+    def check_auth_interactive(self, username: str, submethods: str) -> int | paramiko.InteractiveQuery:
+        return paramiko.InteractiveQuery("", "", ("Password: ", False))
+
+    def check_auth_interactive_response(self, responses: list[str]) -> int:
+        return self._outcome("interactive", responses == [self.sshd.password])
+
+    def _outcome(self, kind: str, good: bool, enough: bool = True) -> int:
         self.sshd.logins.append(f"{kind} {'ok' if good else 'refused'}")
+        if good and not enough:
+            return paramiko.AUTH_PARTIALLY_SUCCESSFUL
         return paramiko.AUTH_SUCCESSFUL if good else paramiko.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:

@@ -22,6 +22,7 @@ from launcher.interrupts import Interrupts
 from launcher.logs import LiveLog, parsed, without_stamp
 from launcher.nodeline import News, NodeLine
 from launcher.plan import LaunchPlan, NodePlan
+from launcher.registry import user_at_host
 from launcher.session import StopReport, stop_session
 from launcher.talking import Talking
 from launcher.transport.base import Transport
@@ -392,7 +393,9 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
     """Stop one node, getting its line back first if need be; what may still run there, or ''."""
     try:
         transport.connect(limits.connect_timeout)
-        report: StopReport = stop_session(transport, node, timeout=limits.grace + _STOP_EXTRA)
+        report: StopReport = stop_session(
+            transport, node, timeout=limits.grace + _STOP_EXTRA, by=user_at_host(), why=why
+        )
     except FleetError as error:
         return f"{error}; its processes may still run. {how_to_stop(node)}"
     if not report.stopped:

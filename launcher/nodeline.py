@@ -14,7 +14,8 @@ from launcher.plan import NodePlan
 from launcher.session import watch_command
 from launcher.transport.base import Transport
 
-SILENCE = 8.0  #: seconds a line may say nothing before it is opened anew; a live node says something every 3 s or so
+SILENCE = 10.0  #: seconds a line may say nothing before it is opened anew; a live node says something every 3 s or so
+_FIRST_WORD = 30.0  # the same before its first word: starting Python on a busy node takes its time
 RETRY_EVERY = 2.0  #: seconds between attempts to get a line back, at first
 _RETRY_SLOWEST = 10.0
 
@@ -58,7 +59,7 @@ class NodeLine(threading.Thread):
         self.offsets: dict[str, int] = {}
         self._put, self._start_node, self._connect_timeout = put, start, connect_timeout
         self._start_timeout, self._tail = start_timeout, tail
-        self._streaming = False
+        self._streaming = self._has_spoken = False
         self._spoken = time.monotonic()
         self._pause = RETRY_EVERY
 
@@ -73,7 +74,7 @@ class NodeLine(threading.Thread):
 
     def break_silence(self, now: float) -> None:
         """Close a line on which nothing has come for long: TCP does not tell that the other end has vanished."""
-        if self._streaming and now - self._spoken > SILENCE:
+        if self._streaming and now - self._spoken > (SILENCE if self._has_spoken else _FIRST_WORD):
             self._spoken = now
             threading.Thread(target=self.transport.close, daemon=True).start()
 
@@ -107,7 +108,7 @@ class NodeLine(threading.Thread):
 
     def _stream(self) -> str:
         """Follow until the stream ends; why it did."""
-        self._spoken, self._streaming = time.monotonic(), True
+        self._spoken, self._has_spoken, self._streaming = time.monotonic(), False, True
         try:
             tail = None if self.offsets else self._tail  # what was missed meanwhile is told in full
             command = watch_command(self.node, self.offsets, tail=tail)
@@ -122,7 +123,7 @@ class NodeLine(threading.Thread):
         if not line.startswith("{"):
             return  # a profile or a setup line of the node that prints
         message = json.loads(line)
-        self._spoken = time.monotonic()
+        self._spoken, self._has_spoken = time.monotonic(), True
         self._sound()
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]

@@ -171,6 +171,11 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def user_at_host() -> str:
+    """``alice@laptop``: who asks for things, as others will read it."""
+    return f"{user_name()}@{socket.gethostname()}"
+
+
 def _registered() -> list[Path]:
     found = (_text_of(entry) for entry in sorted(registry_folder().glob("*.json")))
     return [Path(json.loads(text)["folder"]) for text in found if text]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +29,7 @@ from launcher.planview import print_placement
 from launcher.preflight import run_preflight
 from launcher.preflight_table import node_ranges, print_findings
 from launcher.progress import transfer_progress
-from launcher.registry import LaunchFile, Stage, register, user_name
+from launcher.registry import LaunchFile, Stage, register, user_at_host
 from launcher.report import Metrics, RunReport, RunState
 from launcher.runfile import run_json, with_run_file
 from launcher.script import Secret
@@ -182,7 +181,7 @@ def final_plan(job: Job, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
         own_command=job.options.own_command,
         manifest=manifest,
         token=Secret(secrets.token_hex(16)),
-        operator=f"{user_name()}@{socket.gethostname()}",
+        operator=user_at_host(),
     )
     return with_run_file(with_service_key(plan))
 

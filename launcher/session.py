@@ -86,12 +86,14 @@ def _why_not_started(transport: Transport, node: NodePlan, done: Completed, star
     return f"{what}; {node.run_dir}/logs/start.log says:\n{_text(done.stdout) or '(nothing)'}"
 
 
-def stop_session(transport: Transport, node: NodePlan, *, timeout: float) -> StopReport:
+def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: str = "", why: str = "") -> StopReport:
     """Stop everything of the run on one node; force is used after ``timeout`` seconds.
 
-    Raises SessionError when the node's own stop program does not answer.
+    ``by`` and ``why`` are told to the whole run: who asks, as alice@laptop, and by what, as Ctrl-C. Raises
+    SessionError when the node's own stop program does not answer.
     """
     options = ["--timeout", f"{timeout:g}", "--session", node.session]
+    options += [word for name, value in (("--by", by), ("--why", why)) if value for word in (name, value)]
     answer = _control(transport, node, ["stop", node.run_dir, *options], timeout + _STOP_SLACK)
     killed, leftovers = (
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")

@@ -132,7 +132,7 @@ def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
         ranks=spans([row.rank for row in rows]),
         state=_state(node, rows, age),
         epoch=_of(slowest.epoch, board.epochs) if slowest else "",
-        step=_of((slowest.step or 0) + 1, slowest.steps) if slowest else "",
+        step=_of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
         speed=_shown(_sum([row.seeds_per_s for row in stepping]), "{:,.0f}"),
         loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
         remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),

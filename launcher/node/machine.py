@@ -88,7 +88,6 @@ def capacity() -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "open_files": open_files if open_files >= 0 else 1 << 30,  # RLIM_INFINITY
         "open_files_most": most if most >= 0 else 1 << 30,
-        "uid": os.getuid(),
     }
 
 

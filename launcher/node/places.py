@@ -20,12 +20,10 @@ def folders(workdir: str, code: str) -> dict[str, Any]:
     while not os.path.exists(there):
         there = os.path.dirname(there)
     status = os.stat(there)
-    error = why_not_writable(there)
     return {
         "workdir": real,
         "workdir_base": there,
-        "workdir_writable": not error,
-        "workdir_error": error,
+        "workdir_error": why_not_writable(there),
         "workdir_id": "%d:%d" % (status.st_dev, status.st_ino),
         "noexec": bool(os.statvfs(there).f_flag & os.ST_NOEXEC),
         "disk_free": space(there)["free"],

@@ -25,7 +25,6 @@ RESOLVE_SECONDS = 8.0
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
-    started = time.time()
     asked = machine.commands(bool(request.get("devices")))
     there = addresses()
     address = numeric(request["address"]) or own_address(request["peer"])
@@ -53,7 +52,6 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     facts["leftovers"] = leftovers(facts["workdir"])
     facts["tmux"] = machine.tmux_version(asked)
     facts.update(gpus(asked))
-    facts["times"] = [started, time.time()]
     return facts
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,6 @@ HEALTHY: dict[str, Any] = {
     "open_files": 1024,
     "open_files_most": 1 << 20,
     "workdir_base": "/home/ann",
-    "workdir_writable": True,
     "workdir_error": "",
     "workdir_id": "1:2",
     "noexec": False,
@@ -65,7 +63,7 @@ def cluster(count: int, **changes: Any) -> ClusterConfig:
 def probe_of(k: int, **facts: Any) -> dict[str, Any]:
     """What healthy node ``k`` answers, changed by ``facts``."""
     own = {"hostname": f"box{k}", "address": f"10.0.0.{k}", "interface": "eth0", "workdir": f"/w/{k}"}
-    return {**HEALTHY, **own, "times": [time.time(), time.time()], **facts}
+    return {**HEALTHY, **own, **facts}
 
 
 def versions(**changes: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import lease, procs
 from launcher.node.book import Book, Mailbox
 from launcher.node.child import Child, Loop, outcome, signal_name
+from launcher.node.ended import Ended, conflicts
 from launcher.node.ending import end_processes
 from launcher.node.health import Finding, Health
 from launcher.node.hub import Hub
@@ -36,14 +37,6 @@ _TURN = 0.2  # seconds between two looks at files
 _LOST_GRACE = 2.0  # seconds of grace when a lost node has cost most of the ten in which a run must end
 _LEAVING = 15.0  # seconds beyond the grace in which the others' end, or their word that ours is known, must come
 _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
-
-
-class Ended(Exception):
-    """This node's part has ended, and how."""
-
-    def __init__(self, state: str, reason: str, cause: Cause | None = None) -> None:
-        super().__init__(reason)
-        self.state, self.reason, self.cause = state, reason, cause
 
 
 class Supervisor:
@@ -100,17 +93,12 @@ class Supervisor:
 
     def take_leases(self) -> None:
         """Take this node's devices and ports for ourselves."""
-        if not self.spec.leases:
-            return
-        holder = lease.this_process(self.spec.run_id, self.spec.node_rank, self.spec.operator)
         try:
-            theirs = lease.take(self.spec.leases, holder)
+            taken = conflicts(self.spec)
         except lease.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
-        if theirs:
-            raise self.failed(
-                "node", "; ".join(f"{lease.thing(one.resource)} is {lease.describe(one)}" for one in theirs)
-            )
+        if taken:
+            raise self.failed("node", taken)
 
     def open_peers(self) -> None:
         try:
@@ -169,7 +157,7 @@ class Supervisor:
             where = command.get("cwd") or os.getcwd()
             note = f"cannot start {command['argv'][0]} in {where}: {error.strerror}"
             self.record(name, None, returncode=127, ended=time.time(), note=note)
-            raise self.failed(name, f"could not start: {note}") from error
+            raise self.failed(name, f"could not start ({command['argv'][0]} in {where}: {error.strerror})") from error
         self.children.append(child)
         self.loop.add(child)
         self.journal.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
@@ -322,17 +310,8 @@ class Supervisor:
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         cause = self.peers.cause or self.cause
-        result = {
-            "node_rank": self.spec.node_rank,
-            "state": end.state,
-            "reason": end.reason,
-            "outcomes": list(self.book.outcomes.values()),
-            "clock_offset": self.peers.offset,
-            "lost": self.peers.lost,
-            "cause": cause if cause and cause["node_rank"] != self.spec.node_rank else None,
-            "asked": cause["asked"] if cause else None,
-            "findings": self.health.findings,
-        }
+        result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
+        result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "findings": self.health.findings}
         self.journal.put_last("result.json", result)
         self.leave()
 

@@ -46,7 +46,11 @@ class Run:
         """The node's rank, of the same number."""
         k = node.spec["node_rank"]
         runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(node.path), "--", *argv]
-        node.spec["trainer"] = {"argv": runner, "env": {"RANK": str(k)}, "cwd": str(node.path)}
+        node.spec["trainer"] = {
+            "argv": runner,
+            "env": {"RANK": str(k), "PYTHONPATH": str(NODE / "site")},
+            "cwd": str(node.path),
+        }
         node.spec["ranks"] = [k]
 
     def start(self, *, up: bool = True) -> Run:
@@ -73,7 +77,9 @@ class Run:
         for node in self.nodes:
             assert node.supervisor is not None
             node.supervisor.wait(max(0.1, since + within + 5 - time.monotonic()))
-        wait_until(lambda: not any(node.processes() for node in self.nodes), max(0.1, since + within - time.monotonic()))
+        wait_until(
+            lambda: not any(node.processes() for node in self.nodes), max(0.1, since + within - time.monotonic())
+        )
         seconds = time.monotonic() - since
         print(f"clean after {seconds:.1f} s")
         assert seconds < within

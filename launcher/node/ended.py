@@ -1,0 +1,37 @@
+"""How one node's part of a run ends, and what keeps it from beginning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.node import lease
+from launcher.node.peers import Cause
+from launcher.node.spec import NodeSpec
+
+
+class Ended(Exception):
+    """This node's part has ended, and how."""
+
+    def __init__(self, state: str, reason: str, cause: Cause | None = None) -> None:
+        super().__init__(reason)
+        self.state, self.reason, self.cause = state, reason, cause
+
+    def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
+        """What ``result.json`` says of it; ``cause`` is what ended the run, wherever that was."""
+        elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
+        asked = cause["asked"] if cause is not None else None
+        return {
+            "node_rank": node_rank,
+            "state": self.state,
+            "reason": self.reason,
+            "cause": elsewhere,
+            "asked": asked,
+        }
+
+
+def conflicts(spec: NodeSpec) -> str:
+    """Take the node's leases; who holds one of them already, in words. Raises lease.LeaseError."""
+    if not spec.leases:
+        return ""
+    theirs = lease.take(spec.leases, lease.this_process(spec.run_id, spec.node_rank, spec.operator))
+    return "; ".join(f"{lease.thing(one.resource)} is {lease.describe(one)}" for one in theirs)

@@ -1,0 +1,202 @@
+"""Preflight's test of the wire on real hosts: what is closed is named, and each node gets an address that all reach."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from launcher import wiring
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.placement import make_sites
+from launcher.plan import NodeFacts
+from launcher.preflight import PreflightReport, run_preflight
+from launcher.transport import close_all, connect_all
+from netns import Host, Machine, NetCluster, ip
+
+PORTS = RunConfig(master_port=29500, control_port=29400, service_port=29600)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Four hosts; the last one's interface has another name."""
+    shared = tmp_path_factory.mktemp("shared")
+    with NetCluster(4, shared_folder=shared, machines={3: Machine(interface="ens7")}) as cluster:
+        with mock.patch.dict(os.environ, cluster.environment(), clear=True):
+            yield cluster.hosts
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not answer here within a second never will."""
+    monkeypatch.setattr(wiring, "_SECONDS", 1.0)
+
+
+def config_of(hosts: list[Host], **of_data: str) -> ClusterConfig:
+    nodes = tuple(NodeConfig(host=host.address, user="root", python=sys.executable) for host in hosts)
+    return ClusterConfig(nodes=nodes, data=DataConfig("synthetic", **of_data), run=PORTS)
+
+
+def with_node(config: ClusterConfig, k: int, **changed: str) -> ClusterConfig:
+    nodes = list(config.nodes)
+    nodes[k] = replace(nodes[k], **changed)
+    return replace(config, nodes=tuple(nodes))
+
+
+def check(config: ClusterConfig, *, fresh: bool = True) -> PreflightReport:
+    lines = connect_all(config)
+    try:
+        return run_preflight(config, lines, fresh=fresh)
+    finally:
+        close_all(lines)
+
+
+def blocked(report: PreflightReport) -> list[str]:
+    return [finding.message for finding in report.findings if finding.severity == "block"]
+
+
+def interfaces(report: PreflightReport) -> list[str]:
+    return [fact.interface for fact in report.facts.values()]
+
+
+@contextmanager
+def rules(host: Host, *words: str) -> Iterator[None]:
+    """Routes and rules of ``ip`` on one host, for a while."""
+    with ExitStack() as stack:
+        for text in words:
+            what, _, rest = text.partition(" ")
+            ip(f"-n {host.name} {what} add {rest}")
+            stack.callback(ip, f"-n {host.name} {what} del {rest}")
+        yield
+
+
+def test_all_ways_open_and_each_node_its_own_interface(hosts: list[Host]) -> None:
+    begun = time.monotonic()
+    report = check(config_of(hosts))
+    assert time.monotonic() - begun < 10
+    assert blocked(report) == []
+    assert interfaces(report) == ["eth0", "eth0", "eth0", "ens7"]
+    assert "all 12 pairs reach each other" in {finding.message for finding in report.findings}
+    sites = make_sites(config_of(hosts), "r", report.facts, "d" * 16, None)
+    assert [site.interface for site in sites] == ["eth0", "eth0", "eth0", "ens7"]
+    assert [site.bind for site in sites] == [host.address for host in hosts]
+
+
+def test_nothing_listens_any_more_afterwards(hosts: list[Host]) -> None:
+    check(config_of(hosts))
+    for host in hosts:
+        listening = host.run(["bash", "-c", "cat /proc/net/tcp /proc/net/tcp6"]).stdout
+        assert not [
+            port for port in (29400, 29500, *range(29600, 29604)) if f":{port:04X} 0" in listening.split(" 0A ")
+        ]
+        assert host.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("where", "rule", "says"),
+    [
+        (0, "sport 29500 to {2} blackhole", "node2 → node0:29500 blocked: no answer"),
+        (2, "dport 29500 to {0} unreachable", "node2 → node0:29500 blocked: no route"),
+        (0, "sport 29400 blackhole", "all → node0:29400 blocked: no answer"),
+    ],
+)
+def test_one_port_closed(hosts: list[Host], where: int, rule: str, says: str) -> None:
+    rule = rule.format(*(host.address for host in hosts))
+    with rules(hosts[where], f"rule {rule.rsplit(' ', 1)[1]} ipproto tcp {rule.rsplit(' ', 1)[0]}"):
+        assert blocked(check(config_of(hosts))) == [says]
+    assert blocked(check(config_of(hosts))) == []
+
+
+def test_a_node_that_others_cannot_see(hosts: list[Host]) -> None:
+    others = [host.address for k, host in enumerate(hosts) if k != 1]
+    with rules(hosts[1], *(f"route blackhole {address}" for address in others)):
+        told = blocked(check(config_of(hosts)))
+    assert told == ["node1 → all blocked: no route", "all → node1 blocked: no answer"]
+
+
+def test_a_firewall_is_found_although_the_cache_knew_better(hosts: list[Host]) -> None:
+    config = config_of(hosts)
+    check(config, fresh=False)
+    known = check(config, fresh=False)
+    assert "all 12 pairs reach each other, 6 of them checked" in next(
+        f.message for f in known.findings if f.check == "wire"
+    )
+    with rules(hosts[3], "rule blackhole ipproto tcp sport 29603"):
+        assert blocked(check(config, fresh=False)) == ["all → node3:29603 blocked: no answer"]
+    with rules(hosts[3], f"route blackhole {hosts[1].address}"):  # a route is seen, whether or not it is tried
+        assert blocked(check(config, fresh=False)) != []
+
+
+def test_the_network_that_all_share_is_taken(hosts: list[Host]) -> None:
+    """Node1 and node2 do not see each other on the first network, but on a second one."""
+    second = [f"172.31.99.{10 + k}" for k in range(4)]
+    with ExitStack() as stack:
+        for host, address in zip(hosts, second, strict=True):
+            stack.enter_context(rules(host, f"addr {address}/24 dev {host.machine.interface}"))
+        stack.enter_context(rules(hosts[1], f"route blackhole {hosts[2].address}"))
+        report = check(config_of(hosts))
+    assert blocked(report) == []
+    addresses = [fact.address for fact in report.facts.values()]
+    assert addresses == [hosts[0].address, second[1], second[2], hosts[3].address]
+
+
+def test_a_name_that_is_loopback_on_its_own_host(hosts: list[Host]) -> None:
+    """As Debian installs it: the host's own name is 127.0.1.1 there."""
+    report = check(with_node(config_of(hosts), 0, address=hosts[0].name))
+    assert blocked(report) == []
+    assert (report.facts[0].address, report.facts[0].interface) == (hosts[0].address, "eth0")
+
+
+def test_an_address_behind_nat(hosts: list[Host]) -> None:
+    """An address that leads to node1, but is on none of its interfaces."""
+    outside = "198.51.100.7"
+    with ExitStack() as stack:
+        stack.enter_context(rules(hosts[1], f"route local {outside} dev lo"))
+        for k in (0, 2, 3):
+            dev = hosts[k].machine.interface
+            stack.enter_context(rules(hosts[k], f"route {outside} via {hosts[1].address} dev {dev}"))
+        config = with_node(config_of(hosts), 1, address=outside)
+        report = check(config)
+        assert blocked(report) == []
+        site = make_sites(config, "r", report.facts, "d" * 16, None)[1]
+        assert (site.address, site.bind, site.interface) == (outside, "0.0.0.0", "eth0")
+    told = blocked(check(config))
+    assert told == ["all → node1:29601 blocked: no route"]
+
+
+def test_another_machine_at_the_configured_address(hosts: list[Host]) -> None:
+    told = blocked(check(with_node(config_of(hosts), 1, address=hosts[3].address)))
+    assert told == ["all → node1:29601 blocked: refused"]
+
+
+def test_shared_folder_and_copies(hosts: list[Host], tmp_path: Path) -> None:
+    shared = hosts[0].cluster.shared_folder
+    assert shared is not None
+    parts = shared / "parts"
+    parts.mkdir()
+    (parts / "manifest.json").write_text("{}")
+    config = config_of(hosts, folder=str(parts), mode="verify")
+    assert says(config, "shared folder") == {"one folder on node0–node3"}
+    hosts[3].write("/tmp/copy/manifest.json", "{}")
+    apart = with_node(config, 3, data_folder="/tmp/copy")
+    assert says(apart, "shared folder") == {
+        "one folder on node0–node2",
+        "not the folder of node0; parts are compared by digest",
+    }
+    assert [path.name for path in parts.iterdir()] == ["manifest.json"]
+
+
+def says(config: ClusterConfig, name: str) -> set[str]:
+    return {finding.message for finding in check(config).findings if finding.check == name}
+
+
+def test_clocks_are_told_to_milliseconds(hosts: list[Host]) -> None:
+    facts: dict[int, NodeFacts] = check(config_of(hosts)).facts
+    assert all(abs(fact.clock_offset) < 0.05 for fact in facts.values())

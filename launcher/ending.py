@@ -113,11 +113,15 @@ class Ending:
                 yield Outcome.from_record(record, node.target, self.clock_offset(k))
             yield from self._node_outcomes(node, records, lost.get(k))
             yield from self._told_by_others(node, records)
-        for finding in self.findings():
-            if finding.get("stop"):
-                host = self.plan.nodes[finding["node_rank"]].target
-                when = finding["t"] - self.clock_offset(finding["node_rank"])
-                yield Outcome.of_finding(finding, host, when)
+        for finding in self._stopping:
+            host = self.plan.nodes[finding["node_rank"]].target
+            when = finding["t"] - self.clock_offset(finding["node_rank"])
+            yield Outcome.of_finding(finding, host, when)
+
+    @property
+    def _stopping(self) -> list[Mapping[str, Any]]:
+        """Findings that ended the run though no process had failed."""
+        return [finding for finding in self.findings() if finding.get("stop")]
 
     def _node_outcomes(self, node: NodePlan, records: Any, lost: Lost | None) -> Iterator[Outcome]:
         k = node.node_rank
@@ -126,7 +130,7 @@ class Ending:
             yield Outcome.of_node(k, node.target, lost.why, lost.when)
         elif result.get("reason", "").startswith("SIG"):
             yield Outcome.of_stopped_node(k, node.target, result["reason"], self._when(k, records))
-        elif result.get("state") == "failed" and not any(record["failed"] for record in records):
+        elif result.get("state") == "failed" and not (self._stopping or any(record["failed"] for record in records)):
             yield Outcome.of_node(k, node.target, result["reason"], self._when(k, records))
 
     def _when(self, k: int, records: Any) -> float:

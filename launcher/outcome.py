@@ -78,7 +78,8 @@ class Outcome:
         note = str(finding["text"])
         name = "node" if finding.get("rank") is None else f"rank{finding['rank']}"
         rank = finding.get("rank")
-        return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), ())
+        tail = tuple(finding.get("stacks") or ())
+        return cls(name, finding["node_rank"], host, rank, None, None, None, when, True, False, False, note, (), tail)
 
     @classmethod
     def of_cause(cls, cause: Mapping[str, Any], host: str, when: float) -> Outcome:

@@ -158,11 +158,13 @@ def test_what_followed_is_folded_by_what_it_says_and_what_was_stopped_is_counted
 def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> None:
     text = "no process has trained a step for 131 s (the longest step before took 4.1 s)"
     finding = {"t": 110.0, "kind": "stall", "node_rank": 1, "rank": 3, "text": text, "stop": True}
+    finding["stacks"] = ["ranks 0-2: backward at trainer/train/optimize.py:43", "rank 3: sleep at mine.py:7"]
     straggler = {"t": 100.0, "kind": "straggler", "node_rank": 0, "rank": 0, "text": "rank 0 is slow", "stop": False}
     first = Outcome.of_finding(finding, "hostb", 110.0)
     findings = (finding, straggler)
     run = RunReport("r1", "failed", (first,), first, Metrics(()), 1.0, tmp_path, findings=findings)
     assert f"The run failed: rank 3 on node1 (hostb): {text}" in printed(run)
+    assert "  rank 3: sleep at mine.py:7" in printed(run)
     assert "straggler: rank 0 is slow" in printed(run) and printed(run).count(text) == 1
     assert run.exit_status == 1
 

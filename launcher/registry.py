@@ -95,7 +95,7 @@ class LaunchFile:
             return _from_json(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
             raise FleetError(
-                f"{folder / NAME} is damaged ({error!r}); delete it, the run's other files do without"
+                f"{folder / NAME} is damaged ({error}); delete it, the run's other files do without"
             ) from None
 
     @property

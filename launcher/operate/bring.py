@@ -54,13 +54,21 @@ def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = Non
         told = f"run {run_id} still runs{f' ({where})' if where else ''}; what there is by now is in {folder}"
         return Brought(folder, None, told, collected.notes, 0)
     if away and not _known_by_others(views):
-        names = ", ".join(view.node.label for view in away)
-        told = f"run {run_id}: {names} cannot be reached, so how it ended is not known; what the others have is in "
-        told += f"{folder}. Collect again when it is back; what is here is not fetched twice"
+        told = _unknown_end(run_id, views, folder)
         return Brought(folder, None, told, collected.notes, 1)
     report = report_of(run, views, collected, folder)
     report.write()
     return Brought(folder, report, "", collected.notes, report.exit_status)
+
+
+def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> str:
+    away = [view.node.label for view in views.values() if not view.reached]
+    if len(away) == len(views):
+        return f"run {run_id}: none of its nodes can be reached, so nothing could be collected"
+    return (
+        f"run {run_id}: {', '.join(away)} cannot be reached, so how the run ended is not known; what the others have "
+        f"is in {folder}. Collect again later: what is here is not fetched twice"
+    )
 
 
 def report_of(run: OpenRun, views: Mapping[int, NodeView], collected: Collected, folder: Path) -> RunReport:

@@ -39,7 +39,10 @@ class FoundRun:
     def needed_plan(self) -> LaunchPlan:
         """The plan; raises FleetError where there is none."""
         if self.plan is None:
-            raise FleetError(f"run {self.run_id} has no plan: its launcher ended before it was made, so nothing runs")
+            raise FleetError(
+                f"run {self.run_id} never got to its nodes: its launcher ended before there was a plan; "
+                f"`gnnfleet status {self.run_id}` tells more"
+            )
         return self.plan
 
     @property

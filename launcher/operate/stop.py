@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from launcher.follow import how_to_stop
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView, OpenRun, if_there, was_absent
 from launcher.plan import NodePlan
-from launcher.registry import LaunchFile, user_name
+from launcher.registry import LaunchFile, user_at_host
 from launcher.transport.base import Transport
 from launcher.words import count
 
@@ -77,7 +76,7 @@ def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[
 def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView, timeout: float, now: bool) -> Stopped:
     if isinstance(line, TransportError):
         raise line
-    words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", who(), "--why", "gnnfleet stop"]
+    words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
     command = if_there(
         node, (f"{node.code_dir}/launcher/node/control.py", "stop", node.run_dir, *words, *(["--now"] if now else []))
     )
@@ -113,11 +112,6 @@ def summary(found: FoundRun, stopped: list[Stopped]) -> str:
         return f"run {found.run_id}: nothing of it is left on its {count(len(stopped), 'node')}"
     names = ", ".join(one.node.label for one in dirty)
     return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run parts of it: {names}"
-
-
-def who() -> str:
-    """Who asks, as the others will read it."""
-    return f"{user_name()}@{socket.gethostname()}"
 
 
 def _reason(error: Exception) -> str:

@@ -32,8 +32,8 @@ _DOING = {
     "preflight": "checking its nodes",
     "partition": "making its parts",
     "sync": "sending files to its nodes",
-    "start": "starting it",
-    "train": "following it",
+    "start": "starting the run",
+    "train": "following the run",
     "collect": "collecting its results",
     "end": "ending",
 }
@@ -93,9 +93,12 @@ def judge(found: FoundRun, views: Views) -> Verdict:
 
 
 def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], away: list[NodeView]) -> Verdict:
-    ending = [view for view in alive if view.word == "stopping"]
-    state: State = "stopping" if ending else "running"
-    verb = "is stopping" if ending else "trains" if any(view.word == "training" for view in alive) else "is starting"
+    broken = any(view.reached and view.word in ("failed", "lost") for view in everyone)  # the others notice in seconds
+    state: State = "stopping" if broken or any(view.word == "stopping" for view in alive) else "running"
+    if state == "stopping":
+        verb = "is failing" if broken else "is stopping"
+    else:
+        verb = "trains" if any(view.word == "training" for view in alive) else "is starting"
     plan = found.needed_plan
     size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
     where = progress_words(found, alive)
@@ -113,7 +116,7 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]
     else:
         rest = "the others have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
         told = f"run {found.run_id}: {_names(away)} cannot be reached from here; {rest} nothing of it running any more"
-    notes = [*_away_notes(away, reached), *(_ended_note(view) for view in reached), _upper(launcher_words(found))]
+    notes = [*_away_notes(away, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
     return Verdict("unknown", told, tuple(notes), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
 
 
@@ -129,8 +132,8 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
         state, told = "failed", f"run {found.run_id} has failed ({size})"
     else:
         state, told = "stopped", f"run {found.run_id} was stopped ({size})"
-    notes = [_ended_note(view) for view in everyone if view.word != "done"]
     why = first_cause(everyone)
+    notes = [_ended_note(view) for view in everyone if view.word != "done" and _why_ended(view) not in why]
     told += f": {why}" if why else ""
     return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
 
@@ -177,7 +180,7 @@ def launcher_words(found: FoundRun) -> str:
     if alive is None:
         return f"it was launched by {launch.who}, whose launcher cannot be seen from here"
     gone = clock(last_sign(found.folder)) if found.folder else clock(launch.since)
-    return f"its launcher ({who}) is gone: it ended while {_DOING[launch.stage]}, after {gone}"
+    return f"its launcher ({who}) died while {_DOING[launch.stage]} (last sign of it {gone})"
 
 
 def _launcher(launch: LaunchFile) -> str:
@@ -209,7 +212,7 @@ def first_cause(views: Sequence[NodeView]) -> str:
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:
-            return f"node{cause['node_rank']}: {cause['reason']}"
+            return str(cause["reason"]) if cause["kind"] == "stop" else f"node{cause['node_rank']}: {cause['reason']}"
     told = [f"node{view.node.node_rank}: {why}" for view in views if (why := _why_ended(view))]
     return told[0] if told else ""
 
@@ -246,17 +249,13 @@ def _away_notes(away: Sequence[NodeView], others: Sequence[NodeView]) -> list[st
         told = f"{view.node.label} cannot be reached from here: {view.unreachable}"
         if heard:
             peer = heard[0].state["peers"][k]  # type: ignore[index]
-            told += f"; node{heard[0].node.node_rank} last heard of it {peer['age']:.0f} s ago ({peer['state']})"
+            told += f"; node{heard[0].node.node_rank} last heard of it {peer['age']:.1f} s ago ({peer['state']})"
         notes.append(told)
     return notes
 
 
 def _names(views: Sequence[NodeView]) -> str:
     return ", ".join(view.node.label for view in views)
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def clock(when: float) -> str:

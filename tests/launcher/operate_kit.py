@@ -34,6 +34,7 @@ class MadeRun:
 
     def __init__(self, top: Path, run_id: str = "r1", num_nodes: int = 2):
         self.top, self.run_id = top, run_id
+        self.away: tuple[int, ...] = ()  #: nodes that cannot be reached
         self.folder = top / "runs" / run_id
         self.plan = self._plan(num_nodes)
         self.config = ClusterConfig(

@@ -63,7 +63,7 @@ def test_killed_while_starting_tells_which_nodes_run(made, capsys) -> None:
     made.launched("start").start(TRAINS, 0)
     made.await_training(0)
     told = status_of(capsys)
-    assert told["state"] == "running" and "is gone: it ended while starting it" in told["sentence"]
+    assert told["state"] == "running" and "died while starting the run" in told["sentence"]
     assert [node["state"] for node in told["nodes"]] == ["training", "not started"]
     assert told["notes"] == ["node1 (local): not started"]
 

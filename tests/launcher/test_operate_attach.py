@@ -1,0 +1,97 @@
+"""``attach``: real tmux on a private server, one pane per node, and the run left alone."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import run
+from launcher.config import NodeConfig
+from launcher.operate.choice import Choice, chosen
+from launcher.operate.panes import Pane, attach_argv, make_session, panes_of
+from node_kit import wait_until
+from operate_kit import MadeRun
+
+
+@pytest.fixture(autouse=True)
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield
+    tmux("kill-server")
+
+
+def tmux(*words: str) -> str:
+    done = subprocess.run(["tmux", *words], capture_output=True, text=True, timeout=10, check=False)
+    return done.stdout + done.stderr
+
+
+def nodes_running(made: MadeRun) -> None:
+    """Each node's session, as the launcher starts it; what it shows stands for the supervisor."""
+    for node in made.plan.nodes:
+        tmux("new-session", "-d", "-s", node.session, f"echo 'supervisor of {node.label}'; exec sleep 60")
+
+
+def shown(session: str, pane: int) -> str:
+    return tmux("capture-pane", "-p", "-t", f"={session}:0.{pane}")
+
+
+def test_a_pane_per_node_shows_its_session(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path).launched("train")
+    nodes_running(made)
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        name = make_session("r1", panes_of(opened.found))
+    for k in range(2):
+        wait_until(lambda k=k: f"supervisor of node{k} (local)" in shown("gnnfleet-r1", k))
+    titles = tmux("list-panes", "-t", "=gnnfleet-r1:", "-F", "#{@gnnfleet_node} #{pane_width}x#{pane_height}")
+    assert [line.rpartition(" ")[0] for line in titles.splitlines()] == ["node0 (local)", "node1 (local)"]
+    assert "synchronize-panes off" in tmux("show-options", "-w", "-t", "=gnnfleet-r1:", "synchronize-panes")
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        assert make_session("r1", panes_of(opened.found)) == name, "a second attach finds it"
+    tmux("kill-session", "-t", "=gnnfleet-r1")
+    sessions = tmux("list-sessions", "-F", "#{session_name}").split()
+    assert sessions == ["gnnfleet-r1-node0", "gnnfleet-r1-node1"], "leaving ends nothing of the run"
+
+
+def test_the_pane_of_an_ended_node_says_so_and_stays(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path).launched("train")
+    nodes_running(made)
+    tmux("kill-session", "-t", "=gnnfleet-r1-node1")
+    with chosen(Choice("r1"), offline=lambda found: True) as opened:
+        make_session("r1", panes_of(opened.found))
+    wait_until(lambda: "node1 (local): not attached (the run has ended there" in shown("gnnfleet-r1", 1))
+    tmux("kill-session", "-t", "=gnnfleet-r1-node0")
+    wait_until(lambda: "node0 (local): not attached" in shown("gnnfleet-r1", 0))
+    assert len(tmux("list-panes", "-t", "=gnnfleet-r1:").splitlines()) == 2
+
+
+def test_forty_nodes_fill_several_windows(tmp_path: Path) -> None:
+    make_session("many", [Pane(f"node{k} (gnn{k})", ("sleep", "60")) for k in range(40)])
+    windows = tmux("list-windows", "-t", "=gnnfleet-many:", "-F", "#{window_panes}").split()
+    assert windows == ["16", "16", "8"]
+
+
+def test_commands_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = MadeRun(tmp_path).launched("train")
+    assert run(["attach", "r1", "--print"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"env TMUX= tmux attach -r -t =gnnfleet-r1-node{k}" for k in range(2)
+    ]
+    node = NodeConfig("gnn2", port=2222, user="alice", key="/keys/my key")
+    far = replace(made.config, transport="ssh", nodes=(node, node))
+    assert attach_argv(far, made.plan.nodes[1]) == (
+        "ssh", "-t", "-p", "2222", "-i", "/keys/my key", "alice@gnn2", "tmux attach -r -t =gnnfleet-r1-node1",
+    )  # fmt: skip
+
+
+def test_attach_wants_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    MadeRun(tmp_path).launched("train")
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))
+    assert run(["attach", "r1"]) == 2
+    assert "attach needs a terminal; --print shows the command for each node" in capsys.readouterr().err

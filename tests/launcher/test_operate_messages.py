@@ -1,0 +1,173 @@
+"""Everything these commands can say of a run, provoked by what lies on its nodes; to be read aloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from golden_kit import check_messages
+from launcher.cli import run
+from launcher.errors import UnreachableError
+from launcher.node.procs import look
+from launcher.operate import views
+from launcher.registry import user_at_host
+from operate_kit import MadeRun
+
+STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0, "remote_share": 0.25, "at": None}
+
+
+def state(made: MadeRun, k: int, word: str = "training", *, alive: bool = True, **more: Any) -> None:
+    """What node k's supervisor has written; this process stands for it."""
+    node = made.nodes[k]
+    node.write_spec()
+    me = look(os.getpid())
+    assert me is not None
+    ticks = me.start_ticks if alive else 1
+    told = {"state": word, "time": time.time(), "pid": me.pid, "start_ticks": ticks, "ranks": {str(k): STEP}}
+    (node.path / "state.json").write_text(json.dumps({**told, **more}))
+
+
+def result(made: MadeRun, k: int, word: str, reason: str = "", **more: Any) -> None:
+    state(made, k, word)
+    told = {"node_rank": k, "state": word, "reason": reason, "outcomes": [], "cause": None, **more}
+    (made.nodes[k].path / "result.json").write_text(json.dumps(told))
+
+
+def trains(made: MadeRun, **more: Any) -> None:
+    for k in range(2):
+        state(made, k, **more)
+
+
+def collected(made: MadeRun, word: str, **more: Any) -> None:
+    made.launched("end")
+    told = {"run_id": "r1", "state": word, "seconds": 754.0, "notes": [], "metrics": {}, "nodes": [{}], **more}
+    (made.folder / "result.json").write_text(json.dumps(told))
+
+
+def asked_to_stop(made: MadeRun) -> None:
+    made.launched("train", detached=True)
+    for k in range(2):
+        cause = {"node_rank": 0, "name": "node", "kind": "stop", "reason": "bob@desk asked for it (gnnfleet stop)"}
+        result(made, k, "stopped", "bob@desk asked for it (gnnfleet stop)", cause=cause)
+
+
+def failed(made: MadeRun) -> None:
+    made.launched("train")
+    result(made, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
+    result(made, 1, "failed", "rank 1 ran out of memory (killed by the kernel)")
+
+
+CAUSE = {"name": "rank1", "kind": "failure", "reason": "rank 1 ran out of memory (killed by the kernel)"}
+
+
+def half_started(made: MadeRun) -> None:
+    made.launched("start")
+    state(made, 0, "starting")
+
+
+def lost_supervisor(made: MadeRun) -> None:
+    made.launched("train")
+    state(made, 0)
+    state(made, 1, alive=False)
+
+
+def done_while_collecting(made: MadeRun) -> None:
+    made.launched("collect")
+    for k in range(2):
+        result(made, k, "done")
+
+
+def out_of_reach(*ranks: int) -> Callable[[MadeRun], None]:
+    def set_up(made: MadeRun) -> None:
+        made.launched("train")
+        trains(made, peers={"1": {"state": "training", "age": 0.4}})
+        made.away = ranks
+
+    return set_up
+
+
+SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
+    "launcher killed while connecting": (lambda made: made.launched("connect"), [["status"], ["stop"], ["logs"]]),
+    "launcher killed during preflight": (lambda made: made.launched("preflight"), [["status"], ["attach"]]),
+    "launcher killed while partitioning": (lambda made: made.launched("partition"), [["status"], ["collect"]]),
+    "launcher killed during sync": (lambda made: made.launched("sync"), [["status"], ["runs"]]),
+    "launcher alive during sync": (lambda made: made.launched("sync", alive=True), [["status"], ["resume", "r1"]]),
+    "launcher killed while starting, before any node": (lambda made: made.launched("start"), [["status"]]),
+    "launcher killed while starting": (half_started, [["status"]]),
+    "launcher killed while training": (
+        lambda made: trains(made.launched("train")),
+        [["status"], ["collect"], ["resume", "r1"], ["runs"]],
+    ),
+    "detached": (lambda made: trains(made.launched("train", detached=True)), [["status"]]),
+    "launched elsewhere, home shared": (
+        lambda made: trains(made.launched("train", host="laptop", boot_id="its own")),
+        [["status"]],
+    ),
+    "launcher killed while collecting": (done_while_collecting, [["status"]]),
+    "failed, nobody collected": (failed, [["status"]]),
+    "stopped by somebody": (asked_to_stop, [["status"]]),
+    "supervisor killed": (lost_supervisor, [["status"]]),
+    "node 1 out of reach": (out_of_reach(1), [["status"], ["logs", "--all"]]),
+    "no node in reach": (out_of_reach(0, 1), [["status"], ["collect"]]),
+    "done and collected": (
+        lambda made: collected(made, "done", metrics={"test_accuracy": 0.8123}),
+        [["status"], ["stop"], ["resume", "r1"], ["runs"]],
+    ),
+    "refused by preflight": (
+        lambda made: collected(made, "failed", nodes=[], notes=["preflight refused the run because of node1"]),
+        [["status"], ["runs"]],
+    ),
+    "mistyped": (
+        lambda made: MadeRun(made.top, "r12").launched("connect") and made.launched("connect"),
+        [["status", "nonsense"], ["status", "r"], ["status", "../here"], ["status", "./nowhere"]],
+    ),
+    "no run at all": (lambda made: None, [["status"], ["status", "r1"], ["runs"]]),
+    "a damaged launch.json": (
+        lambda made: (made.launched("train").folder / "launch.json").write_text("{"),
+        [["status"]],
+    ),
+}
+
+
+def words_of(text: str, top: Path) -> str:
+    """Without what changes from run to run."""
+    me = user_at_host()
+    for old, new in {str(top): "…", me.partition("@")[2]: "laptop", "(local)": "(gnn)"}.items():
+        text = text.replace(old, new)
+    text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?|\d\d:\d\d:\d\d", "12:03:11", text)
+    text = re.sub(r"pid \d+", "pid 4711", text)
+    text = re.sub(r"\d+\.\d s ago", "0.4 s ago", text)
+    return re.sub(r" +$", "", text, flags=re.MULTILINE)
+
+
+def test_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    told = []
+    for number, (scene, (set_up, commands)) in enumerate(SCENES.items()):
+        top = tmp_path / str(number)
+        (top / "here").mkdir(parents=True)
+        monkeypatch.chdir(top / "here")
+        monkeypatch.setenv("XDG_STATE_HOME", str(top / "state"))
+        made = MadeRun(top)
+        set_up(made)
+        with monkeypatch.context() as patch:
+            lose(patch, made.away)
+            for command in commands:
+                status = run(command)
+                captured = capsys.readouterr()
+                said = words_of(captured.out + captured.err, top)
+                told.append((f"{scene}: gnnfleet {' '.join(command)} [exit {status}]", said))
+    check_messages("operate", told)
+
+
+def lose(patch: pytest.MonkeyPatch, away: tuple[int, ...]) -> None:
+    connect_all = views.connect_all
+    errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in away}
+    patch.setattr(views, "connect_all", lambda config: {**connect_all(config), **errors})

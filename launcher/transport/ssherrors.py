@@ -63,7 +63,7 @@ def line_error(error: Exception, alive: bool, target: str, node_rank: int | None
 def _explain(failed: HopFailed, way: tuple[Hop, ...], timeout: float) -> tuple[type[TransportError], str, str]:
     error, hop = failed.error, failed.hop
     if isinstance(error, LoginRefused):
-        return _refused(error, hop)
+        return _refused(error, hop, is_node=hop == way[-1])
     if isinstance(error, paramiko.AuthenticationException) or failed.reached:
         return AuthError, f"the host hung up during login of {hop.user} ({error})", _by_hand(hop)
     if isinstance(error, paramiko.ChannelException):
@@ -75,53 +75,52 @@ def _by_hand(hop: Hop) -> str:
     return f"see what `ssh -v {hop.as_ssh_words}` says"
 
 
-def _refused(error: LoginRefused, hop: Hop) -> tuple[type[TransportError], str, str]:
-    offered, words = _offered(error, hop), hop.as_ssh_words
+def _refused(error: LoginRefused, hop: Hop, is_node: bool) -> tuple[type[TransportError], str, str]:
+    tried, by_hand = _tried(error, hop), _by_hand(hop)
     if error.wants_password:
-        return PasswordRefused, f"the host also wants a password of {hop.user} (after {offered})", "give it when asked"
+        return PasswordRefused, f"the host wants a password of {hop.user} beside the key", "give it when asked"
     if error.password_tried:
         return PasswordRefused, f"password of {hop.user} was not accepted", "check user and password, then try again"
-    if error.allowed and "publickey" not in error.allowed:
-        allowed = ", ".join(error.allowed)
-        remedy = f"set `password: true` to be asked for it; {_by_hand(hop)}"
-        if not {"password", "keyboard-interactive"} & set(error.allowed):
-            remedy = f"set up {allowed}; {_by_hand(hop)}"
-        return AuthError, f"the host accepts only {allowed} for {hop.user} (tried {offered})", remedy
-    if error.locked:
-        return (
-            AuthError,
-            f"no key was accepted for {hop.user}; {error.locked[0]} is encrypted and was not usable (tried {offered})",
-            f"`ssh-add` it to an ssh-agent, or set `key` and `password: true`; {_by_hand(hop)}",
-        )
     if error.credentials.password is not None:
+        only = ", ".join(error.allowed)
         return (
             AuthError,
-            f"the host accepts only {', '.join(error.allowed)} for {hop.user} (tried {offered})",
-            (f"set up {', '.join(error.allowed)}; {_by_hand(hop)}"),
+            f"the host takes no password of {hop.user}, only {only} ({tried})",
+            f"set up {only}; {by_hand}",
         )
-    return (
-        AuthError,
-        f"no key was accepted for {hop.user} (tried {offered})",
-        f"`ssh-copy-id {words}`, or set `key` or `password: true`; {_by_hand(hop)}",
-    )
+    if error.allowed and "publickey" not in error.allowed:
+        only = ", ".join(error.allowed)
+        asked = is_node and {"password", "keyboard-interactive"} & set(error.allowed)
+        remedy = "set `password: true` to be asked for it" if asked else f"set up {only}"
+        return AuthError, f"the host accepts only {only} for {hop.user} ({tried})", f"{remedy}; {by_hand}"
+    if error.locked:
+        what = f"no key was accepted for {hop.user}, and {error.locked[0]} is encrypted ({tried})"
+        ask = ", or set `key` and `password: true` to be asked for its passphrase" if is_node else ""
+        return AuthError, what, f"`ssh-add` it to an ssh-agent{ask}; {by_hand}"
+    others = "`key` or `password: true`" if is_node else "its IdentityFile in ~/.ssh/config"
+    remedy = f"`ssh-copy-id {hop.as_ssh_words}`, or set {others}; {by_hand}"
+    return AuthError, f"no key was accepted for {hop.user} ({tried})", remedy
 
 
-def _offered(error: LoginRefused, hop: Hop) -> str:
-    """What was offered at login, for a person."""
-    offered = list(error.offered)
-    if not any("agent" in each for each in offered):
-        offered.append("no key of the ssh-agent" if os.path.exists(hop.agent or os.devnull + "/") else "no ssh-agent")
-    if not any(os.path.sep in each for each in offered):
+def _tried(error: LoginRefused, hop: Hop) -> str:
+    """What was offered at login and what was not there, for a person."""
+    missing = [] if any("agent" in each for each in error.offered) else [_agent_state(hop)]
+    if not (error.locked or any(os.path.sep in each for each in error.offered)):
         folders = dict.fromkeys(os.path.dirname(path) for path in hop.identity_files)
-        offered += [f"no key in {folder}" for folder in folders]
-    return ", ".join(dict.fromkeys(offered))
+        missing += [f"no key in {folder}" for folder in folders]
+    offered = ", ".join(dict.fromkeys(error.offered))
+    return "tried " + ("; ".join([offered, *missing]) if offered else "nothing: " + ", ".join(missing))
+
+
+def _agent_state(hop: Hop) -> str:
+    return "no key in the ssh-agent" if hop.agent and os.path.exists(hop.agent) else "no ssh-agent"
 
 
 def _through_jump(error: paramiko.ChannelException, hop: Hop, way: tuple[Hop, ...]) -> tuple[str, str]:
-    via = way[way.index(hop) - 1].target
+    via = way[way.index(hop) - 1]
     return (
-        f"{via} could not open a line to {hop.host}:{hop.port} ({error.text})",
-        f"try `ssh {via} nc -z {hop.host} {hop.port}`; AllowTcpForwarding must be on there",
+        f"{via.target} could not open a line to {hop.host}:{hop.port} ({error.text})",
+        f"try `ssh {via.as_ssh_words} nc -z {hop.host} {hop.port}`; AllowTcpForwarding must be on there",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import threading
 import time
@@ -30,7 +31,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(params=["local", "ssh", "openssh"])
+no_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
+
+
+@pytest.fixture(params=["local", "ssh", pytest.param("openssh", marks=no_ssh)])
 def node(request: pytest.FixtureRequest, home: Path, tmp_path: Path) -> Iterator[Transport]:
     """A connected transport whose login folder is ``home``."""
     if request.param == "local":

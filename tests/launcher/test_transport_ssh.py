@@ -101,7 +101,7 @@ def test_no_key_at_all(sshd: Sshd, home: Path) -> None:
 
 def test_a_host_that_takes_no_passwords_says_what_it_takes(home: Path, client: paramiko.PKey) -> None:
     with serving(Sshd(home=home, host_key=new_key(), authorized=client)) as server:
-        with pytest.raises(AuthError, match="accepts only publickey"):
+        with pytest.raises(AuthError, match="takes no password of ann, only publickey"):
             ssh_to(server, password="right", host_keys="insecure").connect(10)
 
 
@@ -358,5 +358,3 @@ def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
     ]  # fmt: skip
     assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
     close_all(results)
-
-

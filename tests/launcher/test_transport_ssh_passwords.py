@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_without_a_terminal_it_is_said_what_was_wanted(monkeypatch: pytest.Monke
         ask_password("Password for ann on gnn1")
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
 def test_openssh_gets_the_password_by_no_word_and_no_variable(servers: list[Sshd]) -> None:
     transport = openssh_to(servers[0], password="right")
     transport.connect(10)
@@ -165,6 +167,7 @@ def test_openssh_gets_the_password_by_no_word_and_no_variable(servers: list[Sshd
     assert servers[0].logins == ["password ok"]
 
 
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
 def test_openssh_and_a_wrong_password(servers: list[Sshd]) -> None:
     with pytest.raises(PasswordRefused, match="ssh was not let in as ann") as caught:
         openssh_to(servers[0], password="wrong").connect(10)

@@ -135,6 +135,8 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
+    if site.node.devices:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own way puts the fastest kind first
     if site.interface:
         env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
     if site.threads is not None:

@@ -28,7 +28,7 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         message = f"no CUDA device {listed(map(str, lacking))}; there are {len(there)}, counted from 0"
         yield survey.finding(k, "block", "devices", message, "correct `devices`")
     else:
-        found = [*_driver(survey, k), *_shared(survey, k), *_order(survey, k)]
+        found = [*_driver(survey, k), *_shared(survey, k)]
         found += [finding for number in wanted for finding in _device(survey, k, number)]
         yield from found
         if not any(finding.severity == "block" for finding in found):
@@ -51,14 +51,6 @@ def _shared(survey: Survey, k: int) -> Iterator[Finding]:
         if j < k and both:
             message = f"CUDA device {listed(map(str, both))} is also {survey.labels([j])}'s, on the same machine"
             yield survey.finding(k, "block", "devices", message, "give each node `devices` of its own")
-
-
-def _order(survey: Survey, k: int) -> Iterator[Finding]:
-    """CUDA puts the fastest kind first, nvidia-smi goes by PCI bus."""
-    kinds = {gpu["name"] for gpu in survey.probes[k]["gpus"]}
-    if len(kinds) > 1 and "CUDA_DEVICE_ORDER" not in survey.config.nodes[k].env:
-        message = f"devices of several kinds ({listed(sorted(kinds))}): CUDA may count them otherwise than nvidia-smi"
-        yield survey.finding(k, "warn", "devices", message, "set `env: {CUDA_DEVICE_ORDER: PCI_BUS_ID}` of this node")
 
 
 def _device(survey: Survey, k: int, number: int) -> Iterator[Finding]:

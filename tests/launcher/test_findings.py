@@ -134,7 +134,6 @@ HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob"
         ([gpu(0, mode="Prohibited"), gpu(1)], "block", "CUDA device 0 is in compute mode Prohibited"),
         ([gpu(0, mig=True), gpu(1)], "warn", "divided (MIG)"),
         ([gpu(0), gpu(1, ecc=3)], "warn", "CUDA device 1 has had 3 memory errors"),
-        ([gpu(0, name="T4"), gpu(1)], "warn", "several kinds (H200, T4)"),
         ([gpu(0), gpu(1), gpu(2, used=70_000)], None, "2 × H200"),
     ],
 )  # fmt: skip

@@ -145,7 +145,6 @@ def messages() -> list[str]:
         (*exclusive, {}),
         (*devices(1, gpu(mig=True)), {}),
         (*devices(1, gpu(ecc=3)), {}),
-        (*devices(2, gpu(0, name="T4"), gpu(1)), {}),
         (*devices(2, gpu(0), gpu(1), **tiny), {}),
     ]
     lines = []

@@ -15,7 +15,7 @@ from launcher.config import RunConfig
 from launcher.ending import Ending
 from launcher.errors import Interrupted, OutOfReach, TransportError
 from launcher.events import EventLog
-from launcher.follow import RunFollower, how_to_stop
+from launcher.follow import RunFollower
 from launcher.followed import Followed, Limits
 from launcher.interrupts import Interrupts, OnInterrupt
 from launcher.live.board import Board
@@ -23,6 +23,7 @@ from launcher.logs import LiveLog
 from launcher.plan import LaunchPlan
 from launcher.registry import Stage
 from launcher.report import Metrics, RunReport, print_report
+from launcher.stopping import how_to_stop
 from launcher.talking import Talking
 from launcher.transport.base import Transport
 from launcher.words import count

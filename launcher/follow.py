@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import queue
-import re
 import threading
 import time
 from collections import Counter
@@ -21,9 +20,8 @@ from launcher.followed import Detached, Followed, Limits, Lost
 from launcher.interrupts import Interrupts
 from launcher.logs import LiveLog, parsed, without_stamp
 from launcher.nodeline import News, NodeLine
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.registry import user_at_host
-from launcher.session import StopReport, stop_session
+from launcher.plan import LaunchPlan
+from launcher.stopping import STOP_EXTRA, stop_node, stops_itself
 from launcher.talking import Talking
 from launcher.transport.base import Transport
 
@@ -32,7 +30,6 @@ _LOOK_EVERY = 0.5  # seconds between looks at what time alone changes
 _HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, beyond peer_timeout
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
 _LOST_TO_ALL = 10.0  # seconds to wait for the line to a node that the other nodes have lost as well
-_STOP_EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
 _STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
 _LET_GO = 3.0  # seconds the watchers on the nodes have to end when we leave
 
@@ -115,7 +112,7 @@ class RunFollower:
         """The launcher itself cannot go on (its output is closed, say): stop every node without a word."""
         self.stop("the launcher failed")
         for stopper in list(self._stoppers.values()):
-            stopper.join(self.limits.grace + _STOP_EXTRA + self.limits.connect_timeout)
+            stopper.join(self.limits.grace + STOP_EXTRA + self.limits.connect_timeout)
         self._enough.set()
 
     def stop(self, reason: str) -> None:
@@ -219,7 +216,8 @@ class RunFollower:
     def _take_not_started(self, k: int, error: FleetError) -> None:
         self._not_started.discard(k)
         self.events.add("start-failed", node_rank=k, reason=str(error))
-        self._lose(k, Lost(str(error).removeprefix(f"{self._where(k)}: "), time.time()))
+        why = str(error).removeprefix(f"{self._where(k)}: ")
+        self._lose(k, Lost(why, time.time()), f"{self._where(k)} could not be started: {why}")
 
     def _take_state(self, k: int, state: Mapping[str, Any]) -> None:
         offset = state["time"] - time.time()  # too small by as long as it took to get here
@@ -275,7 +273,8 @@ class RunFollower:
         self._failing = reason
         if not self._stop_reason:
             self.live.quiet()
-            self.live.say(f"{told}; every node stops", "bold red")
+            rest = "; every node stops" if len(self.followed.ended) < len(self._nodes) else ""
+            self.live.say(f"{told}{rest}", "bold red")
         self._help_at = time.monotonic() + self.limits.peer_timeout + _HELP_AFTER
 
     def _tell_start(self, event: Mapping[str, Any]) -> None:
@@ -285,7 +284,7 @@ class RunFollower:
         wanted = {"server-ready": sum(1 for node in self.plan.nodes if node.server), "ranks": self.plan.world_size}
         if self._seen[kind] == wanted.get(kind):
             things = "graph servers are ready" if kind == "server-ready" else "ranks have started"
-            self.live.say(f"all {wanted[kind]} {things} ({time.monotonic() - self._began:.1f} s)", "dim")
+            self.live.say(f"all {things}: {wanted[kind]} in {time.monotonic() - self._began:.1f} s", "dim")
             if kind == "ranks":
                 self._all_ranks_at = time.monotonic()
                 self._on_training()
@@ -307,14 +306,14 @@ class RunFollower:
         when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
         self._lose(k, Lost(lost["reason"], when))
 
-    def _lose(self, k: int, lost: Lost) -> None:
+    def _lose(self, k: int, lost: Lost, told: str = "") -> None:
         """A node that will give no result: what is left there is ended, and so are the others."""
         self.followed.lost[k] = lost
         self._ended(k, "lost")
         self.events.add("node-lost", node_rank=k, reason=lost.why)
-        self._fails(f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
+        self._fails(told or f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
         if lost.out_of_reach:
-            self.followed.notes.append(f"{self._where(k)} is out of reach; {_stops_itself(self.plan, self._nodes[k])}")
+            self.followed.notes.append(f"{self._where(k)} is out of reach; {stops_itself(self.plan, self._nodes[k])}")
         else:
             self._sweep(k)
             self.stop(f"node{k} lost")
@@ -387,33 +386,3 @@ class RunFollower:
 
     def _where(self, k: int) -> str:
         return self._nodes[k].label
-
-
-def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
-    """Stop one node, getting its line back first if need be; what may still run there, or ''."""
-    try:
-        transport.connect(limits.connect_timeout)
-        report: StopReport = stop_session(
-            transport, node, timeout=limits.grace + _STOP_EXTRA, by=user_at_host(), why=why
-        )
-    except FleetError as error:
-        return f"{error}; its processes may still run. {how_to_stop(node)}"
-    if not report.stopped:
-        return f"{node.label}: still running: {', '.join(report.leftovers)}"
-    return ""
-
-
-def how_to_stop(node: NodePlan) -> str:
-    """What a person types to stop this node by hand."""
-    line = f"tmux kill-session -t '={node.session}'"  # without =, tmux takes a name that merely begins so
-    if node.target == "local":
-        return f"To stop them: {line}"
-    with_port = re.fullmatch(r"(.*@)?\[?([^:]+|.+(?=\]))\]?:(\d+)", node.target)  # ssh takes no brackets
-    words = f"-p {with_port[3]} {with_port[1] or ''}{with_port[2]}" if with_port else node.target
-    return f'To stop them: ssh {words} "{line}"'
-
-
-def _stops_itself(plan: LaunchPlan, node: NodePlan) -> str:
-    """What becomes of a node that nobody reaches."""
-    itself = "it stops by itself where it does not reach the others" if len(plan.nodes) > 1 else "it may still run"
-    return f"{itself}. {how_to_stop(node)}"

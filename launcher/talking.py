@@ -57,7 +57,10 @@ class Talking:
             ]
         )
         if self._keys is None:
-            self._keys = self._stack.enter_context(Keys())
+            self._keys = self._stack.enter_context(self._keys_of())
+
+    def _keys_of(self) -> Keys:
+        return Keys()
 
     def _close(self) -> None:
         if self._keys is not None:

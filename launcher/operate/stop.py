@@ -12,11 +12,11 @@ from typing import Any
 
 from launcher.errors import FleetError, TransportError
 from launcher.fanout import on_nodes
-from launcher.follow import how_to_stop
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView, OpenRun, if_there, was_absent
 from launcher.plan import NodePlan
 from launcher.registry import LaunchFile, user_at_host
+from launcher.stopping import how_to_stop
 from launcher.transport.base import Transport
 from launcher.words import count
 

@@ -241,11 +241,13 @@ def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run()
             interrupts.last_chance = True
             print("stopping", flush=True)
         with interrupts.handed_to(receive):
+            print("handed", flush=True)
             time.sleep(20)
         """
     )
+    assert process.stdout is not None and process.stdout.readline() == "handed\n"
     process.send_signal(INT)
-    assert process.stdout is not None and process.stdout.readline() == "stopping\n"
+    assert process.stdout.readline() == "stopping\n"
     time.sleep(0.6)
     process.send_signal(INT)
     assert process.wait(5) == 130

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from launcher.codefiles import CODE_ROOT, code_digest
 from launcher.config import NodeConfig, RunConfig, TrainConfig
-from launcher.follow import how_to_stop
 from launcher.nodespec import train_flags
 from launcher.placement import candidate_ports, interpreter, part_block
 from launcher.plan import LaunchPlan, to_json
 from launcher.planview import print_placement, print_plan
 from launcher.script import Command, render
+from launcher.stopping import how_to_stop
 from launcher.yaml_schema import load_config
 from plan_kit import TOKEN, cluster, facts_of, parts_folder, plan_of
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,11 @@ def identities(config: ClusterConfig, wiring: Wiring) -> dict[int, str]:
     return {k: _identity(config, k, wiring.probes[k], wiring.listening[k].routes) for k in wiring.listening}
 
 
-def _identity(config: ClusterConfig, k: int, probe: Mapping[str, Any], routes: str) -> str:
+def _identity(config: ClusterConfig, k: int, probe: Mapping[str, Any], routes: Sequence[str]) -> str:
     node = config.nodes[k]
     ports = [candidate_ports(config, k), config.run.master_addr if k == 0 else ""]
     here = [probe[name] for name in ("boot_id", "hostname", "address", "addresses")]
-    words = [node.login, node.address, node.interface, *ports, *here, routes]
+    words = [node.login, node.address, node.interface, *ports, *here, *routes]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]
 
 

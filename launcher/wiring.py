@@ -59,7 +59,7 @@ class Listening:
     public: str  #: configured address that is none of its own (a name, or NAT); '' where there is none
     ports: Mapping[str, int]  #: use -> port
     refused: Mapping[str, str]  #: use -> why it could not listen
-    routes: str  #: digest of the node's routes
+    routes: tuple[str, ...]  #: where the node sends packets
 
     def doors(self, node_rank: int, own: str, master_addr: str) -> list[Door]:
         """All that others must reach when the node is known by its address ``own``."""
@@ -153,7 +153,7 @@ class Wiring:
         refused = {use: reply["refused"][str(port)] for use, port in ports.items() if str(port) in reply["refused"]}
         own = own_addresses(self.config, k, self.probes[k], all_on_one_machine(self.probes))
         kept = {use: port for use, port in ports.items() if use not in refused} | {FREE: reply["free"]}
-        return Listening(own, public_address(self.config, k, own), kept, refused, reply["routes"])
+        return Listening(own, public_address(self.config, k, own), kept, refused, tuple(reply["routes"]))
 
     def connect(self, known: Collection[Pair], first: Mapping[int, str]) -> Wired:
         """Every pair is tried but those ``known``; of these only a ring, and what node 0 must be reached at.

@@ -1,7 +1,7 @@
 """Node program: prove that the nodes can reach a port of each other. Python 3.8, standard library only.
 
 ``{"op": "open", "token", "rank", "ports"}`` listens on these ports and on a free one; replies {"refused": {port: why},
-"free": port, "routes": digest of the routes}.
+"free": port, "routes": [its routes]}.
 ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all of them at
 once; replies {"blocked": [[rank, address, port, why]]}, ``why`` as in ``meaning``. Listening ends with the process.
 
@@ -11,7 +11,6 @@ A listener greets whoever comes with the token and its rank, so that nothing els
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import select
 import socket
@@ -113,15 +112,14 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
     return server
 
 
-def routes() -> str:
-    """A digest of where packets go, without counters: when it changes, what was reachable may not be."""
+def routes() -> list[str]:
+    """Where packets go, without counters: when it changes, what was reachable may not be."""
     try:
         with open("/proc/net/route") as file:
             lines = [line.split() for line in file]
     except OSError:
-        return ""
-    kept = sorted(" ".join(words[:4] + words[6:8]) for words in lines)
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+        return []
+    return sorted(" ".join(words[:4] + words[6:8]) for words in lines)
 
 
 # -- connecting ----------------------------------------------------------

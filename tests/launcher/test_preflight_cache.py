@@ -29,7 +29,7 @@ class Fleet:
     def __init__(self) -> None:
         self.config = cluster(COUNT)
         self.facts: dict[int, dict[str, Any]] = {}
-        self.routes = dict.fromkeys(range(COUNT), "r")
+        self.routes = dict.fromkeys(range(COUNT), ["r"])
         self.closed: Closed = lambda *way: ""
         self.asked: set[tuple[int, int]] = set()
 
@@ -115,7 +115,7 @@ MORE = [["lo", "127.0.0.1"], ["eth0", "10.0.0.2"], ["wg0", "10.8.0.2"]]
         pytest.param(_facts(hostname="another"), id="another machine at this address"),
         pytest.param(_facts(addresses=MORE), id="another network joined"),
         pytest.param(_facts(addresses=[["eth0", "10.0.0.99"]], address="10.0.0.99"), id="renumbered"),
-        pytest.param(lambda fleet: fleet.routes.update({2: "other"}), id="routes changed"),
+        pytest.param(lambda fleet: fleet.routes.update({2: ["other"]}), id="routes changed"),
         pytest.param(_node(host="other"), id="another host in the config"),
         pytest.param(_node(user="eve"), id="another user"),
         pytest.param(_node(port=2222), id="another SSH port"),

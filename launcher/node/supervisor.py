@@ -298,9 +298,10 @@ class Supervisor:
     def grace(self) -> float:
         """Seconds between SIGTERM and SIGKILL."""
         cause = self.cause or self.peers.cause
-        if cause is not None and cause["kind"] == "stop" and cause["asked"]["now"]:
+        if cause is not None and cause["asked"] and cause["asked"]["now"]:
             return 0.0
-        return min(self.spec.grace, _LOST_GRACE) if self.peers.lost else self.spec.grace
+        lost = self.peers.lost or (cause is not None and cause["kind"] == "lost")
+        return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
         """Complete the outcomes, part from the others, and write ``result.json``, last of all."""

@@ -84,8 +84,9 @@ def test_killed_supervisor_of_node_0_is_missed_by_all(make: MakeRun) -> None:
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
-    """A stopped supervisor says nothing, as one whose machine has no power."""
-    run = make(3).start()
+    """A stopped supervisor says nothing, as one whose machine has no power; the ranks elsewhere heed no SIGTERM."""
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
+    run = make(3, argv=python(stubborn), grace=5.0).start()
     since = time.monotonic()
     os.kill(run.nodes[silent].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     others = [node for k, node in enumerate(run.nodes) if k != silent]

@@ -91,9 +91,9 @@ def test_silent_machine_is_missed(make: MakeRun, silent: int) -> None:
     os.kill(run.nodes[silent].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
     others = [node for k, node in enumerate(run.nodes) if k != silent]
     for node in others:
-        node.supervisor.wait(10)  # type: ignore[union-attr]
+        node.supervisor.wait(20)  # type: ignore[union-attr]
         assert node.processes() == []
-    assert time.monotonic() - since < 3 + 3.5
+    assert time.monotonic() - since < 10
     for node in others:
         result = node.json("result.json")
         assert "no sign of life for 3 s (run.peer_timeout)" in result["reason"]

@@ -1,79 +1,235 @@
-"""Connecting to many hosts and running one command on each, ours beside other ways, on real sshd hosts."""
+"""Fan-out over real sshd hosts: connect, check every host, start a session on each; ours beside other ways.
+
+The others do less: one Python on each host that prints versions and tries a port, where ours is the whole preflight
+with every pair of hosts on every port. They start a bare tmux session in the same command; ours is awaited.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import socket
+import statistics
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.fanout import on_nodes
+from launcher.placement import run_dir
+from launcher.plan import make_plan
 from launcher.preflight import run_preflight
-from launcher.script import Command
+from launcher.session import start_session
 from launcher.transport import Transport, close_all, connect_all
-from netns import NetCluster, unavailable
-from table import Row, median_seconds
+from netns import Host, NetCluster, unavailable
+from table import Row
+
+REPEATS = 3
+RUN = "bench"
+PYTHON = sys.executable  # every host sees it
+PROGRAM = """
+import socket, sys
+from importlib import metadata
+for name in ("torch", "torch_geometric", "numba", "numpy", "pyzmq"):
+    print(name, metadata.version(name))
+with socket.socket() as sock:
+    sock.bind(("", 29500))
+"""
+TOOLS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnfleet-bench/parallel-ssh"
+PARALLEL_SSH = """
+import json, sys, time
+from pssh.clients import ParallelSSHClient
+hosts, key, command = json.load(sys.stdin)
+begun = time.perf_counter()
+client = ParallelSSHClient(hosts, user="root", pkey=key, pool_size=len(hosts))
+done = list(client.run_command(command))
+for one in done:
+    list(one.stdout)
+assert all(one.exit_code == 0 for one in done), [one.exit_code for one in done]
+print(time.perf_counter() - begun)
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Hosts and how ours sees them."""
+
+    cluster: NetCluster
+    config: ClusterConfig
+
+    @property
+    def hosts(self) -> list[Host]:
+        return self.cluster.hosts
 
 
 def run(small: bool) -> list[Row]:
     if reason := unavailable():
         print(f"ssh: skipped, {reason}")
         return []
+    other_python = parallel_ssh()
     rows: list[Row] = []
-    for count in (3,) if small else (8, 24):
+    for count in (3,) if small else (8, 32, 100):
         with NetCluster(count) as cluster, mock.patch.dict(os.environ, cluster.environment(), clear=True):
-            rows += fan_out(cluster)
+            know_neighbours(cluster)
+            nodes = tuple(NodeConfig(host=host.address, user="root", python=PYTHON) for host in cluster.hosts)
+            rows += fan_out(Scene(cluster, ClusterConfig(nodes, DataConfig("synthetic"))), other_python)
     return rows
 
 
-def fan_out(cluster: NetCluster) -> list[Row]:
-    """Seconds until `true` has run on every host, connections opened and closed."""
-    count = len(cluster.hosts)
-    nodes = tuple(NodeConfig(host=host.address, user="root") for host in cluster.hosts)
-    config = ClusterConfig(nodes, DataConfig("synthetic"))
-    ours = median_seconds(lambda: with_gnnfleet(config), repeats=3)
-    name = f"connect + true, {count} hosts"
-    return [
-        Row(name, ours, "s", "ssh processes, 16 at once", median_seconds(lambda: with_openssh(cluster), repeats=3)),
-        Row(name, ours, "s", "fabric ThreadingGroup", median_seconds(lambda: with_fabric(cluster), repeats=3)),
-        Row(f"connect + preflight, {count} hosts", median_seconds(lambda: with_preflight(config), repeats=3), "s"),
-    ]
+def know_neighbours(cluster: NetCluster) -> None:
+    """The kernel keeps 1,024 neighbours for all namespaces together; 100 hosts have 9,900, so they are told."""
+    for host in cluster.hosts:
+        others = [other.address for other in cluster.hosts if other is not host]
+        lines = [f"neigh replace {address} lladdr {mac(address)} dev eth0 nud permanent" for address in others]
+        subprocess.run(["ip", "-n", host.name, "-batch", "-"], input="\n".join(lines), text=True, check=True)
 
 
-def with_gnnfleet(config: ClusterConfig) -> None:
-    lines = opened(config)
-    with ThreadPoolExecutor(len(lines)) as pool:
-        done = list(pool.map(lambda line: line.run(Command(("true",)), timeout=20), lines.values()))
-    close_all(dict(lines))
-    assert all(one.returncode == 0 for one in done)
+def mac(address: str) -> str:
+    """As ``netns`` makes it."""
+    return "02:00:" + ":".join(f"{byte:02x}" for byte in socket.inet_aton(address))
 
 
-def with_preflight(config: ClusterConfig) -> None:
-    lines = opened(config)
-    report = run_preflight(config, dict(lines))
-    close_all(dict(lines))
-    assert len(report.facts) == len(config.nodes), report.findings
+def fan_out(scene: Scene, other_python: Path | None) -> Iterator[Row]:
+    """Rows of one cluster; ours and the others take turns, so that the machine's other work meets all of them."""
+    count = len(scene.hosts)
+    prepare_sessions(scene)
+    for name, work, command in (
+        (f"connect + preflight, {count} hosts", preflight, check_command()),
+        (f"connect + preflight + start, {count} hosts", preflight_and_start, check_and_start_command()),
+    ):
+        ways = {"": lambda work=work: timed(lambda: work(scene)), **others(scene, command, other_python)}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(1 + REPEATS):
+            for way, once in ways.items():
+                seconds[way].append(once())
+                end_sessions(scene)
+        medians = {way: statistics.median(found[1:]) for way, found in seconds.items()}
+        yield from (Row(name, medians[""], "s", way, medians[way]) for way in ways if way)
+    yield Row(f"… known pairs left out, {count} hosts", known(scene), "s")
 
 
-def opened(config: ClusterConfig) -> dict[int, Transport]:
+def others(scene: Scene, command: str, other_python: Path | None) -> dict[str, Callable[[], float]]:
+    """How else one may run a command on all hosts; each returns its seconds."""
+    ways: dict[str, Callable[[], float]] = {
+        "ssh processes, xargs -P 32": lambda: timed(lambda: with_openssh(scene.cluster, command)),
+        "fabric ThreadingGroup": lambda: timed(lambda: with_fabric(scene.cluster, command)),
+    }
+    if other_python:
+        ways["parallel-ssh"] = lambda: with_parallel_ssh(scene.cluster, command, other_python)
+    return ways
+
+
+def timed(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+# -- ours ----------------------------------------------------------------
+
+
+def preflight(scene: Scene) -> None:
+    with opened(scene.config) as lines:
+        report = run_preflight(scene.config, dict(lines), fresh=True)
+    assert len(report.facts) == len(scene.hosts) and not report.blocked, report.findings
+
+
+def known(scene: Scene) -> float:
+    def once() -> None:
+        with opened(scene.config) as lines:
+            run_preflight(scene.config, dict(lines))
+
+    once()
+    return statistics.median(timed(once) for _ in range(REPEATS))
+
+
+def preflight_and_start(scene: Scene) -> None:
+    with opened(scene.config) as lines:
+        report = run_preflight(scene.config, dict(lines), fresh=True)
+        plan = make_plan(scene.config, run_id=RUN, code_digest="0" * 64, facts=report.facts)
+        on_nodes(lines, lambda k: start_session(lines[k], plan.nodes[k], start_timeout=60)).or_raise()
+
+
+@contextmanager
+def opened(config: ClusterConfig) -> Iterator[dict[int, Transport]]:
     lines = {rank: line for rank, line in connect_all(config).items() if isinstance(line, Transport)}
     assert len(lines) == len(config.nodes)
-    return lines
+    try:
+        yield lines
+    finally:
+        close_all(dict(lines))
 
 
-def with_openssh(cluster: NetCluster) -> None:
+# -- the others ----------------------------------------------------------
+
+
+def check_command() -> str:
+    return shlex.join([PYTHON, "-c", PROGRAM])
+
+
+def check_and_start_command() -> str:
+    return f"{check_command()} && {shlex.join(['tmux', 'new-session', '-d', '-s', 'bench', 'sleep 60'])}"
+
+
+def with_openssh(cluster: NetCluster, command: str) -> None:
     hosts = "\n".join(host.address for host in cluster.hosts)
-    ssh = ["ssh", "-F", str(cluster.operator_ssh_config), "-o", "BatchMode=yes", "{}", "true"]
-    subprocess.run(["xargs", "-P", "16", "-I", "{}", *ssh], input=hosts, text=True, check=True, timeout=120)
+    ssh = ["ssh", "-F", str(cluster.operator_ssh_config), "-o", "BatchMode=yes", "{}", command]
+    argv = ["xargs", "-P", "32", "-I", "{}", *ssh]
+    subprocess.run(argv, input=hosts, text=True, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
-def with_fabric(cluster: NetCluster) -> None:
+def with_fabric(cluster: NetCluster, command: str) -> None:
     from fabric import ThreadingGroup
 
     key = {"key_filename": str(cluster.identity)}
     with ThreadingGroup(*(host.address for host in cluster.hosts), user="root", connect_kwargs=key) as group:
-        group.run("true", hide=True, in_stream=False)
+        group.run(command, hide=True, in_stream=False)
+
+
+def with_parallel_ssh(cluster: NetCluster, command: str, python: Path) -> float:
+    """Its own time, without that of loading it."""
+    asked = json.dumps([[host.address for host in cluster.hosts], str(cluster.identity), command])
+    done = subprocess.run(
+        [python, "-c", PARALLEL_SSH], input=asked, text=True, check=True, timeout=300, capture_output=True
+    )
+    return float(done.stdout)
+
+
+def parallel_ssh() -> Path | None:
+    """A Python that has parallel-ssh, in a virtual environment of its own; None where it cannot be installed."""
+    python = TOOLS / "bin/python"
+    if not (TOOLS / "ready").exists():
+        pip = [python, "-m", "pip", "install", "--quiet", "parallel-ssh"]
+        try:
+            subprocess.run([sys.executable, "-m", "venv", TOOLS], check=True, timeout=300, capture_output=True)
+            subprocess.run(pip, check=True, timeout=300, capture_output=True)
+            (TOOLS / "ready").touch()
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"ssh: without parallel-ssh, which cannot be installed: {error}")
+            return None
+    return python
+
+
+# -- sessions ------------------------------------------------------------
+
+
+def prepare_sessions(scene: Scene) -> None:
+    """On each host a stand-in for a node's start.sh: it is up at once."""
+    for k, host in enumerate(scene.hosts):
+        folder = run_dir(f"{host.home}/gnnfleet/node{k}", RUN, k)
+        host.write(f"{folder}/start.sh", f"touch {folder}/state.json; sleep 60")
+
+
+def end_sessions(scene: Scene) -> None:
+    script = "tmux kill-server 2>/dev/null; rm -f ~/gnnfleet/node*/runs/*/node*/state.json"
+    for host in scene.hosts:
+        host.run(["bash", "-c", script])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from launcher.transport.hop import Hop, make_hop
 _SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 _MAX_INCLUDES = 16  # as OpenSSH
 _MAX_HOPS = 16
+_VALID = 30.0  # seconds; in another network, Match exec may say something else
 _RESOLVE_TIMEOUT = 20.0  # Match exec and canonicalisation may ask the network
 
 #: Keywords that paramiko's parser reads as OpenSSH does, as long as no token, quote or comment is in the value.
@@ -53,7 +55,7 @@ class SshConfig:
 
     lines: tuple[str, ...]
     stamps: Mapping[Path, tuple[int, int] | None]
-    resolved: dict[tuple[str, str | None, int | None], Hop] = field(default_factory=dict)
+    resolved: dict[tuple[str, str | None, int | None], tuple[float, Hop]] = field(default_factory=dict)  #: when, what
 
     def is_current(self) -> bool:
         return all(_stamp(path) == stamp for path, stamp in self.stamps.items())
@@ -149,15 +151,15 @@ def _passwd_home() -> str:
 
 
 def _resolve(config: SshConfig, name: str, user: str | None, port: int | None) -> Hop:
-    key = (name, user, port)
-    if key not in config.resolved:
+    key, now = (name, user, port), time.monotonic()
+    plain = config.is_plain or ssh_program() is None
+    if key not in config.resolved or (not plain and now - config.resolved[key][0] > _VALID):
         try:
-            plain = config.is_plain or ssh_program() is None
             options = _by_paramiko(config, name) if plain else _by_openssh(name, user, port)
         except (paramiko.SSHException, OSError, ValueError, subprocess.SubprocessError) as error:
             raise TransportError(f"~/.ssh/config cannot be used: {error}", host=name) from error
-        config.resolved[key] = make_hop(name, user, port, options)
-    return config.resolved[key]
+        config.resolved[key] = now, make_hop(name, user, port, options)
+    return config.resolved[key][1]
 
 
 def _by_paramiko(config: SshConfig, name: str) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from launcher.script import Command
 from launcher.transport import make_transport
 
 HOME = Path.home()
-TIMEOUT = 8.0
+TIMEOUT = 15.0  # the machine may be busy
 
 
 def main() -> None:

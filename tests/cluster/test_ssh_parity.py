@@ -202,7 +202,7 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
         done = operator.run(
             ["env", f"PYTHONPATH={REPOSITORY}", sys.executable, parity_driver.__file__],
             stdin=json.dumps(variants),
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPat
     (tmp_path / "project/quick.py").write_text(QUICK)
     nodes = [{"host": host.address, "user": "root", "python": sys.executable} for host in cluster.hosts]
     parts = tmp_path_factory.getbasetemp() / "operate-parts"
-    return write_config(tmp_path / "project", nodes, data={"folder": str(parts)})
+    return write_config(tmp_path / "project", nodes, data={"folder": str(parts)}, run={"connect_timeout": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
     cluster: NetCluster, config: Path, tmp_path: Path
 ) -> None:
     here, there = Operator(cluster, tmp_path / "home"), Operator(cluster, tmp_path / "other")
-    running = Running(config, "--", "python", "steps.py", env=here.env).await_line("rank1 | step 20")
+    running = Running(config, "--", "python", "steps.py", env=here.env).await_line("rank1 | step 20", 200)
     running.send(signal.SIGKILL).process.wait(10)
     told = there.status("--config", str(config))
     assert told["state"] == "running" and [node["state"] for node in told["nodes"]] == ["training", "training"]
@@ -130,7 +130,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
     stopped = there.say("stop", "--config", str(config))
     assert stopped.status == 0, stopped.output
     assert (there.cwd / "runs" / told["run_id"] / "logs/node1/rank1.log").exists(), "collected there"
-    assert "was stopped by" in here.status()["sentence"]
+    assert "asked for it (gnnfleet stop)" in here.status()["sentence"]
     again = here.say("resume", told["run_id"], "--detach")
     assert again.status == 0, again.output
     newest = here.status()

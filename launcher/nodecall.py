@@ -19,10 +19,11 @@ from launcher.script import Command
 from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
+_OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
 _CLOCK_ROUNDS = 4
 _CHECK = f"""
 import sys, json
-if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old" % sys.version_info[:2])
+if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
 data = sys.stdin.buffer
 """
 

@@ -158,9 +158,11 @@ def _remedy(survey: Survey, wired: Wired, group: Group) -> str:
     hosts = spans(sorted(group.targets), "node")
     own = f"`address` or `interface` of {hosts}"
     ports = {
-        _ALL: "TCP between the nodes",
-        FREE: "TCP between the nodes on all ports (gloo and NCCL take free ones)",
+        _ALL: "all TCP between the nodes",
+        FREE: "all TCP between the nodes (gloo and NCCL take free ports)",
     }.get(group.use, f"TCP port{_at(wired, group).replace(':', ' ')}")
+    if group.use == _ALL and len(group.sources) == 1 and len(group.targets) == len(wired.listening) - 1 > 1:
+        return f"look at the firewall and the routes of {spans(group.sources, 'node')} (`ip route`, `ip addr`)"
     if group.why == "no answer":
         return f"a firewall drops it, or {addresses} is the wrong network: let {ports} through to {hosts}, or set {own}"
     if group.why == "no route":

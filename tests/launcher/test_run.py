@@ -70,7 +70,7 @@ class Launched:
             text=True,
         )
 
-    def output(self, timeout: float = 60.0) -> str:
+    def output(self, timeout: float = 120.0) -> str:
         return self.process.communicate(timeout=timeout)[0]
 
     def pid_of(self, rank: int) -> int:

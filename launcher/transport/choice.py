@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import paramiko
+
 from launcher.config import ClusterConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
 from launcher.script import Command
@@ -37,6 +39,11 @@ class NodeOverSsh(Transport):
     def program(self) -> str:
         """What keeps the line: ``paramiko`` or ``ssh``."""
         return "ssh" if self._way is self._openssh else "paramiko"
+
+    @property
+    def paramiko_transport(self) -> paramiko.Transport | None:
+        """The open connection itself; None where OpenSSH keeps it."""
+        return None if self._way is self._openssh else self._paramiko.paramiko_transport
 
     def connect(self, timeout: float) -> None:
         if self._way is self._openssh:

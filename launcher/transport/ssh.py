@@ -50,6 +50,11 @@ class SshTransport(SessionTransport):
         self._opening = threading.Lock()
         self._line: Line | None = None
 
+    @property
+    def paramiko_transport(self) -> paramiko.Transport | None:
+        """The open connection itself; None while there is none."""
+        return self._line.ssh if self._line is not None else None
+
     def connect(self, timeout: float) -> None:
         """Open the line, anew when it broke. A line dropped before login is tried again, a wrong key is not.
 

@@ -30,6 +30,7 @@ from launcher.wiring_findings import interface_of, wiring_findings
 
 _PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
 _CALL_MARGIN = 30.0  # for starting python there
+_CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _agents() -> Iterator[dict[int, NodeAgent]]:
     try:
         yield agents
     finally:
-        on_nodes(list(agents), lambda k: agents[k].close(), timeout=_CALL_MARGIN)
+        on_nodes(list(agents), lambda k: agents[k].close(), timeout=_CLOSE_TIMEOUT)
 
 
 def _probe_all(

@@ -194,8 +194,8 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
         return ""
     slowest = min(steps, key=place_of)
     epoch, step = place_of(slowest)
-    own = found.launch is not None and found.launch.own_command
-    of = f" of {found.config.train.epochs}" if found.config and not own else ""
+    ours = found.launch is not None and not found.launch.own_command  # else the config here may not be the run's
+    of = f" of {found.config.train.epochs}" if found.config and ours else ""
     return f"epoch {epoch}{of}, step {step + 1} of {slowest['steps']}"
 
 
@@ -223,7 +223,8 @@ def result_words(result: Mapping[str, Any]) -> str:
     if first:
         who = f"rank {first['rank']} on " if first["rank"] is not None else ""
         who += f"{first['name']} of " if not who and first["name"] != "node" else ""
-        return f"{who}node{first['node_rank']} ({first['host']}) {first['reason']}"
+        colon = ":" if first["reason"] == first["note"] else ""
+        return f"{who}node{first['node_rank']} ({first['host']}){colon} {first['reason']}"
     accuracy = result.get("metrics", {}).get("test_accuracy")
     return f"test accuracy {accuracy:.4f}" if accuracy is not None else ""
 

@@ -130,6 +130,7 @@ def test_from_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_pa
     config.write_text(f"transport: local\nnodes:\n{nodes}data: {{dataset: synthetic}}\n")
     told = status_of(capsys, "--config", str(config))
     assert told["run_id"] == "r1" and told["state"] == "running" and told["folder"] is None
+    assert "epoch 4, step 13 of 40" in told["sentence"], "how many epochs the run has, that file does not say"
     assert [node["state"] for node in told["nodes"]] == ["training", "training"]
     assert told["next"][0] == f"gnnfleet follow r1 --config {config}"
     assert asked(capsys, "status", "r9", "--config", str(config)) == (
@@ -154,3 +155,12 @@ def test_every_state_has_an_exit_status() -> None:
     from launcher.operate.verdict import EXIT_STATUS
 
     assert set(EXIT_STATUS) == set(get_args(State))
+
+
+def test_first_failure_without_a_process_of_its_own_is_set_off_by_a_colon(made, capsys) -> None:
+    """A stall's or lost node's reason is a sentence; a process' goes on after its name."""
+    stalled = {"name": "node", "node_rank": 0, "host": "a", "rank": None, "reason": "no step", "note": "no step"}
+    result = {"state": "failed", "seconds": 9.0, "nodes": [{}], "first_failure": stalled, "metrics": {}, "notes": []}
+    made.launched("end")
+    (made.folder / "result.json").write_text(json.dumps(result))
+    assert status_of(capsys)["sentence"].endswith("failed after 9 s: node0 (a): no step")

@@ -13,13 +13,14 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     try:
         from launcher.cli import main as gnnfleet
+
+        gnnfleet(prog_name="launch.py")  # imports more as it goes
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] in ("launcher", "trainer"):
             raise
         remedy = f"{sys.executable} -m pip install -e {HERE}"
         print(f"launch.py: {error.name} is not installed for this Python; run: {remedy}", file=sys.stderr)
         sys.exit(2)
-    gnnfleet(prog_name="launch.py")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,9 @@ class Outcome:
 
     @property
     def sentence(self) -> str:
-        """``rank 3 on node1 (hostb) raised ValueError: …``."""
+        """``rank 3 on node1 (hostb) raised ValueError: …``; a note that says where stands alone."""
+        if self.reason == self.note and node_label(self.node_rank, self.host) in self.note:
+            return self.note
         return f"{self.place}{':' if self.reason == self.note else ''} {self.reason}"
 
     @property
@@ -155,7 +157,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """For result.json."""
-        return {**asdict(self), "reason": self.reason, "log": self.log_name}
+        return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}
 
 
 def raised_exception(traceback: Iterable[str]) -> str:

@@ -221,10 +221,7 @@ def result_words(result: Mapping[str, Any]) -> str:
     """A finished run in a few words: its accuracy, or its first failure."""
     first = result.get("first_failure")
     if first:
-        who = f"rank {first['rank']} on " if first["rank"] is not None else ""
-        who += f"{first['name']} of " if not who and first["name"] != "node" else ""
-        colon = ":" if first["reason"] == first["note"] else ""
-        return f"{who}node{first['node_rank']} ({first['host']}){colon} {first['reason']}"
+        return str(first.get("sentence") or first["reason"])  # older folders have no sentence
     accuracy = result.get("metrics", {}).get("test_accuracy")
     return f"test accuracy {accuracy:.4f}" if accuracy is not None else ""
 

@@ -142,7 +142,7 @@ def test_from_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_pa
 def test_finished_run_needs_no_node(made, capsys) -> None:
     made.launched("end")
     result = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 61.2, "notes": [], "metrics": {}}
-    first = {"rank": 1, "node_rank": 1, "host": "gnn2", "name": "rank1", "reason": "was killed by signal 9 (SIGKILL)"}
+    first = {"rank": 1, "sentence": "rank 1 on node1 (gnn2) was killed by signal 9 (SIGKILL)"}
     (made.folder / "result.json").write_text(json.dumps({**result, "nodes": [{}], "first_failure": first}))
     told = status_of(capsys)
     assert told["sentence"] == "run r1 has failed after 61 s: rank 1 on node1 (gnn2) was killed by signal 9 (SIGKILL)"
@@ -155,12 +155,3 @@ def test_every_state_has_an_exit_status() -> None:
     from launcher.operate.verdict import EXIT_STATUS
 
     assert set(EXIT_STATUS) == set(get_args(State))
-
-
-def test_first_failure_without_a_process_of_its_own_is_set_off_by_a_colon(made, capsys) -> None:
-    """A stall's or lost node's reason is a sentence; a process' goes on after its name."""
-    stalled = {"name": "node", "node_rank": 0, "host": "a", "rank": None, "reason": "no step", "note": "no step"}
-    result = {"state": "failed", "seconds": 9.0, "nodes": [{}], "first_failure": stalled, "metrics": {}, "notes": []}
-    made.launched("end")
-    (made.folder / "result.json").write_text(json.dumps(result))
-    assert status_of(capsys)["sentence"].endswith("failed after 9 s: node0 (a): no step")

@@ -165,6 +165,8 @@ def test_a_stall_leads_the_report_though_no_process_failed(tmp_path: Path) -> No
     run = RunReport("r1", "failed", (first,), first, Metrics(()), 1.0, tmp_path, findings=findings)
     assert f"The run failed: rank 3 on node1 (hostb): {text}" in printed(run)
     assert "  rank 3: sleep at mine.py:7" in printed(run)
+    nan = {**finding, "kind": "nan", "text": "the loss of rank 3 on node1 (hostb) is NaN in epoch 2"}
+    assert Outcome.of_finding(nan, "hostb", 110.0).sentence == nan["text"], "where it was, is said once"
     assert "straggler: rank 0 is slow" in printed(run) and printed(run).count(text) == 1
     assert run.exit_status == 1
 

@@ -98,7 +98,7 @@ class RankRunner:
         }
         if signaled == "SIGKILL" and not child.asked:
             more |= watch.words(child.pid)
-        if signaled and child.log.crash.lines:
+        if signaled and child.log.crash.innermost:  # of a thread without Python frames a traceback before it tells more
             more["traceback"] = child.log.crash.lines
         self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
         return status

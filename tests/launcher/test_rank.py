@@ -75,6 +75,15 @@ def test_segfault_shows_where(tmp_path: Path) -> None:
     assert outcome(tmp_path)["traceback"][-1] == '  File "<string>", line 1 in <module>'
 
 
+def test_abort_on_the_way_out_does_not_hide_the_exception(tmp_path: Path) -> None:
+    """As gloo's threads have it: std::terminate where no Python runs any more, after the traceback was printed."""
+    printed = '[rank5]: Traceback (most recent call last):\n[rank5]:   File "a.py", line 1\n[rank5]: ValueError: age\n'
+    printed += "Fatal Python error: Aborted\n\nCurrent thread 0x00 (most recent call first):\n  <no Python frame>\n"
+    code = f"import faulthandler, os, sys; faulthandler.disable(); sys.stderr.write({printed!r}); os.abort()"
+    assert run_rank(tmp_path, code) == 134
+    assert "ValueError: age" in outcome(tmp_path)["traceback"]
+
+
 def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
     run_rank(tmp_path, r"import os; os.write(1, b'caf\xe9 \xff\nZ\xc3\xbcrich')")
     assert logged(tmp_path) == ["caf\ufffd \ufffd", "Zürich"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from launching import Launched, Running, launch, write_config
 from netns import NetCluster
 from netns_tools import Process
+from ssh_nodes import ssh_nodes
 
 #: Trains nothing, but all ranks meet in every step, as in data-parallel training.
 STEPS = """
@@ -51,10 +51,7 @@ class Scene:
     env: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.nodes = [
-            {"host": host.address, "user": "root", "procs": procs, "python": sys.executable}
-            for host, procs in zip(self.cluster.hosts, (1, 2, 1), strict=True)
-        ]
+        self.nodes = ssh_nodes(self.cluster, (1, 2, 1))
         for name, text in (("steps.py", STEPS), ("waits.py", WAITS)):
             (self.folder / name).write_text(text)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
 from launching import REPOSITORY, launch, write_config
+from ssh_nodes import ssh_nodes
 
 EXAMPLES = REPOSITORY / "examples"
 PAPERS = {"num_nodes": 2000, "homophily": 0.9, "noise": 0.5, "hold_out": "paper__cites__paper"}
@@ -23,9 +23,8 @@ LINKS = ["--relation", "paper__cites__paper", "--fanouts", "6,3", "--lr", "0.01"
     ],
 )
 def test_an_example_on_three_hosts(cluster3, tmp_path, script, words, pattern, bar):
-    nodes = [{"host": host.address, "user": "root", "procs": 1, "python": sys.executable} for host in cluster3.hosts]
     config = write_config(
-        tmp_path, nodes, data={"dataset": "synthetic-hetero", "options": PAPERS},
+        tmp_path, ssh_nodes(cluster3), data={"dataset": "synthetic-hetero", "options": PAPERS},
         run={"files": [str(EXAMPLES / "common.py")]},
     )  # fmt: skip
     done = launch(

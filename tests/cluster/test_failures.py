@@ -15,6 +15,7 @@ import pytest
 
 from failure_kit import Scene, mount, said_once, unmount
 from launching import REPOSITORY, Launched, Running
+from ssh_nodes import WORKDIR
 
 # --- while files are brought ----------------------------------------------------------------------
 
@@ -63,7 +64,8 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, size: str, plac
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 
-def test_a_disk_that_fills_up_while_running_is_named(scene: Scene) -> None:
+def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
+    """What went wrong is known though its node could write no more. A disk that is the cause: see test_faults."""
     mount(scene, "3m")
     scene.nodes[1]["workdir"] = "/mnt/small/home"
     try:
@@ -72,11 +74,13 @@ def test_a_disk_that_fills_up_while_running_is_named(scene: Scene) -> None:
         (rank,) = scene.processes(1, "steps.py")[:1]
         scene.cluster.hosts[1].kill(rank.pid)
         done = running.end()
-        left = scene.left_behind()
     finally:
         unmount(scene)
-    assert done.status == 1 and left == [], done.output
-    assert f"node1 (root@{scene.host(1)})" in done.output and "is full" in done.output, done.output
+    left = scene.left_behind()
+    assert done.status == 137 and left == [], done.output
+    first = done.result["first_failure"]
+    assert first["name"] in ("rank1", "rank2") and first["reason"] == "was killed by signal 9 (SIGKILL)"
+    assert "step 3" in (done.run_dir / first["log"]).read_text()
 
 
 def test_ctrl_c_during_sync_leaves_only_what_the_next_sync_takes_up(scene: Scene) -> None:
@@ -121,27 +125,44 @@ def total_bytes(folder: Path) -> int:
 # --- while it runs: the first cause leads, everything else ends, soon -----------------------------
 
 
-def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: int = 1, within: float = 10.0) -> None:
-    """The run failed at ``name`` on that node for ``reason``, and all ended ``within`` seconds after that."""
-    assert done.status == 1, done.output
+def failed(scene: Scene, done: Launched, name: str, reason: str, *, node_rank: int = 1, status: int = 1) -> None:
+    """The run failed at ``name`` on that node for ``reason``, and all ended ten seconds after that."""
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"], first["reason"]) == (name, node_rank, reason), done.output
     assert first["host"] == f"root@{scene.host(node_rank)}"
     (head,) = (line for line in done.output.splitlines() if line.startswith("The run failed:"))
-    assert f"node{node_rank} (root@{scene.host(node_rank)})" in head and head.endswith(reason)
-    assert f"log: runs/{done.run_dir.name}/logs/node{node_rank}/{name}.log" in done.output
-    assert re.search(r"^3 more ranks? and [23] more servers stopped or failed after it$", done.output, re.M)
-    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < within
+    rank = f"rank {first['rank']} on " if first["rank"] is not None else ""
+    assert head.startswith(f"The run failed: {rank}node{node_rank} (root@{scene.host(node_rank)}) {reason}")
+    assert f"runs/{done.run_dir.name}/logs/node{node_rank}/{name}.log" in done.output
+    accounted_for(done, head)
+    own = [each["returncode"] for each in outcomes(done) if each["failed"] and not each["stopped"]]
+    assert done.status == max(own) >= status, "highest of those that failed by themselves"
+    assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < 10
     assert scene.left_behind() == []
 
 
-@pytest.mark.parametrize("rank", ["1", "3"])
+def outcomes(done: Launched) -> list[dict]:
+    return [outcome for node in done.result["nodes"] for outcome in node["outcomes"]]
+
+
+def accounted_for(done: Launched, head: str) -> None:
+    """What followed is counted, echoes of the failure behind it in the first line, and what was stopped below."""
+    others = [each for each in outcomes(done) if each != done.result["first_failure"]]
+    assert sorted(each["name"] for each in others if each["name"] == "server") == ["server"] * 3
+    assert len(others) == 6, "three more ranks and three servers"
+    echoes = sum(each["failed"] and not each["stopped"] for each in others)
+    assert not echoes or re.search(rf"(, [\d.]+ s before|;) {echoes} follow-up errors?$", head), head
+    stopped = sum(each["stopped"] for each in others)
+    told = re.search("^stopped after it: (.*)$", done.output, re.M)
+    assert sum(map(int, re.findall(r"\d+", told[1] if told else "0"))) == stopped, done.output
+
+
+@pytest.mark.parametrize("rank", ["1", pytest.param("3", marks=pytest.mark.slow)])
 def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str) -> None:
     done = scene.launch("--", "python", "steps.py", "raise", rank)
     node_rank = {"1": 1, "3": 2}[rank]
     reported = done.output[done.output.index("The run failed:") :]
     assert 'raise ValueError("no such column: age")' in reported and reported.count("Traceback") == 1
-    assert re.search(r"^3 more ranks and 3 more servers", reported, re.M)
     failed(scene, done, f"rank{rank}", "raised ValueError: no such column: age", node_rank=node_rank)
 
 
@@ -151,7 +172,7 @@ def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
     done = running.end()
     first = done.result["first_failure"]["name"]
     assert first in ("rank1", "rank2")
-    failed(scene, done, first, "killed by signal 9 (SIGKILL)")
+    failed(scene, done, first, "was killed by signal 9 (SIGKILL)", status=137)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -176,10 +197,10 @@ def test_a_run_id_that_is_taken_on_a_node_is_refused_and_the_other_run_left_alon
         sessions = host.run(["tmux", "list-sessions", "-F", "#S"]).stdout.split()
     finally:
         host.run(["tmux", "kill-server"], check=False)
-    host.run(["mkdir", "-p", f"{host.home}/gnnfleet/node1/runs/ended/node1"])
+    host.run(["mkdir", "-p", f"{WORKDIR}/runs/ended/node1"])
     ended = scene.launch("--run-id", "ended", "--", "python", "waits.py")
     said_once(live, 3, f"node1 ({host.address})", "the run id is taken: tmux session gnnfleet-mine-node1 exists")
-    said_once(ended, 3, f"the run id is taken: {host.home}/gnnfleet/node1/runs/ended/node1", "take another --run-id")
+    said_once(ended, 3, f"the run id is taken: {WORKDIR}/runs/ended/node1", "take another --run-id")
     assert sessions == ["gnnfleet-mine-node1"], "what was there before is left alone"
     assert [scene.files(k) for k in range(3)] == before and scene.left_behind() == []
 
@@ -190,7 +211,7 @@ def test_a_closed_tmux_session_is_the_cause_not_the_ranks_that_missed_their_peer
     scene.cluster.hosts[1].run(["tmux", "kill-server"])
     done = running.end()
     first = done.result["first_failure"]
-    assert done.status == 1 and (first["name"], first["node_rank"]) == ("node", 1), done.output
+    assert done.status >= 1 and (first["name"], first["node_rank"]) == ("node", 1), done.output
     assert f"The run failed: node1 (root@{scene.host(1)}): its supervisor got SIGHUP" in done.output
     assert scene.left_behind() == []
 
@@ -203,10 +224,10 @@ def test_killing_a_part_of_the_bundled_trainer_leads_the_report(scene: Scene, na
     running = scene.running().await_line("epoch 3/5000")
     scene.cluster.hosts[2].kill(scene.processes(2, command)[0].pid)
     done = running.end()
-    assert done.status == 1, done.output
+    assert done.status == 137, done.output
     first = done.result["first_failure"]
     assert (first["name"], first["node_rank"]) == (name, 2), done.output
-    assert first["reason"] == "killed by signal 9 (SIGKILL)"
+    assert first["reason"].startswith("was killed by signal 9 (SIGKILL)")
     assert (done.run_dir / "result.json").stat().st_mtime - first["ended"] < 10
     assert scene.left_behind() == []
 
@@ -214,7 +235,7 @@ def test_killing_a_part_of_the_bundled_trainer_leads_the_report(scene: Scene, na
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["power", "network"])
 def test_a_node_that_falls_silent_is_given_up_and_the_others_stopped(scene: Scene, trouble: str) -> None:
-    scene.run = {"lost_after": 8, "connect_timeout": 3}
+    scene.run = {"connect_timeout": 3}
     host = scene.cluster.hosts[2]
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     before = time.monotonic()
@@ -230,9 +251,10 @@ def test_a_node_that_falls_silent_is_given_up_and_the_others_stopped(scene: Scen
         else:
             host.restore_network()
             deadline = time.monotonic() + 100
-    assert done.status == 1 and "Traceback" not in done.output, done.output
+    assert done.status >= 1 and "Traceback" not in done.output, done.output
     first = done.result["first_failure"]
-    assert (first["name"], first["node_rank"]) == ("node", 2) and "no contact for" in first["reason"], done.output
+    assert (first["name"], first["node_rank"]) == ("node", 2), done.output
+    assert "no sign of life for 6 s (run.peer_timeout)" in first["reason"], "as its peers say"
     assert f'ssh root@{host.address} "tmux kill-session' in done.output, "its processes cannot be reached"
     assert seconds < 30 and left == []
     while trouble == "network" and scene.left_behind() and time.monotonic() < deadline:

@@ -10,15 +10,9 @@ import pytest
 
 from launching import launch, local_config, write_config
 from netns import NetCluster
+from ssh_nodes import ssh_nodes
 
 SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
-
-
-def ssh_nodes(cluster: NetCluster, procs=(1, 1, 1)) -> list[dict]:
-    return [
-        {"host": host.address, "user": "root", "procs": count, "python": sys.executable}
-        for host, count in zip(cluster.hosts, procs, strict=False)
-    ]
 
 
 def left_behind(cluster: NetCluster) -> list[str]:
@@ -39,7 +33,7 @@ def test_from_nothing_to_a_collected_result_with_the_loss_curve_of_one_process(c
 
 
 def test_a_second_launch_sends_no_part_again(cluster3, tmp_path):
-    config = write_config(tmp_path, ssh_nodes(cluster3)[:2])
+    config = write_config(tmp_path, ssh_nodes(cluster3, (1, 1)))
     for run_id in ("first", "second"):
         done = launch(config, "--run-id", run_id, "--epochs", "1", env=cluster3.environment())
         assert done.status == 0, done.output

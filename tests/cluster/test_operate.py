@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from failure_kit import STEPS
-from launching import REPOSITORY, Launched, Running, write_config
+from launching import Running, write_config
 from netns import NetCluster
+from operator_kit import Operator, await_stage, end_processes, run_processes, stage_in
+from ssh_nodes import ssh_nodes
 
 QUICK = "print('hello from a rank', flush=True)\n"
 
@@ -32,63 +29,23 @@ def config(cluster: NetCluster, tmp_path: Path, tmp_path_factory: pytest.TempPat
     (tmp_path / "project").mkdir()
     (tmp_path / "project/steps.py").write_text(STEPS)
     (tmp_path / "project/quick.py").write_text(QUICK)
-    nodes = [{"host": host.address, "user": "root", "python": sys.executable} for host in cluster.hosts]
     parts = tmp_path_factory.getbasetemp() / "operate-parts"
-    return write_config(tmp_path / "project", nodes, data={"folder": str(parts)}, run={"connect_timeout": 3})
+    return write_config(
+        tmp_path / "project", ssh_nodes(cluster), data={"folder": str(parts)}, run={"connect_timeout": 3}
+    )
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(cluster: NetCluster) -> Iterator[None]:
-    """A test that fails must not fail the next one too."""
     yield
-    for host in cluster.hosts:
-        for process in host.processes():
-            host.run(["kill", "-9", str(process.pid)], check=False)
-
-
-class Operator:
-    """Somebody at a machine of their own: a home with the cluster's key, and a folder that knows nothing."""
-
-    def __init__(self, cluster: NetCluster, home: Path):
-        self.cwd = home / "somewhere"
-        self.cwd.mkdir(parents=True)
-        shutil.copytree(cluster.operator_home / ".ssh", home / ".ssh", dirs_exist_ok=True)
-        self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
-
-    def say(self, *words: str, timeout: float = 90) -> Launched:
-        """``gnnfleet words``."""
-        argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
-        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
-        return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
-
-    def status(self, *words: str) -> dict:
-        argv = [sys.executable, str(REPOSITORY / "launch.py"), "status", "--json", *words]
-        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=60)
-        told: dict = json.loads(done.stdout)
-        assert told["exit_status"] == done.returncode, done.stderr
-        return told
+    end_processes(cluster)
 
 
 def killed_at(stage: str, running: Running) -> str:
     """Kill the launcher with -9 when it has got to ``stage``; the stage it was really at."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and running.process.poll() is None:
-        if stage_of(running) == stage:
-            running.send(signal.SIGKILL)
-            running.process.wait(10)
-            return stage_of(running)
-        time.sleep(0.002)
-    raise AssertionError(f"the launcher has not come to stage {stage}:\n{running.output}")
-
-
-def stage_of(running: Running) -> str:
-    found = list((running.folder / "runs").glob("*/launch.json"))
-    return str(json.loads(found[0].read_text())["stage"]) if found else ""
-
-
-def run_processes(cluster: NetCluster) -> list[str]:
-    """What of runs lives on the hosts."""
-    return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
+    await_stage(running.folder, stage)
+    running.send(signal.SIGKILL).process.wait(10)
+    return stage_in(running.folder)
 
 
 @pytest.mark.parametrize("stage", ["connect", "preflight", "sync", "start", "train", "collect"])

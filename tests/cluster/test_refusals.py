@@ -90,7 +90,7 @@ def test_preflight_names_the_node_and_what_to_do(name: str, scene: Scene) -> Non
     said_once(done, 3, *words, "nothing was changed there", f"node1 ({scene.nodes[1]['host']})")
     assert "node0 (" not in done.output.split("What to do:")[1], "the other nodes are well"
     assert after == before and scene.left_behind() == []
-    assert not (scene.folder / "runs").exists()
+    assert (done.result["state"], done.result["exit_status"], done.result["nodes"]) == ("failed", 3, [])
 
 
 def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
@@ -100,10 +100,9 @@ def test_an_unknown_host_key_is_shown_whole(scene: Scene) -> None:
     scene.env["COLUMNS"] = "80"
     done = scene.launch()
     said_once(done, 3, f"ssh-keyscan {scene.host(1)} >> {home}/.ssh/known_hosts", "accept-new")
-    cells = "".join(line.split("│")[-2].strip() for line in done.output.splitlines() if line.startswith("│"))
     for host in scene.cluster.hosts:
         shown = subprocess.run(["ssh-keygen", "-lf", host.folder / "etc/host_key.pub"], capture_output=True, text=True)
-        assert shown.stdout.split()[1] in cells
+        assert shown.stdout.split()[1] in "".join(done.output.split())
     assert not (home / ".ssh/known_hosts").exists() and scene.left_behind() == []
 
 
@@ -113,8 +112,9 @@ def test_a_wrong_password_is_refused_and_not_shown(scene: Scene) -> None:
     scene.nodes[1] |= {"user": "worker", "password": True}
     status, output = answer_prompts(scene.config, "not-this-one", scene.cluster.environment(**scene.env, COLUMNS="200"))
     said_once(Launched(status, output, scene.folder), 3, "password of worker was not accepted", "check user and")
-    assert "not-this-one" not in output and output.count("Password for worker@") == 1
-    assert scene.left_behind() == [] and not (scene.folder / "runs").exists()
+    assert "not-this-one" not in output
+    assert output.count("Password for worker on") == 2, "asked once more, in case of a slip"
+    assert scene.left_behind() == []
 
 
 def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int, str]:

@@ -1,0 +1,62 @@
+"""Somebody who operates runs on namespaced hosts, from a machine and a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launching import REPOSITORY, Launched
+from netns import NetCluster
+
+
+class Operator:
+    """Somebody at a machine of their own: a home with the cluster's key, and a folder that knows nothing."""
+
+    def __init__(self, cluster: NetCluster, home: Path):
+        self.cwd = home / "somewhere"
+        self.cwd.mkdir(parents=True)
+        shutil.copytree(cluster.operator_home / ".ssh", home / ".ssh", dirs_exist_ok=True)
+        self.env = cluster.environment(HOME=str(home), XDG_STATE_HOME=str(home / ".local/state"), COLUMNS="200")
+
+    def say(self, *words: str, timeout: float = 90) -> Launched:
+        """``gnnfleet words``."""
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=timeout)
+        return Launched(done.returncode, done.stdout + done.stderr, self.cwd)
+
+    def status(self, *words: str) -> dict:
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), "status", "--json", *words]
+        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=60)
+        told: dict = json.loads(done.stdout)
+        assert told["exit_status"] == done.returncode, done.stderr
+        return told
+
+
+def stage_in(project: Path) -> str:
+    """The stage of the only launch from that folder; '' while there is none."""
+    found = list((project / "runs").glob("*/launch.json"))
+    return str(json.loads(found[0].read_text())["stage"]) if found else ""
+
+
+def await_stage(project: Path, stage: str, seconds: float = 120) -> None:
+    """Return as soon as it has got there."""
+    deadline = time.monotonic() + seconds
+    while (at := stage_in(project)) != stage:
+        assert at != "end" and time.monotonic() < deadline, f"the launcher is at {at!r} and not at {stage!r}"
+        time.sleep(0.002)
+
+
+def run_processes(cluster: NetCluster) -> list[str]:
+    """What of runs lives on the hosts."""
+    return [f"{host.name}: {process}" for host in cluster.hosts for process in host.processes()]
+
+
+def end_processes(cluster: NetCluster) -> None:
+    """A test that fails must not fail the next one too."""
+    for host in cluster.hosts:
+        for process in host.processes():
+            host.run(["kill", "-9", str(process.pid)], check=False)

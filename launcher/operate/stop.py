@@ -21,6 +21,7 @@ from launcher.transport.base import Transport
 from launcher.words import count
 
 _EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
+_NOW = 5.0  # the same with --now: its supervisor kills all at once, and writes down that it was asked to
 _ANSWER = 20.0  # seconds beyond that in which control.py ends by itself
 _LAUNCHER_WAIT = 15.0
 
@@ -66,7 +67,7 @@ def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[
     """Stop all nodes at once; ``now``: without the grace that processes get to end by themselves."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
-    timeout = 0.0 if now else grace + _EXTRA
+    timeout = _NOW if now else grace + _EXTRA
     answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], views[k], timeout, now))
     troubles = {k: Stopped(nodes[k], views[k].word, trouble=_reason(error)) for k, error in answers.errors.items()}
     stopped = answers.values | troubles

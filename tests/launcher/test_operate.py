@@ -181,6 +181,8 @@ def test_stop_now_takes_no_grace(made, capsys) -> None:
     assert status == 0, told
     assert time.monotonic() - began < 10
     assert [node.processes() for node in made.nodes] == [[], []]
+    result = json.loads((made.folder / "result.json").read_text())
+    assert result["state"] == "interrupted" and "(gnnfleet stop)" in result["stopped_by"], "not a failure of its own"
 
 
 def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) -> None:

@@ -20,11 +20,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _EPILOG = """\b
 Examples:
-  python launch.py --config cluster.yml --dry-run
-  python launch.py --config cluster.yml --epochs 3 --set train.lr=0.01
-  python launch.py --config cluster.yml -- python train_mine.py --lr 0.01
   gnnfleet check --config cluster.yml
-  gnnfleet partition make --config cluster.yml
+  gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01
+  gnnfleet --config cluster.yml --detach -- python train_mine.py --lr 0.01
+  gnnfleet status
+  gnnfleet stop
+
+In a checkout, gnnfleet is `python launch.py`. COMMAND --help tells more, docs/operating.md the rest.
 
 \b
 Exit status: 0 done, or detached; 1 failed, or the highest status of the processes that failed by themselves;
@@ -37,6 +39,9 @@ def _example(*lines: str) -> str:
 
 class OwnCommandGroup(click.Group):
     """Keeps everything after ``--`` away from click: it is the user's own command."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order one needs them
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
@@ -77,7 +82,9 @@ def config_options(command: F) -> F:
         click.option("--resume", metavar="FILE|RUN", help="Go on from a checkpoint, or from an earlier run."),
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
-        click.option("--fresh", is_flag=True, help="Prove the wire anew, even where nothing has changed."),
+        click.option(
+            "--fresh", is_flag=True, help="Test all pairs of nodes anew, also those that passed in the last hour."
+        ),
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
         click.option("--verbose", "-v", is_flag=True, help="A plan lists every node, also those that are alike."),
     )
@@ -177,7 +184,7 @@ def check(ctx: click.Context, **values: Any) -> None:
         "partition inspect --config cluster.yml",
         "partition verify parts/",
     ),
-    short_help="Divide a graph (make), check a partition folder (verify), describe it (inspect).",
+    short_help="Divide a graph (make), check its parts (verify, inspect).",
 )
 @click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)

@@ -121,9 +121,10 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
 @_with(*_RUN, *_LIVE)
 @click.pass_context
 def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
-    """Watch a run as its launcher does; collect and report at its end.
+    """Watch a run as its launcher does, to its end.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest.
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. At its end it is collected and
+    reported.
     """
     console, as_json = _console(ctx, values)
     with _open(ctx, values, _is_over_here) as run:
@@ -144,7 +145,7 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
 @click.option("--print", "only_print", is_flag=True, help="Print the command for each node, and do nothing.")
 @click.pass_context
 def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
-    """Look into the nodes' tmux sessions: a local session with a pane per node.
+    """Look into the nodes' tmux sessions, a pane per node.
 
     RUN is a run's id, the beginning of one, or its folder; by default the newest. Leave with Ctrl-b d; the run
     goes on. Panes are read-only.
@@ -168,10 +169,10 @@ def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
 @click.option("--now", is_flag=True, help="Kill at once, without the grace to end by themselves (run.grace).")
 @click.pass_context
 def stop(ctx: click.Context, now: bool, **values: Any) -> None:
-    """Stop a run on all its nodes, whatever became of its launcher; then collect.
+    """Stop a run on all its nodes, then collect.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Other runs are not touched.
-    Exit status 0 when nothing of the run is left, else 1.
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. What became of its launcher
+    does not matter, and other runs are not touched. Exit status 0 when nothing of the run is left, else 1.
     """
     from launcher.operate.ended import end_run
     from launcher.operate.verdict import known_without_nodes
@@ -188,7 +189,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
 @_with(*_RUN)
 @click.pass_context
 def collect(ctx: click.Context, **values: Any) -> None:
-    """Bring a run's logs, outcomes, metrics, checkpoint and output here, and report.
+    """Bring a run's logs, metrics, checkpoint and output here.
 
     RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that still goes on,
     what there is by now. What is here already is not fetched again.
@@ -238,9 +239,10 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 def resume(
     ctx: click.Context, sets: tuple[str, ...], epochs: str | None, on_interrupt: str | None, **values: Any
 ) -> None:
-    """Launch a run again, from its newest checkpoint: same config, same own command.
+    """Launch a run again, from its newest checkpoint.
 
-    RUN is a run's id, the beginning of one, or its folder.
+    RUN is a run's id, the beginning of one, or its folder. Config and own command are the same, but for what
+    these options change.
     """
     from launcher.operate.again import go_to, needs_no_node, prepare
     from launcher.run import launch

@@ -16,6 +16,7 @@ import yaml
 import trainer
 from launcher import errors
 from launcher.cli import gnnfleet, run
+from launcher.cli_runs import register_commands
 from launcher.yaml_schema import load_config
 from trainer.cli import cli
 
@@ -23,6 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSITORY / "docs").glob("*.md")])
 PROGRAMS = (["python", "launch.py"], ["python3", "launch.py"], ["launch.py"], ["./launch.py"], ["gnnfleet"])
 MINIMAL = {"nodes": ["me@host1", "me@host2"], "data": {"dataset": "synthetic"}}
+LAUNCHES = ("plan", "launch")
+register_commands(gnnfleet)
 
 
 class Block(NamedTuple):
@@ -79,8 +82,8 @@ def test_launch_commands_are_valid(
     """Launches run as dry runs, in a folder that has the files they name; other commands must parse."""
     put_named_files(words, tmp_path)
     monkeypatch.chdir(tmp_path)
-    if words[0] in ("check", "partition"):
-        gnnfleet.commands[words[0]].make_context(words[0], words[1:])
+    if words[0] in gnnfleet.commands and words[0] not in LAUNCHES:
+        gnnfleet.commands[words[0]].make_context(words[0], before_own(words)[1:])
         return
     ours, own = before_own(words), words[len(before_own(words)) :]
     status = run([*ours, *([] if words[0] == "plan" or "--dry-run" in ours else ["--dry-run"]), *own])
@@ -169,7 +172,30 @@ def test_readme_states_the_exit_statuses_of_the_program() -> None:
         assert re.search(rf"\| {error.exit_status} \|", readme), error
 
 
-def test_readme_names_only_options_that_exist() -> None:
-    prose = re.findall(r"`(--[a-z_-]+)", (REPOSITORY / "README.md").read_text())
-    options = {option for parameter in gnnfleet.params for option in parameter.opts} | {"--help"}
-    assert {word.replace("_", "-") for word in prose} - options == {"--"} & set(prose)
+@pytest.mark.parametrize("page", ["README.md", "docs/operating.md"])
+def test_prose_names_only_options_that_exist(page: str) -> None:
+    prose = re.findall(r"`(--[a-z_-]+)", (REPOSITORY / page).read_text())
+    commands = [gnnfleet, *gnnfleet.commands.values()]
+    options = {option for command in commands for parameter in command.params for option in parameter.opts}
+    assert {word.replace("_", "-") for word in prose} - options - {"--help"} == {"--"} & set(prose)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operating.md"])
+def test_commands_in_prose_and_tables_parse(page: str) -> None:
+    """What is told between backquotes, with RUN for a run."""
+    told = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
+    for words in map(shlex.split, told):
+        if words[0] == "COMMAND":
+            continue
+        name = words[0] if words[0] in gnnfleet.commands else "launch"
+        gnnfleet.commands[name].make_context(name, words[1:] if words[0] == name else words)
+    assert told or page == "README.md"
+
+
+def test_every_command_has_an_example_that_parses() -> None:
+    for name, command in gnnfleet.commands.items():
+        examples = re.findall(r"^  gnnfleet (.+)$", command.epilog or "", re.MULTILINE)
+        assert examples, f"{name} --help shows no example"
+        for words in map(shlex.split, examples):
+            assert words[0] == name
+            command.make_context(name, before_own(words)[1:])

@@ -196,7 +196,8 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
     epoch, step = place_of(slowest)
     ours = found.launch is not None and not found.launch.own_command  # else the config here may not be the run's
     of = f" of {found.config.train.epochs}" if found.config and ours else ""
-    return f"epoch {epoch}{of}, step {step + 1} of {slowest['steps']}"
+    done = min(step + 1, slowest["steps"])  # evaluation goes on counting
+    return f"epoch {epoch}{of}, step {done} of {slowest['steps']}"
 
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,10 +1,9 @@
-"""Faults on namespaced hosts: what is injected into a run, and what must be said and left afterwards."""
+"""Faults on namespaced hosts: how they are injected into a run, and what must be said and left afterwards."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,85 +12,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from fault_draw import ASKED, AWAY, EXPECTED, JOB, NODES, Fault, draw
 from launching import REPOSITORY, Launched, Running, write_config
 from netns import Host, Machine, NetCluster
 from netns_python import own_python, set_clock
+from ssh_nodes import ssh_nodes
 
 SMALL = "/mnt/small"  # the work folder of a host whose disk is going to be full
 CLEAN_WITHIN = 10.0  # seconds from the fault until nothing of the run is left
 STEPS_OF_A_GOOD_RUN = 60
-
-#: All ranks meet in every step, as in data-parallel training; a file asks a rank to go wrong.
-JOB = """
-import ctypes, json, os, sys, time, torch, torch.distributed as dist
-rank, steps, folder = int(os.environ["RANK"]), int(sys.argv[1]), os.environ["GNNFLEET_RUN_DIR"]
-dist.init_process_group("gloo")
-kept, metrics = [], open(f"{folder}/metrics-rank{rank}.jsonl", "a")
-for step in range(steps):
-    dist.all_reduce(torch.ones(1000))
-    line = {"t": time.time(), "kind": "step", "rank": rank, "epoch": 1, "step": step, "steps": steps, "loss": 1.0}
-    line |= {"seeds": 10, "seeds_per_s": 200.0, "wait_s": 0.0}
-    print(json.dumps(line), file=metrics, flush=True)
-    print("step", step, flush=True)
-    fault = f"/tmp/fault-rank{rank}"
-    if os.path.exists(fault):
-        kind = open(fault).read()
-        os.remove(fault)
-        if kind == "exception":
-            raise ValueError("no such column: age")
-        if kind == "exit":
-            sys.stdout.flush()
-            os._exit(3)
-        if kind == "segfault":
-            ctypes.string_at(0)
-        while kind == "memory":
-            kept.append(bytearray(os.urandom(1 << 20)) * 32)
-    time.sleep(0.05)
-dist.barrier()
-"""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing that goes wrong on one host, once the job has done ``step`` steps (-1: as soon as ranks start)."""
-
-    kind: str
-    node: int
-    step: int
-    clock: int | None = None  #: a host whose clock is five minutes off meanwhile
-
-    def __str__(self) -> str:
-        moment = "at start" if self.step < 0 else f"step {self.step}"
-        clock = "" if self.clock is None else f", clock of node{self.clock} off"
-        return f"{self.kind} on node{self.node}, {moment}{clock}"
-
-
-#: What the report must name: a rank or the node as a whole, the words of the reason, and the least exit status.
-EXPECTED: dict[str, tuple[str, tuple[str, ...], int]] = {
-    "kill": ("rank", ("was killed by signal 9 (SIGKILL)",), 137),
-    "exception": ("rank", ("raised ValueError: no such column: age",), 1),
-    "exit": ("rank", ("ended with exit status 3",), 3),
-    "segfault": ("rank", ("crashed: segmentation fault (SIGSEGV)",), 139),
-    "memory": ("rank", ("ran out of memory (killed by the kernel",), 137),
-    "power": ("node", ("no sign of life",), 1),
-    "network": ("node", ("no sign of life", "no contact"), 1),
-    "supervisor": ("node", ("supervisor",), 1),
-    "disk": ("rank", ("No space left on device",), 1),
-}
-KINDS = (*EXPECTED, "launcher", "clock")
-ASKED = ("exception", "exit", "segfault", "memory")  # of the job, by a file
-
-
-def draw(count: int, seed: int, nodes: int = 4) -> list[Fault]:
-    """``count`` faults at random: every kind comes before any kind comes again."""
-    chance = random.Random(seed)
-    faults: list[Fault] = []
-    while len(faults) < count:
-        for kind in chance.sample(KINDS, len(KINDS)):
-            early = -1 if kind not in ASKED and kind != "disk" and chance.random() < 0.2 else chance.choice([2, 8, 25])
-            clock = chance.randrange(nodes) if chance.random() < 0.3 else None
-            faults.append(Fault(kind, chance.randrange(nodes), early, clock))
-    return faults[:count]
+EPOCHS_OF_A_GOOD_RUN = 12
+#: Leases of living processes, as a run that came next would find them.
+HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import lease; print(*lease.held())"
 
 
 @dataclass(frozen=True)
@@ -118,8 +50,12 @@ class FaultyCluster:
         self.serial = 0
 
     @staticmethod
-    def machines(count: int = 4) -> dict[int, Machine]:
-        return {k: Machine(own_memory=True) for k in range(count)}
+    def machines() -> dict[int, Machine]:
+        return {k: Machine(own_memory=True) for k in range(NODES)}
+
+    @property
+    def run_id(self) -> str:
+        return f"run{self.serial}"
 
     # --- one fault ------------------------------------------------------------------------
 
@@ -128,8 +64,8 @@ class FaultyCluster:
         self.serial += 1
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == fault.clock else 0)
-        running = self._launch(fault, STEPS_OF_A_GOOD_RUN if fault.kind == "clock" else 100_000)
-        running.await_line("ranks have started" if fault.step < 0 else f"step {fault.step}")
+        running = self._launch(fault)
+        self._await_moment(fault, running)
         began = time.monotonic()
         try:
             self._inject(fault, running)
@@ -137,29 +73,44 @@ class FaultyCluster:
                 return self._after_launcher(fault, running)
             if fault.kind == "clock":
                 return self._after_clock(fault, running)
-            clean_after = self._clean_after(began, besides=fault.node if fault.kind in ("power", "network") else None)
-            done = running.end()
+            clean_after = self._clean_after(began, besides=fault.node if fault.kind in AWAY else None)
+            done = None if fault.detached else running.end()
         finally:
             self._repair(fault)
-        clean_after = max(clean_after, self._back_after(fault))
-        return self._judge(fault, done, clean_after)
+        if fault.kind in AWAY:
+            clean_after = max(clean_after, self._clean_after(time.monotonic()))
+        told = () if done else self._wrong_in_status(fault)
+        return self._judge(fault, done or self._collect(), clean_after, told)
 
-    def _launch(self, fault: Fault, steps: int) -> Running:
-        folder = self.folder / f"run{self.serial}"
+    def _launch(self, fault: Fault) -> Running:
+        folder = self.folder / self.run_id
         folder.mkdir()
         (folder / "job.py").write_text(JOB)
-        nodes = [
-            {"host": host.address, "user": "root", "python": python, "env": {"NUMBA_CACHE_DIR": f"{host.home}/.numba"}}
-            for host, python in zip(self.cluster.hosts, self.pythons, strict=True)
-        ]
+        nodes = ssh_nodes(self.cluster, fault.procs, self.pythons)
+        for node in nodes:
+            node["workdir"] = "~/gnnfleet"  # a power cut leaves it there
         if fault.kind == "disk":
             script = f"mkdir -p {SMALL} && mount -t tmpfs -o size=16m tmpfs {SMALL}"
             self.cluster.hosts[fault.node].run(["bash", "-c", script])
             nodes[fault.node]["workdir"] = f"{SMALL}/work"
         data = {"folder": str(self.folder / "parts"), "options": {"num_nodes": 400, "num_features": 4}}
-        config = write_config(folder, nodes, data=data, run={"connect_timeout": 3, "lost_after": 20})
-        words = ("--run-id", f"run{self.serial}", "--", "python", "job.py", str(steps))
+        epochs = EPOCHS_OF_A_GOOD_RUN if fault.kind == "clock" else 100_000
+        train = {"hidden": 8, "batch_size": 64, "epochs": epochs}
+        config = write_config(folder, nodes, data=data, train=train, run={"connect_timeout": 3, "lost_after": 8})
+        words = ["--run-id", self.run_id, *(["--detach"] if fault.detached else [])]
+        if not fault.bundled:
+            words += ["--", "python", "job.py", str(STEPS_OF_A_GOOD_RUN if fault.kind == "clock" else 100_000)]
         return Running(config, *words, env=self.environment)
+
+    @staticmethod
+    def _await_moment(fault: Fault, running: Running) -> None:
+        if fault.detached:
+            done = running.end(120)
+            assert done.status == 0, done.output
+        elif fault.step < 0:
+            running.await_line("ranks have started")
+        else:
+            running.await_line(f"epoch {fault.step}/" if fault.bundled else f"step {fault.step}")
 
     @property
     def environment(self) -> dict[str, str]:
@@ -171,9 +122,11 @@ class FaultyCluster:
             if fault.kind == "memory":
                 assert host.memory is not None
                 host.limit_memory(host.memory.used() + (150 << 20))
-            host.write(f"/tmp/fault-rank{fault.node}", fault.kind)
+            host.write(f"/tmp/fault-{fault.victim}", fault.kind)
         elif fault.kind == "kill":
-            self._kill(host, "job.py")
+            self._kill(host, "trainer train" if fault.bundled else "job.py", fault.victim)
+        elif fault.kind == "server":
+            self._kill(host, "trainer serve")
         elif fault.kind == "supervisor":
             self._kill(host, "node/supervisor.py")
         elif fault.kind == "power":
@@ -187,19 +140,19 @@ class FaultyCluster:
         elif fault.kind == "clock":
             set_clock(host, -300)
 
-    def _kill(self, host: Host, word: str) -> None:
+    @staticmethod
+    def _kill(host: Host, words: str, rank: str = "") -> None:
+        """Kill -9 the Python on ``host`` whose command has these words, be it that of a certain rank."""
+        mark = f"RANK={rank.removeprefix('rank')}\0"
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            found = [each for each in host.processes() if each.cmdline.split()[1:2] and self._is(each.cmdline, word)]
-            if found:
-                host.kill(found[0].pid)
-                return
+            for process in host.processes():
+                mine = not rank or f"\0{mark}" in host.root_path(f"/proc/{process.pid}/environ").read_text()
+                if mine and _is_python(process.cmdline, words):
+                    host.kill(process.pid)
+                    return
             time.sleep(0.05)
-        raise AssertionError(f"no {word} on {host.name}: {host.processes()}")
-
-    @staticmethod
-    def _is(cmdline: str, word: str) -> bool:
-        return cmdline.split()[1].endswith(word) and "python" in cmdline.split()[0]
+        raise AssertionError(f"no {words} on {host.name}: {host.processes()}")
 
     def _repair(self, fault: Fault) -> None:
         host = self.cluster.hosts[fault.node]
@@ -211,18 +164,19 @@ class FaultyCluster:
         elif fault.kind == "network":
             host.restore_network()
         elif fault.kind == "disk":
-            host.run(["umount", SMALL])
+            host.run(["rm", f"{SMALL}/filler"])
 
     # --- what must hold ---------------------------------------------------------------------
 
-    def left(self, hosts: Iterable[Host]) -> list[str]:
-        """Processes of any kind (tmux included) and leases."""
-        found = []
-        for host in hosts:
-            found += [f"{host.name}: {process}" for process in host.processes()]
-            leases = host.root_path("/tmp/gnnfleet-leases").glob("*.json")
-            found += [f"{host.name}: lease {lease.name}" for lease in leases]
-        return found
+    @staticmethod
+    def left(hosts: Iterable[Host]) -> list[str]:
+        """Processes of any kind, tmux included."""
+        return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
+
+    def held(self) -> list[str]:
+        """Leases that stand in a next run's way."""
+        told = [(host.name, host.run([sys.executable, "-c", HELD]).stdout.strip()) for host in self.cluster.hosts]
+        return [f"{name} holds {leases}" for name, leases in told if leases]
 
     def _clean_after(self, began: float, besides: int | None = None) -> float:
         """Seconds since ``began`` until nothing is left, at most three times what is allowed."""
@@ -231,51 +185,68 @@ class FaultyCluster:
             time.sleep(0.1)
         return time.monotonic() - began
 
-    def _back_after(self, fault: Fault) -> float:
-        """The same of a host that was away, from the moment it is back."""
-        return self._clean_after(time.monotonic()) if fault.kind in ("power", "network") else 0.0
-
-    def _judge(self, fault: Fault, done: Launched, clean_after: float) -> Verdict:
+    def _judge(self, fault: Fault, done: Launched, clean_after: float, told: Iterable[str]) -> Verdict:
         who, words, least = EXPECTED[fault.kind]
         head = next((line for line in done.output.splitlines() if line.startswith("The run failed:")), "(no report)")
-        result = json.loads((done.folder / "runs" / f"run{self.serial}" / "result.json").read_text())
+        result = json.loads((self.folder / self.run_id / "runs" / self.run_id / "result.json").read_text())
         first = result["first_failure"] or {}
-        outcomes = [outcome for node in result["nodes"] for outcome in node["outcomes"]]
-        own = [each["returncode"] or 1 for each in outcomes if each["failed"] and not each["stopped"]]
-        name = f"rank{fault.node}" if who == "rank" else "node"
+        own = [
+            each["returncode"] or 1
+            for node in result["nodes"]
+            for each in node["outcomes"]
+            if each["failed"] and not each["stopped"]
+        ]
+        names = {"rank": [fault.victim], "server": ["server"], "node": ["node"]}[who]
+        if fault.kind == "disk":  # whichever of the node's ranks writes first
+            names = [f"rank{rank}" for rank in fault.ranks]
+        traces = done.output.count("Traceback") - sum("Traceback" in line for line in first.get("traceback", ()))
         checks = {
-            f"named {first.get('name')} of node{first.get('node_rank')}": (first.get("name"), first.get("node_rank"))
-            == (name, fault.node),
+            f"named {first.get('name')} of node{first.get('node_rank')}": first.get("name") in names
+            and first.get("node_rank") == fault.node,
             f"reason {first.get('reason')!r}": any(word in str(first.get("reason")) for word in words),
             f"exit status {done.status}, highest {max(own, default=0)}": done.status == max(own, default=0) >= least,
             f"not clean: {self.left(self.cluster.hosts)}": clean_after <= CLEAN_WITHIN,
-            "traceback of ours": "Traceback" not in done.output or fault.kind in ("exception", "disk"),
+            f"{traces} tracebacks of ours": fault.step < 0 or traces <= 0 or fault.kind in ("exception", "disk"),
         }
-        wrong = tuple(what for what, right in checks.items() if not right)
+        wrong = (*told, *(what for what, right in checks.items() if not right), *self.held())
         return Verdict(fault, head, done.status, clean_after, wrong)
+
+    def _wrong_in_status(self, fault: Fault) -> list[str]:
+        """With nobody having watched, the nodes themselves know the first cause."""
+        said = self._gnnfleet("status", self.run_id)
+        words = EXPECTED[fault.kind][1]
+        right = said.returncode == 1 and f"node{fault.node}" in said.stdout.split("\n")[0]
+        right = right and any(word in said.stdout.replace("\n", " ") for word in words)
+        return [] if right else [f"status {said.returncode}: {said.stdout + said.stderr!r}"]
+
+    def _collect(self) -> Launched:
+        done = self._gnnfleet("collect", self.run_id)
+        return Launched(done.returncode, done.stdout + done.stderr, self.folder)
 
     def _after_launcher(self, fault: Fault, running: Running) -> Verdict:
         """The run goes on; ``status`` tells the truth from elsewhere, ``stop`` ends it."""
         running.process.wait()
-        run_id = f"run{self.serial}"
-        trains = self._until(lambda: self._gnnfleet("status", run_id), lambda done: "trains" in done.stdout)
+        trains = self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "trains" in done.stdout)
         wrong = [] if "trains" in trains.stdout else [f"status says {trains.stdout + trains.stderr!r}"]
         began = time.monotonic()
-        stopped = self._gnnfleet("stop", run_id)
+        stopped = self._gnnfleet("stop", self.run_id)
         clean_after = self._clean_after(began)
-        after = self._gnnfleet("status", run_id)
+        after = self._gnnfleet("status", self.run_id)
         if stopped.returncode or "stopped" not in after.stdout:
             wrong.append(f"stop: {stopped.stdout + stopped.stderr!r}; then {after.stdout + after.stderr!r}")
         if clean_after > CLEAN_WITHIN:
             wrong.append(f"not clean: {self.left(self.cluster.hosts)}")
-        return Verdict(fault, trains.stdout.splitlines()[0] if trains.stdout else "", 0, clean_after, tuple(wrong))
+        said = trains.stdout.splitlines()[0] if trains.stdout else ""
+        return Verdict(fault, said, stopped.returncode, clean_after, (*wrong, *self.held()))
 
     def _after_clock(self, fault: Fault, running: Running) -> Verdict:
         """A clock that is off does no harm."""
-        done = running.end()
+        if fault.detached:
+            self._until(lambda: self._gnnfleet("status", self.run_id), lambda done: "is done" in done.stdout, 60)
+        done = self._collect() if fault.detached else running.end()
         left = self._clean_after(time.monotonic())
         wrong = () if done.status == 0 else (f"the run failed: {done.output[-2000:]}",)
-        return Verdict(fault, "done" if not wrong else "failed", done.status, left, wrong)
+        return Verdict(fault, "done" if not wrong else "failed", done.status, left, (*wrong, *self.held()))
 
     def _gnnfleet(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(REPOSITORY / "launch.py"), *words]
@@ -284,28 +255,33 @@ class FaultyCluster:
 
     @staticmethod
     def _until(
-        ask: Callable[[], subprocess.CompletedProcess[str]], good: Callable[[subprocess.CompletedProcess[str]], bool]
+        ask: Callable[[], subprocess.CompletedProcess[str]],
+        good: Callable[[subprocess.CompletedProcess[str]], bool],
+        seconds: float = 20,
     ) -> subprocess.CompletedProcess[str]:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + seconds
         while not good(done := ask()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return done
 
 
-def write_log(verdict: Verdict, seconds: float) -> None:
-    print(f"{seconds:5.1f} s  {verdict}", flush=True)
+def _is_python(cmdline: str, words: str) -> bool:
+    """``python … words …``; not the runner, or torch.distributed.run, whose arguments have them too."""
+    program, *arguments = cmdline.split() or [""]
+    given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
+    return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))
 
 
 def main(count: int, seed: int, folder: Path) -> int:
     """Draw and inject; returns how many went wrong."""
     os.makedirs(folder, exist_ok=True)
     wrong = 0
-    with NetCluster(4, machines=FaultyCluster.machines()) as cluster:
+    with NetCluster(NODES, machines=FaultyCluster.machines()) as cluster:
         faulty = FaultyCluster(cluster, folder)
         for fault in draw(count, seed):
             began = time.monotonic()
             verdict = faulty.run(fault)
-            write_log(verdict, time.monotonic() - began)
+            print(f"{time.monotonic() - began:5.1f} s  {verdict}", flush=True)
             wrong += bool(verdict.wrong)
     print(f"{count - wrong} of {count} faults named right and cleaned up")
     return wrong

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fault_kit import KINDS, Fault, FaultyCluster, draw
+from fault_draw import KINDS, NODES, Fault, draw
+from fault_kit import FaultyCluster
 from netns import NetCluster
 from netns_tools import no_memory_limits
 
@@ -17,7 +18,7 @@ SEED = 4
 def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
     if reason := no_memory_limits():
         pytest.skip(reason)
-    with NetCluster(4, machines=FaultyCluster.machines()) as cluster:
+    with NetCluster(NODES, machines=FaultyCluster.machines()) as cluster:
         yield FaultyCluster(cluster, tmp_path_factory.mktemp("faults"))
 
 

@@ -72,7 +72,8 @@ def conduct(
 ) -> RunReport:
     """Start the nodes (``starts``) or take the run up again, follow it to its end, collect and report.
 
-    A run left to itself is reported as ``detached``. Raises OutOfReach when no node answers any more.
+    A run left to itself is reported as ``detached``. Raises OutOfReach when no node answers any more. Whoever takes
+    a run up again is a viewer: signals and closed outputs end the watching, not the run.
     """
     interrupts.last_words = "\n  ".join(
         ["left at once; parts of the run may still be running.", *map(how_to_stop, going.plan.nodes)]
@@ -92,9 +93,9 @@ def conduct(
             on_training=lambda: going.at_stage("train"),
         )
         try:
-            followed = follower.follow(interrupts, Talking(live, going.view.on_interrupt))
+            followed = follower.follow(interrupts, Talking(live, going.view.on_interrupt, viewer=starts is None))
         except BaseException:
-            follower.abandon()
+            follower.leave() if starts is None else follower.abandon()
             raise
     if followed.detached:
         return left_alone(going, followed, board)

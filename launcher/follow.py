@@ -115,6 +115,11 @@ class RunFollower:
             stopper.join(self.limits.grace + STOP_EXTRA + self.limits.connect_timeout)
         self._enough.set()
 
+    def leave(self) -> None:
+        """A viewer cannot go on: the run does."""
+        self._enough.set()
+        self._let_go()
+
     def stop(self, reason: str) -> None:
         """Have every node stop, all at once; does nothing the second time."""
         if self._stop_reason:

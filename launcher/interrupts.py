@@ -97,17 +97,19 @@ class Policy:
 
     on_interrupt: OnInterrupt
     can_ask: bool  #: there is a terminal to ask on
+    viewer: bool = False  #: the run is not ours to end unless a person says so
     _asked: float = -_TWICE
 
     def meaning(self, number: int, now: float) -> OnInterrupt:
-        """``ask`` is for Ctrl-C alone, and its second within two seconds is ``stop``; a closed terminal detaches."""
-        if number == signal.SIGHUP:
+        """``ask`` is for Ctrl-C alone, and its second within two seconds is ``stop``; a closed terminal detaches.
+        A viewer that cannot ask, or is ended by another program, leaves the run alone."""
+        if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"
         if self.on_interrupt == "detach" or (number == signal.SIGINT and self.on_interrupt == "ask" and self.can_ask):
             twice = now - self._asked < _TWICE
             self._asked = now
             return "stop" if twice else self.on_interrupt
-        return "stop"
+        return "detach" if self.viewer and self.on_interrupt == "ask" else "stop"
 
 
 def _terminal_settings() -> Any:

@@ -18,10 +18,12 @@ _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": Non
 class Talking:
     """Turns signals and keys into wishes; within its context the terminal is as it was before, at the end."""
 
-    def __init__(self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None):
+    def __init__(
+        self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False
+    ):
         self.live = live
         self.what = "Ctrl-C"  #: of the last signal
-        self.policy = Policy(on_interrupt, at_terminal(live) if can_ask is None else can_ask)
+        self.policy = Policy(on_interrupt, at_terminal(live) if can_ask is None else can_ask, viewer)
         self._keys: Keys | None = None
         self._stack = ExitStack()
 

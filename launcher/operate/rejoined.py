@@ -39,10 +39,15 @@ def follow(
             run=config.run,
             folder=folder,
             started=found.launch.started if found.launch else time.time(),
-            view=View(console, on_interrupt or config.run.on_interrupt, plain),
+            view=View(console, on_interrupt or _asking(config.run.on_interrupt), plain),
             events=events,
             epochs=None if found.launch is None or own_command_of(found) else config.train.epochs,
         )
+
+
+def _asking(of_launch: OnInterrupt) -> OnInterrupt:
+    """What the first Ctrl-C does to a viewer: ``stop`` was meant for the run's launcher."""
+    return "detach" if of_launch == "detach" else "ask"
 
 
 def _lines(run: OpenRun) -> Mapping[int, Transport | TransportError]:

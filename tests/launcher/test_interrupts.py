@@ -52,6 +52,22 @@ def test_what_a_signal_means(on_interrupt: OnInterrupt, can_ask: bool, number: i
     assert Policy(on_interrupt, can_ask).meaning(number, 100.0) == meaning
 
 
+@pytest.mark.parametrize(
+    ("on_interrupt", "can_ask", "number", "meaning"),
+    [
+        ("ask", True, INT, "ask"),
+        ("ask", False, INT, "detach"),
+        ("ask", True, TERM, "detach"),
+        ("stop", False, INT, "stop"),
+        ("stop", True, TERM, "detach"),
+        ("detach", False, INT, "detach"),
+        ("stop", True, HUP, "detach"),
+    ],
+)
+def test_what_a_signal_means_to_a_viewer(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
+    assert Policy(on_interrupt, can_ask, viewer=True).meaning(number, 100.0) == meaning
+
+
 def test_the_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -> None:
     policy = Policy("ask", True)
     assert [policy.meaning(INT, at) for at in (100.0, 101.9)] == ["ask", "stop"]

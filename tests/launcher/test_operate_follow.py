@@ -1,0 +1,91 @@
+"""``gnnfleet follow`` is a viewer: however the watching ends, the run goes on; and it writes nothing down twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node_kit import ROOT
+from operate_kit import MadeRun
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[MadeRun]:
+    yield (made := MadeRun(tmp_path).launched("train").start())
+    made.kill()
+
+
+def follow(*words: str) -> subprocess.Popen[str]:
+    """A follower without a terminal, once it has shown something of the run."""
+    code = "import sys; from launcher.cli import run; sys.exit(run(sys.argv[1:]))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "follow", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    said = [process.stdout.readline() for _ in range(3)]
+    assert any("here is rank" in line for line in said), said
+    return process
+
+
+def goes_on(made: MadeRun) -> bool:
+    """Whether every supervisor still works, told of nothing else."""
+    stops = [node.path / "control" / "stop" for node in made.nodes]
+    return not any(stop.exists() for stop in stops) and all(node.supervisor.poll() is None for node in made.nodes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_watching_alone(made: MadeRun, number: int) -> None:
+    made.await_training()
+    viewer = follow()
+    viewer.send_signal(number)
+    said, _ = viewer.communicate(timeout=20)
+    assert "Detached: run r1 goes on" in said and viewer.returncode == 0
+    assert goes_on(made)
+
+
+def test_an_output_that_is_closed_ends_the_watching_alone(made: MadeRun) -> None:
+    """``gnnfleet follow | head``."""
+    made.await_training()
+    viewer = follow()
+    assert viewer.stdout is not None
+    viewer.stdout.close()
+    metric = {"t": 0, "kind": "step", "rank": 0, "epoch": 5, "step": 1, "steps": 40, "loss": 0.1, "seeds_per_s": 1.0}
+    log = made.nodes[0].path / "logs" / "rank0.log"
+    with log.open("a") as out:
+        out.write("something more to print\n" * 3)
+    with (made.nodes[0].path / "metrics-rank0.jsonl").open("a") as out:
+        out.write(json.dumps(metric) + "\n")
+    assert viewer.wait(20) == 1
+    assert goes_on(made)
+
+
+def test_events_of_the_nodes_are_kept_once_however_often_the_run_is_followed(made: MadeRun) -> None:
+    made.await_training()
+    for _ in range(2):
+        viewer = follow()
+        viewer.send_signal(signal.SIGTERM)
+        viewer.communicate(timeout=20)
+    events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
+    told = [event for event in events if "node_rank" in event]
+    wrote = [json.loads(line) for node in made.nodes for line in (node.path / "events.jsonl").read_text().splitlines()]
+    assert sorted(told, key=lambda event: event["t"]) == sorted(wrote, key=lambda event: event["t"])

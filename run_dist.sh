@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One distributed run. Edit the variables or set them in the environment:
 #   EPOCHS=5 BATCH_SIZE=512 ./run_dist.sh
-# Whatever follows goes to launch.py as it is: ./run_dist.sh --dry-run
+# Whatever follows goes to launch.py as it is: ./run_dist.sh --dry-run, ./run_dist.sh --detach
 # An empty variable leaves what CONFIG says. Paths are relative to where you call it from.
 
 CONFIG=${CONFIG:-templates/local.yml}  # hosts, data, training; every key can be overridden below

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.collect import Collected
-from launcher.followed import Followed, Lost
+from launcher.followed import Followed, Lost, node0_was_cut_off
 from launcher.outcome import Outcome, first_failure
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.report import RunReport, RunState
@@ -58,12 +58,13 @@ class Ending:
 
     def lost(self) -> dict[int, Lost]:
         """Nodes that ended without a result, or went out of the others' sight: node 0's word counts, and of node 0
-        the others' where it left none."""
+        the others' where it left none or was the one cut off."""
         found = dict(self.followed.lost)
+        heed_node0 = 0 in self.results and not node0_was_cut_off(self.results, len(self.plan.nodes))
         for told_by, told in sorted(self.results.items()):
             for key, lost in (told.get("lost") or {}).items():
                 k = int(key)
-                if told_by == 0 or (k == 0 and 0 not in self.results):
+                if told_by == 0 if heed_node0 else k == 0:
                     theirs = Lost(lost["why"], lost["since"] - self.clock_offset(told_by))
                     mine = found.get(k)
                     known = mine is not None and not mine.out_of_reach

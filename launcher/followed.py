@@ -45,3 +45,12 @@ class Followed:
     @property
     def ended(self) -> set[int]:
         return set(self.results) | set(self.lost) | self.silent
+
+
+def node0_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int) -> bool:
+    """Whether node 0 lost all other nodes, two or more, and they lost it: its own network failed, not all of theirs."""
+    others = set(map(str, range(1, nodes)))
+    if len(others) < 2 or 0 not in results or set(results[0].get("lost") or {}) != others:
+        return False
+    told = [result for k, result in results.items() if k != 0]
+    return len(told) > 1 and all("0" in (result.get("lost") or {}) for result in told)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from launcher.followed import node0_was_cut_off
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView
 from launcher.registry import LaunchFile, last_sign
@@ -210,6 +211,9 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
 
 def first_cause(views: Sequence[NodeView]) -> str:
     """Why the run ended, by the words of the node where it began; '' when all went well."""
+    results = {view.node.node_rank: view.result for view in views if view.result is not None}
+    if node0_was_cut_off(results, len(views)):  # what it says of the others is not so
+        views = [view for view in views if view.node.node_rank != 0]
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:

@@ -82,6 +82,15 @@ def test_a_network_cut_between_two_nodes_names_the_one_that_node_0_missed() -> N
     assert [outcome.node_rank for outcome in made.outcomes if outcome.name == "node"] == [1]
 
 
+def test_node_0_is_lost_when_it_and_all_others_lost_each_other() -> None:
+    """Its network was down for a while, and now all can tell of it."""
+    gone = {"since": 91.0, "why": "no sign of life for 6 s"}
+    zero = result(0, "failed", stopped(0, 99.0), lost={"1": gone, "2": gone})
+    others = [result(k, "failed", stopped(k, 98.0), lost={"0": gone}) for k in (1, 2)]
+    made = report(zero, *others, nodes=3)
+    assert made.first_failure is not None and made.first_failure.place == "node0 (local)"
+
+
 def test_node_0_is_lost_by_the_word_of_the_others_where_it_left_none() -> None:
     one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0"}})
     made = report(one, lost={0: Lost("no contact for 70 s", 160.0, out_of_reach=True)})

@@ -32,7 +32,7 @@ def expand(text: str) -> list[str]:
     spans = [[_span(text, span) for span in inside.split(",")] for inside in words[1::2]]
     number = math.prod(sum(stop - start for start, stop, _ in one) for one in spans)
     if number > MOST:
-        raise RangeError(f"`{text}` stands for {number:,} hosts; a range may stand for {MOST:,}")
+        raise RangeError(f"`{text}` stands for {number:,} hosts; a range may stand for {MOST:,} at most")
     choices = [[str(n).zfill(width) for start, stop, width in one for n in range(start, stop)] for one in spans]
     return ["".join(_woven(words[::2], chosen)) for chosen in itertools.product(*choices)]
 

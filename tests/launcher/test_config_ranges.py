@@ -118,7 +118,7 @@ MISTAKES = {
     "nodes:\n  - a\n  - n[3-1]\n  - n[1-010]\n  - n[1-5000]\n  - n[1-2\n  - n[a-c]\n  - n[]\n": [
         "3: nodes.1.host: `n[3-1]`: 3-1 runs backwards; write 1-3",
         "4: nodes.2.host: `n[1-010]`: 1 and 010 have different numbers of leading zeros; write 001-010 or 1-10",
-        "5: nodes.3.host: `n[1-5000]` stands for 5,000 hosts; a range may stand for 4,096",
+        "5: nodes.3.host: `n[1-5000]` stands for 5,000 hosts; a range may stand for 4,096 at most",
         "6: nodes.4.host: `n[1-2`: its brackets do not match; write a range as node[01-16]",
         "7: nodes.5.host: `n[a-c]`: expected numbers in brackets, as node[01-16] or node[1-3,7], found `a-c`",
         "8: nodes.6.host: `n[]`: expected numbers in brackets, as node[01-16] or node[1-3,7]",

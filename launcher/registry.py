@@ -20,6 +20,7 @@ from launcher.wholefile import write_whole
 Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
 NAME = "launch.json"
 _MARKS = (NAME, "run.json", "plan.json")  # a folder with one of them is a run's
+BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which nothing of a run runs on its nodes
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -83,7 +84,7 @@ class LaunchFile:
 
     def write(self, folder: Path) -> None:
         """Write it whole into the run's folder, which is made if need be."""
-        write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n")
+        write_whole(folder / NAME, json.dumps(asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
     def read(cls, folder: Path) -> LaunchFile | None:
@@ -144,6 +145,25 @@ def is_run_folder(folder: Path) -> bool:
     return any((folder / mark).is_file() for mark in _MARKS)
 
 
+def never_ran(folder: Path) -> bool:
+    """Whether the launch that made the folder has ended before anything ran, so that its id is free again."""
+    try:
+        launch = LaunchFile.read(folder)
+    except FleetError:
+        return False
+    if launch is None:
+        return not any(folder.iterdir())
+    if launch.stage in BEFORE_NODES:
+        return launch.alive() is False
+    return launch.stage == "end" and _given_up_at(folder) in BEFORE_NODES
+
+
+def clear(folder: Path) -> None:
+    """Remove what a launch that ``never_ran`` has left."""
+    for name in ("result.json", "events.jsonl", "run.json", "plan.json"):
+        (folder / name).unlink(missing_ok=True)
+
+
 def began(folder: Path) -> float:
     """When the run was launched (or first brought here), as far as its folder tells."""
     try:
@@ -184,6 +204,12 @@ def _registered() -> list[Path]:
 def _from_json(values: dict[str, Any]) -> LaunchFile:
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
     return LaunchFile(**{**values, **lists})
+
+
+def _given_up_at(folder: Path) -> str:
+    """The stage at which the launch was given up; '' when it was not."""
+    events = (json.loads(line) for line in (_text_of(folder / "events.jsonl") or "").splitlines())
+    return next((str(event["stage"]) for event in events if event["kind"] == "given-up"), "")
 
 
 def _mtimes(folder: Path) -> list[float]:

@@ -24,12 +24,13 @@ from launcher.interrupts import Interrupts
 from launcher.offline import offline_plan
 from launcher.options import LaunchOptions, choose_run_id, run_folder
 from launcher.partitioning import ensure_parts
-from launcher.plan import LaunchPlan, NodeFacts, NodePlan, make_plan, to_json
+from launcher.plan import LaunchPlan, NodeFacts, NodePlan, make_plan
+from launcher.planrecord import plan_record
 from launcher.planview import print_placement
 from launcher.preflight import run_preflight
 from launcher.preflight_table import node_ranges, print_findings
 from launcher.progress import transfer_progress
-from launcher.registry import LaunchFile, Stage, register, user_at_host
+from launcher.registry import LaunchFile, Stage, clear, register, user_at_host
 from launcher.report import Metrics, RunReport, RunState
 from launcher.runfile import run_json, with_run_file
 from launcher.script import Secret
@@ -64,7 +65,8 @@ class Job:
     def _open_folder(self) -> EventLog:
         """What others need comes first; with launch.json they see that there is this launch."""
         try:
-            write_whole(self.folder / "config.yml", to_yaml(self.config))
+            clear(self.folder)
+            write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
             self._register()
             self.file.write(self.folder)
             return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
@@ -216,8 +218,8 @@ def carry_out(
 ) -> RunReport:
     """Apply the plan: bring files, start, follow, collect, report."""
     print_placement(plan, job.console)
-    write_whole(job.folder / "plan.json", to_json(plan))
-    write_whole(job.folder / "run.json", run_json(plan))
+    write_whole(job.folder / "plan.json", plan_record(plan), private=True)
+    write_whole(job.folder / "run.json", run_json(plan), private=True)
     interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
     job.at("sync")
     bring_files(job, plan, transports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,9 @@ def appearing(dest: Path) -> Iterator[BinaryIO]:
         beside.unlink(missing_ok=True)
 
 
-def write_whole(dest: Path, text: str) -> None:
-    """``dest`` with ``text`` in UTF-8."""
+def write_whole(dest: Path, text: str, *, private: bool = False) -> None:
+    """``dest`` with ``text`` in UTF-8; ``private``: for this user's eyes only, as it may hold his environment."""
     with appearing(dest) as out:
+        if private:
+            os.fchmod(out.fileno(), 0o600)
         out.write(text.encode())

@@ -89,8 +89,8 @@ def settle(run: OpenRun, folder: Path) -> None:
     """Make the folder one by which later commands find the run and its hosts."""
     found = run.found
     if not (folder / NAME).exists() and not (folder / "run.json").exists():
-        write_whole(folder / "run.json", run_json(found.needed_plan))
-        write_whole(folder / "config.yml", to_yaml(found.needed_config))
+        write_whole(folder / "run.json", run_json(found.needed_plan), private=True)
+        write_whole(folder / "config.yml", to_yaml(found.needed_config), private=True)
     register(found.run_id, folder)
 
 

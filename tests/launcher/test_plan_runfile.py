@@ -10,7 +10,8 @@ import pytest
 
 from launcher.config import NodeConfig
 from launcher.errors import FleetError
-from launcher.plan import LaunchPlan, NodePlan
+from launcher.plan import LaunchPlan, NodePlan, to_json
+from launcher.planrecord import plan_record
 from launcher.runfile import read_run, run_json, with_run_file
 from launcher.script import Command, Secret
 from plan_kit import TOKEN, cluster, facts_of, plan_of
@@ -91,3 +92,25 @@ def test_single_node_meets_nobody() -> None:
     plan = plan_of(cluster(NodeConfig("a")))
     spec = spec_of(plan.nodes[0])
     assert plan.control_port is None and spec["control"] is None and spec["leases"] == ["port:29500"]
+
+
+def test_plan_json_is_the_whole_plan_with_what_nodes_share_written_once() -> None:
+    plan = with_run_file(plan_of(cluster(*(NodeConfig(f"h{k}") for k in range(3))), facts=facts_of(3)))
+    text = plan_record(plan)
+    record = json.loads(text)
+    for node in record["nodes"]:
+        code = [{**file, "dest": f"{node['code_dir']}/{file['dest']}"} for file in record["code"]]
+        own = [
+            {**file, "content": file["content"] or record["contents"].get(file["sha256"], "")} for file in node["files"]
+        ]
+        node["files"] = code + own
+    assert {**record, "code": 0, "contents": 0} == {**json.loads(to_json(plan)), "code": 0, "contents": 0}
+    assert TOKEN.reveal() not in text and text.count("num_parts") < 5
+
+
+def test_plan_json_grows_with_the_nodes_and_not_with_their_square() -> None:
+    sizes = []
+    for nodes in (20, 40, 80):
+        plan = plan_of(cluster(*(NodeConfig(f"h{k}") for k in range(nodes))), facts=facts_of(nodes))
+        sizes.append(len(plan_record(plan)))
+    assert sizes[2] - sizes[1] < 2.2 * (sizes[1] - sizes[0])

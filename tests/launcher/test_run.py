@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from launcher import run as run_module
 from launcher.node import procs
+from launcher.planrecord import plan_record
 from launcher.run import with_service_key
 from run_kit import make_launch, make_node, make_parts
 
@@ -31,7 +31,7 @@ def test_all_nodes_get_the_same_service_key_and_it_never_shows(tmp_path: Path) -
     plan = with_service_key(make_launch([make_node(tmp_path, k, [key]) for k in range(2)]))
     one, two = (node.files[0].content for node in plan.nodes)
     assert one == two and set(json.loads(one)) == {"public", "secret"}
-    assert json.loads(one)["secret"] not in repr(plan) + run_module.to_json(plan)
+    assert json.loads(one)["secret"] not in repr(plan) + plan_record(plan)
 
 
 # Real processes: launch.py, tmux, torch.distributed.run and an own script on two ranks of one node.

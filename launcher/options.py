@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.config import ClusterConfig
 from launcher.errors import UsageError
+from launcher.registry import never_ran
 
 #: Option of the command line → config key it sets.
 SHORT_KEYS: Mapping[str, str] = {
@@ -65,7 +66,8 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
-    """The run id asked for, or ``<name>-YYYYmmdd-HHMMSS-xxxx``; refuses unusable and used ones."""
+    """The run id asked for, or ``<name>-YYYYmmdd-HHMMSS-xxxx``; refuses unusable and used ones. One whose launch was
+    refused or interrupted before anything ran can be used again."""
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
         return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -74,7 +76,7 @@ def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
             f"--run-id {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
         )
     folder = run_folder(config, wanted)
-    if folder.exists():
+    if folder.exists() and not never_ran(folder):
         raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
     return wanted
 

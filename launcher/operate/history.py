@@ -9,17 +9,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from launcher.errors import FleetError
+from launcher.operate.columns import Column, FittedTable
 from launcher.operate.verdict import result_words, seconds_words
 from launcher.registry import LaunchFile, began, known_runs
 from launcher.runfile import read_run
 from launcher.words import count
 
 _STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
-_WIDEST = 90
+_COLUMNS = (
+    Column("when", 6),
+    Column("run", 9),
+    Column("config", 2, cut_to=12),
+    Column("size", 3),
+    Column("state", 8),
+    Column("took", 5, right=True),
+    Column("result", 7, cut_to=20),
+)
 
 
 @dataclass(frozen=True)
@@ -69,27 +77,24 @@ def to_json(entries: Sequence[Entry]) -> str:
     return json.dumps([asdict(entry) for entry in entries], indent=1)
 
 
-def rendered(entries: Sequence[Entry]) -> Table:
-    """A row per run."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("when", "run", "config", "size", "state"):
-        table.add_column(name, no_wrap=name != "config")
-    table.add_column("took", justify="right", no_wrap=True)
-    table.add_column("result")
-    for entry in entries:
-        took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
-        state = Text(entry.state, _STYLES.get(entry.state, "bold"))
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
-        config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
-        table.add_row(when, entry.run_id, config, entry.size or "–", state, took, entry.why)
-    return table
+def rendered(entries: Sequence[Entry]) -> FittedTable:
+    """A line per run, cut where the terminal ends."""
+    return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
+
+
+def _row(entry: Entry) -> tuple[Text | str, ...]:
+    took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
+    state = Text(entry.state, _STYLES.get(entry.state, "bold"))
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
+    config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
+    return when, entry.run_id, config, entry.size or "–", state, took, Text(" ".join(entry.why.split()))
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
     """Without asking any node: those that may still run are left to ``gnnfleet status``."""
     if result is not None and result["state"] != "detached":
         by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
-        return result["state"], _one_line(by or result_words(result) or _first_note(result))
+        return result["state"], by or result_words(result) or _first_note(result)
     if launch is None:
         return "open", "collected while it ran; gnnfleet status tells more"
     if launch.alive():
@@ -110,11 +115,6 @@ def _size(folder: Path) -> str:
 
 def _first_note(result: dict[str, Any]) -> str:
     return next(iter(result.get("notes") or ()), "")
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _WIDEST else line[: _WIDEST - 1] + "…"
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from launcher.operate.columns import Cell, Column, FittedTable
 from launcher.operate.found import FoundRun, read_folder
 from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes, place_of
 from launcher.operate.views import NodeView, OpenRun
@@ -25,6 +25,17 @@ _STYLES = {
     "unknown": "bold yellow",
     "stopped": "bold yellow",
 }
+_COLUMNS = (
+    Column("node", 9, cut_to=24),
+    Column("rank", 9),
+    Column("state", 9),
+    Column("epoch", 8, right=True),
+    Column("step", 7, right=True),
+    Column("seeds/s", 3, right=True),
+    Column("loss", 5, right=True),
+    Column("remote", 2, right=True),
+    Column("heartbeat", 4, right=True),
+)
 _NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
 
 
@@ -80,9 +91,10 @@ def watch_status(run: OpenRun, console: Console) -> Status:
 def rendered(status: Status) -> Group:
     """The sentence, the table, what else is known, and what can be typed next."""
     verdict = status.verdict
-    parts: list[Text | Table] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
+    parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
-        parts.append(_table(status.views))
+        rows = [row for view in status.views.values() for row in _rows(view)]
+        parts.append(FittedTable(_COLUMNS, rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
@@ -91,19 +103,7 @@ def rendered(status: Status) -> Group:
     return Group(*parts)
 
 
-def _table(views: Mapping[int, NodeView]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("node", "rank", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("epoch", "step", "seeds/s", "loss", "remote", "heartbeat"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for view in views.values():
-        for row in _rows(view):
-            table.add_row(*row)
-    return table
-
-
-def _rows(view: NodeView) -> Iterator[tuple[Text | str, ...]]:
+def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
     """One row for each rank; of one that has not told a step, the node's state alone."""
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age

@@ -1,0 +1,74 @@
+"""``status`` and ``runs`` on narrow and wide terminals: one line each, and no word cut that matters."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from launcher.operate import history
+from launcher.operate.found import FoundRun
+from launcher.operate.history import Entry
+from launcher.operate.status import Status, rendered
+from launcher.operate.verdict import Verdict
+from launcher.operate.views import NodeView
+from run_kit import make_launch, make_node
+
+STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
+
+
+def printed(what: RenderableType, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(what, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def status_of(target: str) -> Status:
+    nodes = [replace(make_node(Path("/w"), k, []), target=f"{target}{k}") for k in range(2)]
+    state = {"state": "training", "time": 100.0, "ranks": {"0": STEP, "1": STEP}}
+    views = {k: NodeView(node, state, now=101.5) for k, node in enumerate(nodes)}
+    found = FoundRun("r1", None, None, make_launch(nodes), None, None)
+    return Status(found, Verdict("running", "run r1 trains"), views)
+
+
+@pytest.mark.parametrize("target", ["gnn", "alice.liddell@gnn-machine-of-the-institute.example.org"])
+def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(target: str) -> None:
+    _, titles, first, second = printed(rendered(status_of(target)), 80)
+    assert titles.split()[:5] == ["node", "rank", "state", "epoch", "step"]
+    assert second.startswith("node1 (") and " 1 " in second and " training " in second
+    assert " 12  1234/40000" in first
+
+
+def test_status_at_120_columns_shows_all() -> None:
+    _, titles, first, _ = printed(rendered(status_of("gnn")), 120)
+    assert titles.split() == ["node", "rank", "state", "epoch", "step", "seeds/s", "loss", "remote", "heartbeat"]
+    assert first.split()[3:] == ["training", "12", "1234/40000", "123,456", "0.5123", "25%", "1.5", "s", "ago"]
+
+
+WHY = "rank 1 on node1 (gnn2) raised ValueError: the shapes of the two operands do not agree\nat all " + "x" * 200
+ENTRIES = [
+    Entry(
+        "toy-20261121-041349-042e", "/f", 1.0, "c/cluster.yml", "2 nodes × 4 ranks", "failed", 7300.0, None, WHY, None
+    ),
+    Entry("toy-20261121-041349-aaaa", "/f", 2.0, "", "", "never started", None, None, "refused", "toy-1"),
+]
+
+
+def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
+    titles, first, second = printed(history.rendered(ENTRIES), 80)
+    assert titles.split() == ["when", "run", "state", "result"]
+    assert "toy-20261121-041349-042e  failed         rank 1 on node1 (gnn" in first and first.endswith("…")
+    assert second.endswith("toy-20261121-041349-aaaa  never started  refused")
+    titles, first, _ = printed(history.rendered(ENTRIES), 120)
+    assert titles.split() == ["when", "run", "size", "state", "took", "result"]
+    assert "2 nodes × 4 ranks  failed" in first and "2 h 2 min  rank 1 on" in first
+
+
+def test_the_whole_result_is_in_json() -> None:
+    assert "x" * 200 in history.to_json(ENTRIES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launching import Launched, Running, launch, write_config
-from netns import NetCluster
+from netns import DISK, NetCluster
 from netns_tools import Process
 from ssh_nodes import ssh_nodes
 
@@ -27,7 +27,7 @@ for step in range(10000):
 """
 WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
 #: What is on a node, for comparing before and after; -xdev: the repository itself may lie, bound, under /tmp.
-STATE_OF = "find ~ /tmp /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
+STATE_OF = f"find ~ /tmp {DISK} /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from fault_draw import ASKED, AWAY, EXPECTED, JOB, NODES, Fault, draw
 from launching import REPOSITORY, Launched, Running, write_config
 from netns import Host, Machine, NetCluster
 from netns_python import own_python, set_clock
-from ssh_nodes import ssh_nodes
+from operator_kit import end_processes
+from ssh_nodes import WORKDIR, ssh_nodes
 
-SMALL = "/mnt/small"  # the work folder of a host whose disk is going to be full
 CLEAN_WITHIN = 10.0  # seconds from the fault until nothing of the run is left
 STEPS_OF_A_GOOD_RUN = 60
-EPOCHS_OF_A_GOOD_RUN = 12
+EPOCHS_OF_A_GOOD_RUN = 40
 #: Leases of living processes, as a run that came next would find them.
 HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import lease; print(*lease.held())"
 
@@ -64,6 +64,16 @@ class FaultyCluster:
         self.serial += 1
         for k, host in enumerate(self.cluster.hosts):
             set_clock(host, 300 if k == fault.clock else 0)
+        if fault.kind != "disk":
+            return self._run(fault)
+        host = self.cluster.hosts[fault.node]
+        host.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", WORKDIR])
+        try:
+            return self._run(fault)
+        finally:
+            host.run(["umount", "-l", WORKDIR])
+
+    def _run(self, fault: Fault) -> Verdict:
         running = self._launch(fault)
         self._await_moment(fault, running)
         began = time.monotonic()
@@ -87,12 +97,6 @@ class FaultyCluster:
         folder.mkdir()
         (folder / "job.py").write_text(JOB)
         nodes = ssh_nodes(self.cluster, fault.procs, self.pythons)
-        for node in nodes:
-            node["workdir"] = "~/gnnfleet"  # a power cut leaves it there
-        if fault.kind == "disk":
-            script = f"mkdir -p {SMALL} && mount -t tmpfs -o size=16m tmpfs {SMALL}"
-            self.cluster.hosts[fault.node].run(["bash", "-c", script])
-            nodes[fault.node]["workdir"] = f"{SMALL}/work"
         data = {"folder": str(self.folder / "parts"), "options": {"num_nodes": 400, "num_features": 4}}
         epochs = EPOCHS_OF_A_GOOD_RUN if fault.kind == "clock" else 100_000
         train = {"hidden": 8, "batch_size": 64, "epochs": epochs}
@@ -134,7 +138,7 @@ class FaultyCluster:
         elif fault.kind == "network":
             host.cut_network()
         elif fault.kind == "disk":
-            host.run(["bash", "-c", f"cat /dev/zero > {SMALL}/filler"], check=False)
+            host.run(["bash", "-c", f"cat /dev/zero > {WORKDIR}/filler"], check=False)
         elif fault.kind == "launcher":
             running.process.send_signal(signal.SIGKILL)
         elif fault.kind == "clock":
@@ -164,7 +168,7 @@ class FaultyCluster:
         elif fault.kind == "network":
             host.restore_network()
         elif fault.kind == "disk":
-            host.run(["rm", f"{SMALL}/filler"])
+            host.run(["rm", f"{WORKDIR}/filler"])
 
     # --- what must hold ---------------------------------------------------------------------
 
@@ -280,7 +284,11 @@ def main(count: int, seed: int, folder: Path) -> int:
         faulty = FaultyCluster(cluster, folder)
         for fault in draw(count, seed):
             began = time.monotonic()
-            verdict = faulty.run(fault)
+            try:
+                verdict = faulty.run(fault)
+            except AssertionError as error:  # it did not even get to the fault; the others can still be tried
+                verdict = Verdict(fault, "", -1, 0.0, (str(error),))
+                end_processes(cluster)
             print(f"{time.monotonic() - began:5.1f} s  {verdict}", flush=True)
             wrong += bool(verdict.wrong)
     print(f"{count - wrong} of {count} faults named right and cleaned up")

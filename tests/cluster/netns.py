@@ -56,6 +56,7 @@ __all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_lef
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = ("/tmp", "/run", "/dev/shm")
+DISK = "/tmp/gnnfleet"  # a folder of every host that a power cut leaves, at a path that no cluster's name is part of
 PASSWORD = "correct-horse-9"  # of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$FlffmUHd8jMB5CKYvAOydeqTZ7F3umb87lM.c5Ncj4IHPUIzRpEmm7D7gtgJtNGHzGI6C06R8pYVBocfx9FuS1"
 PASSWORD_USER = "worker"
@@ -80,7 +81,7 @@ class Host:
 
     def prepare(self) -> None:
         """Write what stays on the host's disk: home, keys, /etc files."""
-        for name in ("etc", "home/.ssh", "keep"):
+        for name in ("etc", "home/.ssh", "keep", "disk"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         keygen(self.folder / "etc/host_key", self.name)
         key = self.machine.authorized or self.cluster.identity.with_suffix(".pub")
@@ -154,6 +155,7 @@ class Host:
         lines += [f"mount -t tmpfs -o mode={'755' if own == '/run' else '1777'} tmpfs {own}" for own in OWN]
         lines += [f"mkdir -p {path}; mount --move {place} {path}" for path, place in kept]
         lines += [f"mount --bind {self.folder}/etc/{name} /etc/{name}" for name in ("passwd", "shadow", "hosts")]
+        lines += [f"mkdir {DISK}; mount --bind {self.folder}/disk {DISK}"]
         lines += [f"mount --rbind {self.folder} {folder}", "mkdir -p /run/sshd", "cd /"]
         return "\n".join([*lines, f"/usr/sbin/sshd -D -e -f {folder}/etc/sshd_config &", "wait"])
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from netns import NetCluster
+from netns import DISK, NetCluster
 from netns_tools import STATE, start_ticks
 
-#: Code lies at the same path on every host, since numba's cache goes by path; /tmp is each host's own.
-WORKDIR = "/tmp/gnnfleet"
+#: The same path on every host of all clusters, since numba's cache goes by the path of the code.
+WORKDIR = DISK
 
 
 def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[str] = ()) -> list[dict]:

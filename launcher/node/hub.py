@@ -52,7 +52,6 @@ class Hub:
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
         self.offset = 0.0
-        self.table: dict[str, dict[str, Any]] = {}
         self.dropped: dict[str, int] = {}  #: connections refused or broken off, by why
         self.members = {k: Known(k) for k in range(1, len(meeting.labels))}
         self.stacks_wanted = False
@@ -85,7 +84,11 @@ class Hub:
         for link, since in list(self._strangers.items()):
             if now - since > _GREETING_TIME:
                 self._drop(link, "said nothing")
-        self.table = {str(k): self._row(member, now) for k, member in self.members.items()}
+
+    @property
+    def table(self) -> dict[str, dict[str, Any]]:
+        now = time.monotonic()
+        return {str(k): self._row(member, now) for k, member in self.members.items()}
 
     def report(self, report: Report) -> None:
         """Take node 0's own state; what concerns the members is told at once."""
@@ -245,11 +248,16 @@ class Hub:
 
     def _excuse(self, pause: float) -> None:
         for member in self.members.values():
-            member.heard = None if member.heard is None else member.heard + pause
-            member.gone = None if member.gone is None else member.gone + pause
+            member.heard = excused(member.heard, pause, self._looked)
+            member.gone = excused(member.gone, pause, self._looked)
 
     def _row(self, member: Known, now: float) -> dict[str, Any]:
         return {"state": member.state, "age": None if member.heard is None else round(now - member.heard, 1)}
+
+
+def excused(when: float | None, pause: float, now: float) -> float | None:
+    """A time as if the pause had not been, but never one to come: what waited was read before."""
+    return None if when is None else min(when + pause, now)
 
 
 def silence(meeting: Meeting) -> str:

@@ -116,7 +116,7 @@ class Link:
             if not isinstance(message, dict):
                 raise ValueError("no object")
             self._heard(message)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             self._end(f"not understood: {error!r}")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.node.child import Loop
-from launcher.node.hub import silence
+from launcher.node.hub import excused, silence
 from launcher.node.link import Link, Message, proof, proven
 from launcher.node.offsets import ClockOffset
 from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, make_cause, received_cause
@@ -41,6 +41,7 @@ class Member:
         self._place: tuple[int, Any] | None = None  # family and address, once looked up
         self._connecting: socket.socket | None = None
         self._link: Link | None = None
+        self._silent: Link | None = None  # kept until a new one is proven: its end would tell the hub that we died
         self._heard: float | None = None
         self._gone: float | None = None
         self._known_final = False
@@ -73,15 +74,14 @@ class Member:
         pause = now - self._looked
         self._looked = now
         if pause > _LATE:
-            self._heard = None if self._heard is None else self._heard + pause
+            self._heard, self._gone = excused(self._heard, pause, now), excused(self._gone, pause, now)
         if not self.lost:
             why, since = self._overdue(now)
             if why:
                 self._lose(why, since)
         silent = self._heard is not None and now - self._heard > min(_SILENT, self.meeting.peer_timeout / 2)
         if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
-            self._link.close()
-            self._link = None
+            self._set_aside(self._link)
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else _TRY_FOR)
         if self._link is None and late and not self.parted():
             self._connect()
@@ -96,9 +96,10 @@ class Member:
 
     def close(self) -> None:
         self._forget_attempt()
-        if self._link is not None:
-            self._link.close()
-            self._link = None
+        for link in (self._link, self._silent):
+            if link is not None:
+                link.close()
+        self._link = self._silent = None
 
     # The connection.
 
@@ -131,7 +132,9 @@ class Member:
             return self._failed_attempt(status)
         self._loop.unwatch(sock)
         self._connecting = None
-        self._link = link = Link(sock, self._loop, lambda message: self._take(link, message), self._closed)
+        self._link = link = Link(
+            sock, self._loop, lambda message: self._take(link, message), lambda why: self._closed(link, why)
+        )
 
     def _failed_attempt(self, status: int) -> None:
         self._trouble = os.strerror(status)
@@ -143,11 +146,32 @@ class Member:
             self._connecting.close()
             self._connecting = None
 
-    def _closed(self, why: str) -> None:
-        self._trouble = why
+    def _set_aside(self, link: Link) -> None:
+        """Give up a connection: one that never got anywhere at once, one gone silent when there is another."""
         self._link = None
-        if self._heard is not None and self._gone is None:
+        if link.node_rank is None:
+            return link.close()
+        self._drop_silent()
+        self._silent = link
+
+    def _drop_silent(self) -> None:
+        if self._silent is not None:
+            self._silent.close()
+            self._silent = None
+
+    def _closed(self, link: Link, why: str) -> None:
+        self._trouble = why
+        if link is self._silent:
+            self._silent = None
+        else:
+            self._link = None
+        if self._heard is not None and self._gone is None and self._proven is None:
             self._gone = time.monotonic()
+
+    @property
+    def _proven(self) -> Link | None:
+        """The connection to the hub."""
+        return self._link if self._link is not None and self._link.node_rank is not None else self._silent
 
     # Messages.
 
@@ -162,14 +186,15 @@ class Member:
             link.send({"node_rank": k, "nonce": link.nonce, "proof": shown})
         elif proven(message["proof"], token, "hub", k, self._hub_nonce, link.nonce):
             link.node_rank = 0
+            self._drop_silent()
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
             raise ValueError("what listens there is not node0 of this run")
 
     def _send(self) -> None:
-        link = self._link
-        if link is None or link.node_rank is None or self._own is None or link.waiting:
+        link = self._proven
+        if link is None or self._own is None or link.waiting:
             return
         link.send({"t": self._clock(), "offset": self.offset, **self._own})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from launcher.node import link
+from launcher.node import member as member_module
 from launcher.node.child import Loop
 from launcher.node.hub import Hub, listen
 from launcher.node.link import proof
@@ -147,6 +149,7 @@ def test_a_reflected_proof_is_none(room: Room) -> None:
         (b"x" * 5000, "a line of more than 1024 bytes"),
         (b"\x80\xff\n", "not understood"),
         (b"[" * 900 + b"\n", "not understood"),
+        (b'{"node_rank": Infinity, "nonce": "", "proof": ""}\n', "not understood"),
     ],
 )
 def test_strangers_are_dropped_and_counted(room: Room, line: bytes, why: str) -> None:
@@ -178,6 +181,39 @@ def test_a_member_that_sends_nonsense_is_dropped_and_may_come_back(room: Room) -
     room.until(lambda: room.hub.members[1].link is None)
     room.until(lambda: room.hub.members[1].link is not None)
     assert not room.hub.lost
+
+
+def test_a_hub_that_is_slow_takes_no_member_for_dead(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The member tries anew, as its line may be broken; the old line stays until then, as its end means death."""
+    monkeypatch.setattr(member_module, "_SILENT", 0.2)
+    room.settings["peer_timeout"] = 30.0
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+    known = room.hub.members[1]
+    with monkeypatch.context() as deaf:
+        deaf.setattr(room.hub, "_accept", lambda _: None)
+        room.loop.unwatch(room.hub._listener)  # type: ignore[arg-type]
+        first = member._link
+        room.until(lambda: member._link is not first)
+        for _ in range(30):
+            room.turn()
+        assert known.gone is None and known.link is not None
+    assert room.hub._listener is not None
+    room.loop.watch(room.hub._listener, selectors.EVENT_READ, room.hub._accept)
+    room.until(lambda: member._link is not None and member._link.node_rank == 0)
+    assert member._silent is None and known.gone is None and not room.hub.lost
+
+
+def test_our_own_pause_is_nobodys_silence(room: Room) -> None:
+    member = room.member(1)
+    room.until(lambda: member.offset is not None)
+    known = room.hub.members[1]
+    known.heard, room.hub._looked = time.monotonic() - 8, time.monotonic() - 8
+    room.hub.look()
+    assert not room.hub.lost and 0 <= room.hub.table["1"]["age"] < 1
+    known.heard, room.hub._looked = time.monotonic(), time.monotonic() - 8  # what waited for us was read already
+    room.hub.look()
+    assert room.hub.table["1"]["age"] >= 0
 
 
 def test_a_member_that_reads_nothing_never_blocks_the_hub(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:

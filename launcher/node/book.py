@@ -119,6 +119,7 @@ class Mailbox:
 
     def __init__(self, loop: Loop, book: Book, token: str, address: str) -> None:
         self._loop, self._book, self._token = loop, book, token
+        self._told = False  # that there was mail of no use; anybody on the machine can send as much as he likes
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(_abstract(address))
@@ -130,7 +131,9 @@ class Mailbox:
             if mail.pop("token") == self._token:
                 self._book.take_mail(mail)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._book.journal.say(f"mail that is no record: {error!r}")
+            if not self._told:
+                self._told = True
+                self._book.journal.say(f"mail that is no record: {error!r}")
 
     def close(self) -> None:
         self._loop.unwatch(self._socket)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from launcher.node.latest import Latest
 from launcher.node.lines import LineLog
 from launcher.node.record import append_json, read_json, why_unwritten, write_json
+from launcher.node.screen import Screen
 
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 _RESERVE = 1 << 18  # bytes kept for the last words of a node whose disk is full
@@ -25,14 +27,22 @@ class Journal:
         for folder in _FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
         self._log = LineLog(self.path("logs", "supervisor.log"))
+        self._screen = Screen()
+        self._state = Latest(self.path("state.json"))
         self._reserve()
 
     def path(self, *names: str) -> str:
         return os.path.join(self.run_dir, *names)
 
     def there(self) -> bool:
-        """Whether the run folder still exists."""
-        return os.path.isdir(self.run_dir)
+        """Whether the run folder still exists; a file server that does not answer has not deleted it."""
+        try:
+            os.stat(self.run_dir)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def event(self, kind: str, **more: Any) -> None:
         """Add to ``events.jsonl``, and in words to the log."""
@@ -48,6 +58,21 @@ class Journal:
             self._note(name, error)
             return False
         return True
+
+    def put_state(self, value: Any) -> None:
+        """Have ``state.json`` written, without waiting for a disk that is slow."""
+        self._state.put(json.dumps(value))
+        self._note_state()
+
+    def settle(self, seconds: float) -> None:
+        """Wait until ``state.json`` is written."""
+        self._state.settle(seconds)
+        self._note_state()
+
+    def _note_state(self) -> None:
+        error = self._state.failed()
+        if error is not None:
+            self._note("state.json", error)
 
     def put_last(self, name: str, value: Any) -> None:
         """Write what must not be lost, with the room kept for it if there is no other."""
@@ -65,11 +90,9 @@ class Journal:
 
     def say(self, text: str) -> None:
         """Log, and show whoever attaches to the session."""
-        self._log.feed(f"{text}\n".encode())
-        try:
-            print(text, flush=True)
-        except OSError:  # the terminal is gone with its tmux session; the log has it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        line = f"{text}\n".encode("utf-8", "replace")
+        self._log.feed(line)
+        self._screen.show(line)
 
     def free_reserve(self) -> None:
         """Give the room back that was kept."""

@@ -13,6 +13,8 @@ MAX_LINE = 64 * 1024  #: bytes; a longer line goes on in the next one
 SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar that has not ended
 TAIL = 40  #: lines
 
+_MAX_TAIL = 2000  # characters of a line of the tail, which is for people to read and travels with each outcome
+
 _HEADER = re.compile(r"^[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 _CHAIN = re.compile(r"^[ |+]*(During handling of the above exception|The above exception was the direct cause)")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # what torch.distributed's excepthook puts before each line
@@ -142,7 +144,7 @@ class LineLog:
         prefix = stamp(time.time())
         texts = [line.decode("utf-8", "replace") for line in lines]
         for text in texts:
-            self.tail.append(text)
+            self.tail.append(text if len(text) <= _MAX_TAIL else f"{text[:_MAX_TAIL]}…")
             self.traceback.feed(text)
             self.crash.feed(text)
         self._put("".join(f"{prefix} {text}\n" for text in texts).encode("utf-8"), len(texts))

@@ -30,11 +30,11 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """The process with this pid now; None when there is none."""
+    """The process with this pid now; None when there is none, or it is not for us to see (/proc with hidepid)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     state, ppid, pgid = fields[0], int(fields[1]), int(fields[2])
     return Process(pid, ppid, pgid, int(fields[19]), state in (b"Z", b"X"))
@@ -113,23 +113,23 @@ def command_line(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""
 
 
 def send(pid: int, number: int) -> None:
-    """Signal one process; nothing happens when it is gone already."""
+    """Signal one process; nothing happens when it is gone already, or runs as another user (sudo in a script)."""
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return
 
 
 def send_group(pgid: int, number: int) -> None:
-    """Signal a process group; nothing happens when it is empty already."""
+    """Signal a process group; nothing happens when it is empty already, or all of another user's."""
     try:
         os.killpg(pgid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return
 
 

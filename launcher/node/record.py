@@ -19,10 +19,15 @@ def stamp(when: float) -> str:
 
 def write_json(path: str, value: Any) -> None:
     """Write ``value`` beside ``path`` and rename it into place."""
+    write_text(path, json.dumps(value))
+
+
+def write_text(path: str, text: str) -> None:
+    """The same for text."""
     beside = f"{path}.{os.getpid()}.tmp"
     try:
         with open(beside, "w", encoding="utf-8") as file:
-            file.write(json.dumps(value))
+            file.write(text)
         os.replace(beside, path)
     except OSError:
         with suppress(OSError):  # it was not even made

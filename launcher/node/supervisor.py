@@ -310,6 +310,7 @@ class Supervisor:
         self.part()
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
+        self.journal.settle(_LEAVING)
         cause = self.peers.cause or self.cause
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
         result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "findings": self.health.findings}
@@ -366,7 +367,7 @@ class Supervisor:
             "ranks": self.health.ranks,
             "findings": self.health.told,
         }
-        self.journal.put("state.json", state)
+        self.journal.put_state(state)
         self.report()
 
     def report(self) -> None:

@@ -1,0 +1,176 @@
+"""What a supervisor has to bear: slow disks, stopped terminals, other users' processes, other locales, strangers."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pty
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.node import procs
+from launcher.node.book import Book, Mailbox
+from launcher.node.child import Loop
+from launcher.node.journal import Journal
+from launcher.node.latest import Latest
+from launcher.node.lines import LineLog
+from node_kit import ROOT, wait_until
+from peers_kit import Run
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    old = signal.getsignal(signal.SIGCHLD)
+    yield Loop()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, old)
+
+
+def test_a_disk_that_stalls_ends_no_run(tmp_path: Path) -> None:
+    """Writing state.json takes for ever, as when a checkpoint fills a slow disk; the node is heard all the same."""
+    run = Run(tmp_path, 2)
+    try:
+        run.start()
+        supervisor = run.nodes[1].supervisor
+        assert supervisor is not None
+        state = run.nodes[1].path / "state.json"
+        stalled = Path(f"{state}.{supervisor.pid}.tmp")
+        wait_until(lambda: not stalled.exists() and mkfifo(stalled))
+        until = time.monotonic() + 4.5  # peer_timeout is 3 s
+        while time.monotonic() < until:
+            assert run.nodes[0].json("state.json")["peers"]["1"]["state"] == "training"
+            time.sleep(0.2)
+        assert time.time() - state.stat().st_mtime > 3
+        with open(stalled, "rb"):  # the disk is back
+            wait_until(lambda: time.time() - state.lstat().st_mtime < 2 and not stalled.exists())
+        since = time.monotonic()
+        (run.nodes[1].path / "control" / "stop").touch()
+        assert [result["state"] for result in run.ends(since)] == ["stopped", "stopped"]
+    finally:
+        run.kill()
+
+
+def mkfifo(path: Path) -> bool:
+    try:
+        os.mkfifo(path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_the_newest_text_is_what_stays(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    latest = Latest(str(path))
+    for number in range(200):
+        latest.put(str(number))
+    assert latest.settle(5) and path.read_text() == "199" and latest.failed() is None
+    shutil.rmtree(tmp_path)
+    latest.put("200")
+    assert latest.settle(5)
+    error = latest.failed()
+    assert error is not None and error.errno == errno.ENOENT and latest.failed() is None
+
+
+def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        journal = Journal(str(tmp_path), 0)
+        journal.say("begun")
+        while not (tmp_path / "go").exists():
+            time.sleep(0.02)
+        for _ in range(2000):
+            journal.say("x" * 80)
+        (tmp_path / "went").touch()
+        os._exit(0)
+    try:
+        assert b"begun" in os.read(terminal, 100)
+        os.write(terminal, b"\x13")
+        time.sleep(0.1)
+        (tmp_path / "go").touch()
+        wait_until((tmp_path / "went").exists, 5)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def test_words_that_the_terminal_cannot_show_are_no_failure(tmp_path: Path) -> None:
+    code = f"from launcher.node.journal import Journal; Journal({str(tmp_path)!r}, 0).say('a → b \\udcff')"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "iso-8859-1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
+    assert (done.returncode, done.stdout.decode()) == (0, "a → b ?\n")
+    assert (tmp_path / "logs" / "supervisor.log").read_text().endswith(" a → b ?\n")
+
+
+def test_a_file_server_that_does_not_answer_has_deleted_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(str(tmp_path / "run"), 0)
+
+    def fails(path: str) -> None:
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fails)
+        assert journal.there()
+    shutil.rmtree(tmp_path / "run")
+    assert not journal.there()
+
+
+def test_mail_from_anybody_does_not_fill_the_log(tmp_path: Path, loop: Loop) -> None:
+    journal = Journal(str(tmp_path), 0)
+    mailbox = Mailbox(loop, Book(journal, 0, (0,)), "token", f"test-{os.getpid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        for number in range(50):
+            sock.sendto(b"[%d]" % number, f"\0gnnfleet-{os.getuid()}-test-{os.getpid()}")
+            loop.turn(1.0)
+    mailbox.close()
+    assert (tmp_path / "logs" / "supervisor.log").read_text().count("mail that is no record") == 1
+
+
+def test_the_tail_of_long_lines_is_short(tmp_path: Path) -> None:
+    log = LineLog(str(tmp_path / "log"))
+    log.feed(b"y" * 50_000 + b"\nlast words\n")
+    log.close()
+    assert list(log.tail) == ["y" * 2000 + "…", "last words"]
+    assert len((tmp_path / "log").read_bytes()) > 50_000
+
+
+def test_a_process_of_another_user_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script may have started one by sudo: below us, but not ours to end."""
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    other = procs.look(os.getppid())
+    assert other is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", refuse)
+        patch.setattr(os, "killpg", refuse)
+        assert procs.end(lambda: [other], -4.9) == [other]
+        procs.send_group(other.pgid, signal.SIGKILL)
+
+
+@pytest.mark.cluster
+def test_where_other_users_processes_are_hidden() -> None:
+    """/proc with hidepid=1 shows that they are there, but not what they are."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to mount /proc anew")
+    code = (
+        "import os; from launcher.node import procs; "
+        "print([one.pid == os.getpid() for one in procs.table()], len(procs.ancestors(os.getpid())), procs.look(1))"
+    )
+    nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code]
+    script = 'mount -t proc -o hidepid=1 proc /proc; "$@"; exit'
+    command = ["unshare", "-mpf", "sh", "-c", script, "sh", *nobody]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.stdout, done.stderr) == ("[True] 1 None\n", "")

@@ -23,6 +23,7 @@ WINDOW = 30.0  #: seconds of step lines that are looked at
 ENOUGH = 10.0  #: seconds of them before anything is said
 QUIET = 600.0  #: seconds after a straggler has caught up before it is named again
 _ASLEEP = 5.0  # seconds between two looks that mean that the supervisor itself did not run
+_MOST_LINES = 64  # of a rank, as its clock may stand still: what WINDOW holds, at a look a second, and some
 _PACE_EVERY = 5.0  # seconds between two looks at how long steps take
 
 _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of lines within an epoch
@@ -181,7 +182,7 @@ class _Pace:
     def _note(self, rank: int, entry: Entry) -> None:
         if entry["kind"] != "step" or entry["own_s"] is None or entry["step_s"] is None:
             return
-        lines = self._lines.setdefault(rank, deque())
+        lines = self._lines.setdefault(rank, deque(maxlen=_MOST_LINES))
         if lines and lines[-1]["t"] == entry["t"]:
             return
         lines.append(entry)

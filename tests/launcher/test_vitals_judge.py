@@ -156,3 +156,12 @@ def test_judging_512_ranks_takes_little_of_a_second() -> None:
         judging.look(float(now), nodes)
         took.append(time.process_time() - began)
     assert sum(took) / len(took) < 0.03
+
+
+def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
+    """A script may write any t."""
+    seen = judge._Pace()
+    entry = {"kind": "step", "own_s": 0.1, "step_s": 0.2, "batch_s": 0.0, "node_rank": 0, "where": "rank 0"}
+    for second in range(2000):
+        assert not list(seen.look(float(second), {0: {**entry, "t": second * 1e-6}}))
+    assert len(seen._lines[0]) < 100

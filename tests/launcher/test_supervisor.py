@@ -103,7 +103,7 @@ def test_command_that_does_not_exist(folder: MakeFolder) -> None:
 
 def test_server_program_that_does_not_exist(folder: MakeFolder) -> None:
     run = folder(server=["/no/such/server"]).rank(python("print('never')"))
-    assert "cannot start /no/such/server" in run.run()["reason"]
+    assert "server could not start (/no/such/server in " in run.run()["reason"]
     assert run.log("rank0") == []
 
 

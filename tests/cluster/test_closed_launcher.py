@@ -55,7 +55,10 @@ def project(cluster: NetCluster, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("stage", ["preflight", "partition", "sync", "start", "train", "collect"])
+SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("partition", "start")]
+
+
+@pytest.mark.parametrize("stage", ["preflight", "sync", "train", "collect", *SLOW])
 def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, stage: str) -> None:
     """Nothing runs on the nodes yet: the launch ends; afterwards the run goes on, or is collected to its end."""
     if stage in ("sync", "collect"):
@@ -82,6 +85,7 @@ def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, s
     assert run_processes(cluster) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sync", "train"])
 def test_resume_after_the_launcher_died(cluster: NetCluster, here: Operator, project: Path, stage: str) -> None:
     (project / "job.py").write_text(STEPS)

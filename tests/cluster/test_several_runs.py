@@ -97,6 +97,7 @@ def test_ending_one_run_leaves_the_others_alone(
     assert run_processes(cluster) == []
 
 
+@pytest.mark.slow
 def test_a_failing_run_fails_alone(cluster: NetCluster, here: Operator, tmp_path: Path, parts: str) -> None:
     config = config_in(tmp_path / "project", cluster, parts)
     kept = started(config, "kept2", here).await_line(TRAINS)

@@ -311,6 +311,10 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     except BrokenPipeError:  # the reader of our output (`| head`) has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as error:  # a full or read-only disk, a file that may not be read
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        click.secho(f"error: {message}", fg="red", err=True)
+        return _told(words, message, 1)
 
 
 def _told(words: Sequence[str], message: str, exit_status: int) -> int:

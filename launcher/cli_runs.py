@@ -124,7 +124,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
     """Watch a run as its launcher does, to its end.
 
     RUN is a run's id, the beginning of one, or its folder; by default the newest. At its end it is collected and
-    reported.
+    reported. However the watching ends, the run goes on, unless you answer Ctrl-C with s or press it twice.
+    Exit status: the run's; 0 while it goes on.
     """
     console, as_json = _console(ctx, values)
     with _open(ctx, values, _is_over_here) as run:
@@ -192,7 +193,8 @@ def collect(ctx: click.Context, **values: Any) -> None:
     """Bring a run's logs, metrics, checkpoint and output here.
 
     RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that still goes on,
-    what there is by now. What is here already is not fetched again.
+    what there is by now. What is here already is not fetched again. Exit status: the run's; 0 while it goes on, 1
+    when nodes out of reach keep how it ended.
     """
     from launcher.operate.bring import bring, folder_for
 
@@ -320,7 +322,7 @@ def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
         click.echo(json.dumps(told.to_json(), indent=1))
     else:
         console.print(rendered(told), soft_wrap=True)
-    return told.verdict.exit_status
+    return int((found.result or {}).get("exit_status", told.verdict.exit_status))
 
 
 def _tell_brought(brought: Brought, console: Console) -> None:

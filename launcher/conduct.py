@@ -22,7 +22,7 @@ from launcher.live.board import Board
 from launcher.logs import LiveLog
 from launcher.plan import LaunchPlan
 from launcher.registry import Stage
-from launcher.report import Metrics, RunReport, print_report
+from launcher.report import Metrics, RunReport, print_report, written
 from launcher.stopping import how_to_stop
 from launcher.talking import Talking
 from launcher.transport.base import Transport
@@ -115,10 +115,9 @@ def finish(going: Going, followed: Followed, interrupts: Interrupts) -> RunRepor
         collected = collect(going.plan, going.transports, going.folder)
     except KeyboardInterrupt:
         nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in going.plan.nodes}
-        _report(going, followed, Collected(Metrics(), nothing, (interrupts.meaning,))).write()
+        written(_report(going, followed, Collected(Metrics(), nothing, (interrupts.meaning,))))
         raise
-    report = _report(going, followed, collected)
-    report.write()
+    report = written(_report(going, followed, collected))
     going.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
     print_report(report, going.view.console)
     return report

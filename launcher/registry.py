@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,16 +121,20 @@ class LaunchFile:
         return False if this_name else None
 
 
-def register(run_id: str, folder: Path) -> None:
-    """Have later commands find the run from any working directory."""
+def register(run_id: str, folder: Path) -> str:
+    """Have later commands find the run from any working directory; why they will not, or ''."""
     entry = {"folder": str(folder.absolute())}
-    write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
+    try:
+        write_whole(registry_folder() / f"{run_id}.json", json.dumps(entry) + "\n")
+    except OSError as error:
+        return f"this run will be found from this folder only: {error.filename or registry_folder()}: {error.strerror}"
+    return ""
 
 
 def registry_folder() -> Path:
-    """``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "gnnfleet" / "runs"
+    """``${XDG_STATE_HOME:-~/.local/state}/gnnfleet/runs``; where nobody can write, for a user without a home."""
+    state = os.path.expanduser(os.environ.get("XDG_STATE_HOME") or "~/.local/state")
+    return Path("/nonexistent" if state.startswith("~") else state) / "gnnfleet" / "runs"
 
 
 def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
@@ -142,7 +146,7 @@ def known_runs(runs_dirs: Iterable[Path]) -> list[Path]:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a launch, or ``collect``, has made it."""
-    return any((folder / mark).is_file() for mark in _MARKS)
+    return any(os.path.isfile(folder / mark) for mark in _MARKS)  # False where it may not be looked at
 
 
 def never_ran(folder: Path) -> bool:
@@ -152,7 +156,7 @@ def never_ran(folder: Path) -> bool:
     except FleetError:
         return False
     if launch is None:
-        return not any(folder.iterdir())
+        return False
     if launch.stage in BEFORE_NODES:
         return launch.alive() is False
     return launch.stage == "end" and _given_up_at(folder) in BEFORE_NODES
@@ -160,15 +164,16 @@ def never_ran(folder: Path) -> bool:
 
 def clear(folder: Path) -> None:
     """Remove what a launch that ``never_ran`` has left."""
-    for name in ("result.json", "events.jsonl", "run.json", "plan.json"):
-        (folder / name).unlink(missing_ok=True)
+    for path in (folder / name for name in ("result.json", "events.jsonl", "run.json", "plan.json")):
+        if path.is_file():
+            path.unlink()
 
 
 def began(folder: Path) -> float:
     """When the run was launched (or first brought here), as far as its folder tells."""
     try:
         launch = LaunchFile.read(folder)
-    except FleetError:
+    except (FleetError, OSError):
         launch = None
     return launch.started if launch else min(_mtimes(folder), default=0.0)
 
@@ -197,13 +202,23 @@ def user_at_host() -> str:
 
 
 def _registered() -> list[Path]:
-    found = (_text_of(entry) for entry in sorted(registry_folder().glob("*.json")))
-    return [Path(json.loads(text)["folder"]) for text in found if text]
+    folders = map(_registered_folder, sorted(registry_folder().glob("*.json")))
+    return [folder for folder in folders if folder is not None]
+
+
+def _registered_folder(entry: Path) -> Path | None:
+    """None where the entry is damaged: one must not hide all other runs."""
+    try:
+        return Path(json.loads(_text_of(entry) or "")["folder"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _from_json(values: dict[str, Any]) -> LaunchFile:
+    """Of what a newer version has added, nothing is taken."""
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
-    return LaunchFile(**{**values, **lists})
+    known = {field.name for field in fields(LaunchFile)}
+    return LaunchFile(**{name: value for name, value in {**values, **lists}.items() if name in known})
 
 
 def _given_up_at(folder: Path) -> str:

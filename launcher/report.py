@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,6 +107,16 @@ class RunReport:
         lines = "".join(json.dumps(line) + "\n" for line in self.metrics.lines)
         write_whole(self.folder / "metrics.jsonl", lines)
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def written(report: RunReport) -> RunReport:
+    """``report``, in its folder now; with a note where the disk does not take it, as its words still count."""
+    try:
+        report.write()
+    except OSError as error:
+        note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
+        return replace(report, notes=(*report.notes, note))
+    return report
 
 
 def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:

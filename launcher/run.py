@@ -67,7 +67,8 @@ class Job:
         try:
             clear(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
-            self._register()
+            if why := register(self.run_id, self.folder):
+                self.say(why, "yellow")
             self.file.write(self.folder)
             return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
         except OSError as error:
@@ -75,12 +76,6 @@ class Job:
                 f"the run's folder cannot be made: {error.filename or self.folder}: {error.strerror}; "
                 "choose another place with --runs-dir (or `run.runs_dir`)"
             ) from None
-
-    def _register(self) -> None:
-        try:
-            register(self.run_id, self.folder)
-        except OSError as error:
-            self.say(f"this run will be found from this folder only: {error.filename}: {error.strerror}", "yellow")
 
     def at(self, stage: Stage, *, detached: bool = False) -> None:
         """Write down that ``stage`` begins."""
@@ -90,6 +85,16 @@ class Job:
         except OSError as error:  # a full disk here is no reason to end a run elsewhere
             self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
         self.events.add("stage", stage=stage)
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file without which nobody could come back to the run."""
+        try:
+            write_whole(self.folder / name, text, private=True)
+        except OSError as error:
+            raise FleetError(
+                f"{self.folder / name} cannot be written: {error.strerror}; nothing has been started. Make room there, "
+                "or choose another place with --runs-dir (or `run.runs_dir`)"
+            ) from None
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style), soft_wrap=True)
@@ -101,7 +106,10 @@ class Job:
             seconds = time.time() - self.started
             report = RunReport(self.run_id, state, (), None, Metrics(), seconds, self.folder, self.notes or (why,))
             values = {**report.to_json(), "exit_status": exit_status}
-            write_whole(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+            try:
+                write_whole(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+            except OSError as error:
+                self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
         self.at("end")
 
 
@@ -218,8 +226,8 @@ def carry_out(
 ) -> RunReport:
     """Apply the plan: bring files, start, follow, collect, report."""
     print_placement(plan, job.console)
-    write_whole(job.folder / "plan.json", plan_record(plan), private=True)
-    write_whole(job.folder / "run.json", run_json(plan), private=True)
+    job.keep("plan.json", plan_record(plan))
+    job.keep("run.json", run_json(plan))
     interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
     job.at("sync")
     bring_files(job, plan, transports)

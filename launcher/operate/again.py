@@ -37,6 +37,8 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
     Raises UsageError while the run still goes on, and when there is nothing left to do.
     """
     found = run.found
+    if found.plan_is_missing:
+        raise UsageError(found.without_plan)
     notes: tuple[str, ...] = ()
     if not needs_no_node(found):
         views = run.look()

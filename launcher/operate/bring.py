@@ -14,7 +14,7 @@ from launcher.followed import Followed, Lost
 from launcher.operate.verdict import progress_words
 from launcher.operate.views import NodeView, OpenRun
 from launcher.registry import NAME, LaunchFile, register
-from launcher.report import RunReport
+from launcher.report import RunReport, written
 from launcher.runfile import run_json
 from launcher.wholefile import write_whole
 from launcher.yaml_schema import to_yaml
@@ -56,8 +56,7 @@ def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = Non
     if away and not _known_by_others(views):
         told = _unknown_end(run_id, views, folder)
         return Brought(folder, None, told, collected.notes, 1)
-    report = report_of(run, views, collected, folder)
-    report.write()
+    report = written(report_of(run, views, collected, folder))
     return Brought(folder, report, "", collected.notes, report.exit_status)
 
 

@@ -33,9 +33,7 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
 
     Raises UsageError when there is no such run, FleetError when it has no plan or no node can be reached.
     """
-    elsewhere = choice.config is not None and (
-        choice.run is None or (_is_id(choice.run) and known_here(choice.run, choice.runs_dirs) is None)
-    )
+    elsewhere = choice.config is not None and (choice.run is None or (_is_id(choice.run) and not _planned_here(choice)))
     if not elsewhere:
         found = find_run(choice.run, choice.runs_dirs)
         if offline(found):
@@ -48,6 +46,12 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
     config = load_config(choice.config, ("run.files=[]", *choice.sets))
     with discovered(config, choice.config, choice.run) as run:
         yield replace(run, found=_with_folder(run.found, choice))
+
+
+def _planned_here(choice: Choice) -> bool:
+    """Whether this machine has the plan of the run."""
+    folder = known_here(str(choice.run), choice.runs_dirs)
+    return folder is not None and (folder / "run.json").is_file()
 
 
 def _with_folder(found: FoundRun, choice: Choice) -> FoundRun:

@@ -64,6 +64,8 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> End
 
 def _end_here(found: FoundRun) -> Ended:
     """Nothing of it runs on the nodes; a launcher of this machine that prepares it is ended."""
+    if found.plan_is_missing:
+        raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
     launch = found.launch
     if found.result is None and launch is not None and launch.alive():
         if not stop_launcher(launch):

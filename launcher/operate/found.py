@@ -36,8 +36,24 @@ class FoundRun:
         return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
 
     @property
+    def plan_is_missing(self) -> bool:
+        """Whether it may have got to its nodes although there is no plan here: deleted, or of an older version."""
+        began = self.launch is None or self.launch.stage in ("start", "train", "collect")
+        return self.plan is None and self.result is None and began
+
+    @property
+    def without_plan(self) -> str:
+        """That nothing can be said of such a run, and what helps."""
+        return (
+            f"run {self.run_id}: {self.folder} holds no run.json, so what runs on its nodes cannot be told from here; "
+            f"they have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
+        )
+
+    @property
     def needed_plan(self) -> LaunchPlan:
         """The plan; raises FleetError where there is none."""
+        if self.plan_is_missing:
+            raise FleetError(self.without_plan)
         if self.plan is None:
             raise FleetError(
                 f"run {self.run_id} never got to its nodes: its launcher ended before there was a plan; "
@@ -84,10 +100,34 @@ def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
 def read_folder(folder: Path) -> FoundRun:
     """What a run folder tells; raises FleetError when a file in it is damaged."""
     launch = LaunchFile.read(folder)
-    plan_text, result_text = (_text(folder / name) for name in ("run.json", "result.json"))
-    plan = read_run(plan_text) if plan_text else None
-    result = json.loads(result_text) if result_text else None
-    return FoundRun(launch.run_id if launch else folder.name, folder, launch, plan, read_config_of(folder), result)
+    run_id = launch.run_id if launch else folder.name
+    return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
+
+
+def read_plan(folder: Path) -> LaunchPlan | None:
+    """The folder's ``run.json``; None where there is none. Raises FleetError when it is damaged."""
+    text = _text(folder / "run.json")
+    try:
+        return read_run(text) if text else None
+    except FleetError as error:
+        raise FleetError(
+            f"{folder}: {error}. Its nodes have copies: delete this one, and give the cluster file: "
+            f"gnnfleet status {folder.name} --config cluster.yml"
+        ) from None
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The folder's ``result.json``; None where there is none. Raises FleetError when it is damaged."""
+    text = _text(folder / "result.json")
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+        return {"nodes": [], "notes": [], "seconds": 0.0, **values, "state": str(values["state"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FleetError(
+            f"{folder / 'result.json'} is damaged ({error}); delete it, `gnnfleet collect {folder.name}` makes it anew"
+        ) from None
 
 
 def read_config_of(folder: Path) -> ClusterConfig | None:

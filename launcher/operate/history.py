@@ -13,9 +13,9 @@ from rich.text import Text
 
 from launcher.errors import FleetError
 from launcher.operate.columns import Column, FittedTable
+from launcher.operate.found import read_plan, read_result
 from launcher.operate.verdict import result_words, seconds_words
-from launcher.registry import LaunchFile, began, known_runs
-from launcher.runfile import read_run
+from launcher.registry import BEFORE_NODES, LaunchFile, began, known_runs
 from launcher.words import count
 
 _STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
@@ -54,8 +54,8 @@ def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
 def entry_of(folder: Path) -> Entry:
     """What a run's folder tells of it; what is damaged is said in the entry."""
     try:
-        launch, result, size = LaunchFile.read(folder), _json(folder / "result.json"), _size(folder)
-    except (FleetError, ValueError) as error:
+        launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
+    except (FleetError, OSError) as error:
         return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, None, str(error), None)
     state, why = _state(launch, result, has_plan=bool(size))
     return Entry(
@@ -99,26 +99,16 @@ def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan
         return "open", "collected while it ran; gnnfleet status tells more"
     if launch.alive():
         return ("running" if launch.stage in ("train", "collect", "end") else "preparing"), ""
-    if launch.alive() is False and (not has_plan or launch.stage in ("connect", "preflight", "partition", "sync")):
+    if launch.alive() is False and (launch.stage in BEFORE_NODES or (launch.stage == "end" and not has_plan)):
         return "never started", f"its launcher ended during {launch.stage}"
     gone = "detached" if launch.detached else "its launcher is gone"
     return "open", f"{gone}; gnnfleet status {launch.run_id} tells how it is"
 
 
 def _size(folder: Path) -> str:
-    path = folder / "run.json"
-    if not path.is_file():
-        return ""
-    plan = read_run(path.read_text(encoding="utf-8"))
-    return f"{count(len(plan.nodes), 'node')} × {count(plan.world_size, 'rank')}"
+    plan = read_plan(folder)
+    return f"{count(len(plan.nodes), 'node')} × {count(plan.world_size, 'rank')}" if plan else ""
 
 
 def _first_note(result: dict[str, Any]) -> str:
     return next(iter(result.get("notes") or ()), "")
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values

@@ -97,7 +97,12 @@ def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView,
 
 def stop_launcher(launch: LaunchFile) -> bool:
     """End a launcher of this machine that still prepares its run (nothing runs on the nodes yet); whether it ended."""
-    os.kill(launch.pid, signal.SIGTERM)
+    try:
+        os.kill(launch.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        raise FleetError(f"the launcher (pid {launch.pid}) belongs to {launch.who}, who alone can stop it") from None
     end = time.monotonic() + _LAUNCHER_WAIT
     while launch.alive():
         if time.monotonic() > end:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.followed import node0_was_cut_off
+from launcher.node import peers
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView
-from launcher.registry import LaunchFile, last_sign
+from launcher.registry import BEFORE_NODES, LaunchFile, last_sign
 from launcher.words import count
 
 State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
@@ -27,7 +28,6 @@ EXIT_STATUS: Mapping[State, int] = {
     "stopped": 130,
     "unknown": 3,
 }
-_BEFORE_NODES = ("connect", "preflight", "partition", "sync")
 _DOING = {
     "connect": "connecting to its nodes",
     "preflight": "checking its nodes",
@@ -62,13 +62,15 @@ def known_without_nodes(found: FoundRun) -> bool:
     launch, result = found.launch, found.result
     if result is not None and result["state"] in _FROM_RESULT and not (result["notes"] and result["nodes"]):
         return True  # a note on a run that was started may say that something of it is left
-    return launch is not None and launch.stage in _BEFORE_NODES and launch.alive() is not None
+    return launch is not None and launch.stage in BEFORE_NODES and launch.alive() is not None
 
 
 def from_here(found: FoundRun) -> Verdict:
     """The verdict where ``known_without_nodes``."""
     if found.result is not None and found.result["state"] in _FROM_RESULT:
         return _over_by_result(found, found.result)
+    if found.plan_is_missing:
+        return Verdict("unknown", found.without_plan)
     if found.launch is not None and found.launch.alive() is None:
         told = f"run {found.run_id} had not started when last heard of: {launcher_words(found)}"
         return Verdict("unknown", told, (), (f"gnnfleet status {found.words}",))
@@ -87,7 +89,7 @@ def judge(found: FoundRun, views: Views) -> Verdict:
     if away:
         return _cannot_know(found, everyone, away)
     if all(view.result is None and not view.lost for view in everyone):
-        if found.launch is not None and found.launch.alive() and found.launch.stage in (*_BEFORE_NODES, "start"):
+        if found.launch is not None and found.launch.alive() and found.launch.stage in (*BEFORE_NODES, "start"):
             return _preparing(found, found.launch)
         return _never_started(found, "nothing of it runs on the nodes, which have been asked")
     return _over(found, everyone)
@@ -134,7 +136,8 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     else:
         state, told = "stopped", f"run {found.run_id} was stopped ({size})"
     why = first_cause(everyone)
-    notes = [_ended_note(view) for view in everyone if view.word != "done" and _why_ended(view) not in why]
+    untold = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
+    notes = [_ended_note(view) for view in untold if view.word != "done"]
     told += f": {why}" if why else ""
     return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
 
@@ -210,14 +213,15 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def first_cause(views: Sequence[NodeView]) -> str:
-    """Why the run ended, by the words of the node where it began; '' when all went well."""
+    """Why the run ended, by the words of the node where it began; '' when all went well. ``views``: of all nodes."""
+    labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
     if node0_was_cut_off(results, len(views)):  # what it says of the others is not so
         views = [view for view in views if view.node.node_rank != 0]
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:
-            return str(cause["reason"]) if cause["kind"] == "stop" else f"node{cause['node_rank']}: {cause['reason']}"
+            return str(cause["reason"]) if cause["kind"] == "stop" else peers.sentence(cause, labels)
     told = [f"node{view.node.node_rank}: {why}" for view in views if (why := _why_ended(view))]
     return told[0] if told else ""
 

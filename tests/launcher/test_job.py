@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from launcher import run as run_module
 from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.errors import UsageError
+from launcher.errors import FleetError, UsageError
 from launcher.options import LaunchOptions, choose_run_id
 from launcher.registry import LaunchFile, Stage
 from launcher.run import Job
@@ -72,3 +73,20 @@ def test_what_holds_the_environment_is_for_its_user_alone(config: ClusterConfig)
     open_to_all = [path.name for path in folder.iterdir() if path.stat().st_mode & 0o077]
     assert "hush" in (folder / "config.yml").read_text()
     assert open_to_all == ["events.jsonl"]
+
+
+def full(*args: object, **more: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_here_refuses_a_launch_that_nobody_could_come_back_to(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(config)
+    monkeypatch.setattr(run_module, "write_whole", full)
+    with pytest.raises(
+        FleetError, match=r"run.json cannot be written: No space left on device; nothing has been start"
+    ):
+        job.keep("run.json", "{}")
+    job.give_up("failed", "run.json cannot be written", 1)
+    assert isinstance(job.console.file, io.StringIO) and "No space left on device" in job.console.file.getvalue()

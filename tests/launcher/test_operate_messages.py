@@ -64,7 +64,7 @@ def failed(made: MadeRun) -> None:
     result(made, 1, "failed", "rank 1 ran out of memory (killed by the kernel)")
 
 
-CAUSE = {"name": "rank1", "kind": "failure", "reason": "rank 1 ran out of memory (killed by the kernel)"}
+CAUSE = {"name": "rank1", "rank": 1, "kind": "failure", "reason": "ran out of memory (killed by the kernel)"}
 
 
 def half_started(made: MadeRun) -> None:

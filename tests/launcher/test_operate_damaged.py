@@ -1,0 +1,121 @@
+"""Run folders that were damaged, made by older versions, or cannot be written: one clear message, and no untruth."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import run
+from launcher.registry import registry_folder
+from operate_kit import MadeRun
+
+COMMANDS = [["status"], ["logs"], ["collect"], ["stop"], ["resume", "r1"], ["follow"], ["attach"]]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> MadeRun:
+    return MadeRun(tmp_path).launched("train")
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    status = run(list(words))
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("result.json", "{", "result.json is damaged (Expecting"),
+        ("result.json", "[]", "delete it, `gnnfleet collect r1` makes it anew"),
+        ("run.json", "{", "run.json is damaged: Expecting"),
+        ("launch.json", "[]", "delete it, the run's other files do without"),
+        ("config.yml", "nodes: [", "config.yml:1: not valid YAML"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_to_do(made, capsys, name, text, said) -> None:
+    (made.folder / name).write_text(text)
+    for words in COMMANDS:
+        status, told = asked(capsys, *words)
+        assert status == 1 and said in told and told.startswith("error: "), words
+    assert asked(capsys, "runs")[0] == 0, "one damaged folder hides no other"
+
+
+def test_a_run_without_its_plan_is_not_said_to_have_never_started(made, capsys) -> None:
+    (made.folder / "run.json").unlink()
+    status, told = asked(capsys, "status")
+    assert status == 3 and "what runs on its nodes cannot be told from here" in told
+    for words in [["stop"], ["resume", "r1"], ["logs"]]:
+        status, told = asked(capsys, *words)
+        assert status in (1, 2) and "holds no run.json" in told and "--config cluster.yml" in told
+    assert json.loads(asked(capsys, "runs", "--json")[1])[0]["state"] == "open"
+
+
+def test_a_run_without_its_plan_is_found_on_the_hosts_of_the_config(made, capsys) -> None:
+    (made.folder / "run.json").unlink()
+    status, told = asked(capsys, "status", "r1", "--config", str(made.folder / "config.yml"))
+    assert "run r1 never started" in told and "which have been asked" in told
+
+
+def test_a_result_of_an_older_version_is_read(made, capsys) -> None:
+    (made.folder / "result.json").write_text('{"state": "done", "exit_status": 0}')
+    assert asked(capsys, "status")[0] == 0 and asked(capsys, "collect")[0] == 0
+
+
+def test_a_launch_file_of_a_newer_version_is_read(made, capsys) -> None:
+    path = made.folder / "launch.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "more": 1}))
+    assert "its launcher (alice@" in asked(capsys, "status")[1]
+
+
+def damaged(made: MadeRun) -> None:
+    (registry_folder() / "other.json").write_text("{")
+    (registry_folder() / "older.json").write_text("[]")
+
+
+def deleted(made: MadeRun) -> None:
+    (registry_folder() / "gone.json").write_text('{"folder": "/no/such/run"}')
+
+
+@pytest.mark.parametrize("change", [damaged, deleted])
+def test_a_bad_entry_of_the_registry_hides_no_other(made, capsys, change: Callable[[MadeRun], None]) -> None:
+    change(made)
+    assert [entry["run_id"] for entry in json.loads(asked(capsys, "runs", "--json")[1])] == ["r1"]
+
+
+def test_without_a_place_for_the_registry_a_run_is_operated_by_its_folder(made, capsys) -> None:
+    shutil.rmtree(made.top / "state")
+    (made.top / "state").write_text("")
+    status, told = asked(capsys, "stop", str(made.folder))
+    assert status == 0 and "nothing of it is left on its 2 nodes" in told
+
+
+def test_a_user_without_a_home_gets_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert registry_folder() == Path("/nonexistent/gnnfleet/runs")
+
+
+def test_what_the_disk_does_not_take_is_one_message(made, capsys) -> None:
+    (made.folder / "result.json").mkdir()
+    status, told = asked(capsys, "collect")
+    assert status == 1 and "note: the report could not be written: " in told
+    assert "run folder:" in told, "the report is told all the same"
+
+
+def test_once_collected_the_exit_status_stays_that_of_the_run(made, capsys) -> None:
+    told = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 1.0, "nodes": [{}], "notes": []}
+    (made.folder / "result.json").write_text(json.dumps({**told, "metrics": {}}))
+    assert [asked(capsys, word)[0] for word in ("collect", "follow", "status")] == [137, 137, 1]

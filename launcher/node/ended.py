@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from launcher.node import lease
@@ -29,9 +30,13 @@ class Ended(Exception):
         }
 
 
-def conflicts(spec: NodeSpec) -> str:
-    """Take the node's leases; who holds one of them already, in words. Raises lease.LeaseError."""
+def conflicts(spec: NodeSpec) -> list[lease.Lease]:
+    """Take the node's leases; those that others hold already. Raises lease.LeaseError."""
     if not spec.leases:
-        return ""
-    theirs = lease.take(spec.leases, lease.this_process(spec.run_id, spec.node_rank, spec.operator))
+        return []
+    return lease.take(spec.leases, lease.this_process(spec.run_id, spec.node_rank, spec.operator))
+
+
+def who_holds(theirs: Iterable[lease.Lease]) -> str:
+    """``CUDA device 0 is held by run X of alice since …``."""
     return "; ".join(f"{lease.thing(one.resource)} is {lease.describe(one)}" for one in theirs)

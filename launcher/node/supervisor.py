@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 if not __package__:  # run as a file: make the package above importable
@@ -21,7 +22,7 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import lease, procs
 from launcher.node.book import Book, Mailbox
 from launcher.node.child import Child, Loop, outcome, signal_name
-from launcher.node.ended import Ended, conflicts
+from launcher.node.ended import Ended, conflicts, who_holds
 from launcher.node.ending import end_processes
 from launcher.node.health import Finding, Health
 from launcher.node.hub import Hub
@@ -98,7 +99,14 @@ class Supervisor:
         except lease.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
-            raise self.failed("node", taken)
+            self.open_to_tell({one.resource for one in taken})
+            raise self.failed("node", who_holds(taken))
+
+    def open_to_tell(self, held: set[str]) -> None:
+        """Meet the others only to tell them of our end, or they would wait for us; not on another run's port."""
+        if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
+            with suppress(OSError):  # then they wait for start_timeout
+                self.peers.open()
 
     def open_peers(self) -> None:
         try:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launcher.node import lease
 from node_kit import python, wait_until
 from peers_kit import SERVE, SLEEP, Run, wire
 
@@ -58,6 +59,21 @@ def test_failure_on_node_0_stops_the_members(make: MakeRun) -> None:
     results = run.ends(since)
     assert states(results) == ["failed", "stopped"]
     assert results[1]["reason"].startswith("server of node0 (gpu0) ended while it was needed; it crashed: segmentation")
+
+
+def test_a_held_device_on_node_0_ends_the_others_at_once(
+    make: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 never gets as far as to listen for them; they must not wait for it until start_timeout."""
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+    assert lease.take(["cuda:0"], lease.this_process("other", 0, "bob@desk")) == []
+    run = make(2, leases=["cuda:0"], start_timeout=60.0)
+    run.nodes[1].spec["leases"] = []
+    since = time.monotonic()
+    results = run.start(up=False).ends(since)
+    assert states(results) == ["failed", "stopped"]
+    assert results[0]["reason"].startswith("CUDA device 0 is held by run other of ")
+    assert results[1]["reason"] == f"node0 (gpu0): {results[0]['reason']}"
 
 
 def test_killed_supervisor_is_missed(make: MakeRun) -> None:

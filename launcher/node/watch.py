@@ -20,6 +20,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 if not __package__:  # run as a file: make the package above importable
@@ -154,7 +155,9 @@ class Watcher:
         for entry in entries:
             name = os.path.join(folder, entry.name)
             if name.endswith(suffix) and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only):
-                yield name, entry.stat().st_size
+                with suppress(FileNotFoundError):  # taken away meanwhile
+                    if entry.is_file():
+                        yield name, entry.stat().st_size
 
     def _path(self, name: str) -> str:
         return os.path.join(self.run_dir, name)
@@ -162,7 +165,10 @@ class Watcher:
 
 def disk_full(path: str) -> bool:
     """Whether there is no room for even a small file."""
-    disk = os.statvfs(path)
+    try:
+        disk = os.statvfs(path)
+    except FileNotFoundError:  # the whole run folder is gone
+        return False
     return disk.f_bavail * disk.f_frsize < _SMALL_FILE
 
 

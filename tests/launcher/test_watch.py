@@ -233,3 +233,15 @@ def test_tail_gives_the_last_lines_of_a_long_file(run: RunFolder, tail: int) -> 
     write_log(run, "rank0", 5000)
     expected = [str(i) for i in range(max(0, 5000 - tail), 5000)]
     assert told_lines(once(run, "--tail", str(tail))[1], "logs/rank0.log") == expected
+
+
+def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
+    """Folders, and links that lead nowhere, under names that are followed."""
+    (tmp_path / "logs" / "rank0.log").mkdir(parents=True)
+    (tmp_path / "events.jsonl").symlink_to(tmp_path / "gone")
+    (tmp_path / "a.jsonl").write_text('{"t": 1}\n')
+    argv = [PYTHON, str(NODE / "watch.py"), str(tmp_path), "--once"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [message.get("file") for message in told] == ["a.jsonl", None]

@@ -287,7 +287,7 @@ def main(count: int, seed: int, folder: Path) -> int:
             try:
                 verdict = faulty.run(fault)
             except AssertionError as error:  # it did not even get to the fault; the others can still be tried
-                verdict = Verdict(fault, "", -1, 0.0, (str(error),))
+                verdict = Verdict(fault, "", -1, 0.0, (f"never got there: {str(error)[-500:]}",))
                 end_processes(cluster)
             print(f"{time.monotonic() - began:5.1f} s  {verdict}", flush=True)
             wrong += bool(verdict.wrong)

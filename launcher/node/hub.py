@@ -166,7 +166,8 @@ class Hub:
     def _drop(self, link: Link, why: str) -> None:
         link.close()
         self._strangers.pop(link, None)
-        self.dropped[why] = self.dropped.get(why, 0) + 1
+        kind = why.partition(":")[0]  # the rest may be a stranger's own words, of which he has many
+        self.dropped[kind] = self.dropped.get(kind, 0) + 1
 
     # Beats.
 
@@ -183,17 +184,17 @@ class Hub:
             self._stop(cause)
         self._finish()
         if member.link is not None and not member.link.waiting:
-            member.link.send({"t0": sent, "t1": got, **self._news(member)})
+            often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+            member.link.send({"t0": sent, "t1": got, **self._news(member, with_peers=often)})
 
-    def _news(self, member: Known) -> Message:
-        often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
+    def _news(self, member: Known, *, with_peers: bool = False) -> Message:
         own = {"0": {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
             "cause": self.cause,
             "stop": self._stopping,
             "finish": self.order is not None and not self._stopping,
-            "peers": {**own, **self.table} if often else None,
+            "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
         }

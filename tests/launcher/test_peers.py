@@ -173,6 +173,14 @@ def test_many_strangers_cannot_keep_a_member_out(room: Room) -> None:
         sock.close()
 
 
+def test_strangers_leave_nothing_behind(room: Room) -> None:
+    files = len(os.listdir("/proc/self/fd"))
+    for number in range(50):
+        room.stranger(b'{"node_rank": "%d"}\n' % number).close()
+    room.until(lambda: sum(room.hub.dropped.values()) == 50)
+    assert len(room.hub.dropped) < 5 and len(os.listdir("/proc/self/fd")) == files
+
+
 def test_a_member_that_sends_nonsense_is_dropped_and_may_come_back(room: Room) -> None:
     member = room.member(1)
     room.until(lambda: member.offset is not None)

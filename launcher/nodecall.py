@@ -6,6 +6,7 @@ import json
 import math
 import re
 import time
+from ast import literal_eval
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -22,13 +23,14 @@ OLDEST = (3, 8)
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
 _CLOCK_ROUNDS = 4
 _CHECK = f"""
-import sys, json
+import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
 data = sys.stdin.buffer
 """
 
 # stdin is "<length of source>\n<source><request as JSON>"; the source defines main(request) -> reply
 BOOT = f"""{_CHECK}
+import json
 source = data.read(int(data.readline())).decode()
 program = {{"__name__": "gnnfleet_node"}}
 exec(compile(source, "<gnnfleet>", "exec"), program)
@@ -36,10 +38,10 @@ reply = program["main"](json.loads(data.read().decode()))
 sys.stdout.write("\\n{MARKER}" + json.dumps(reply) + "\\n")
 """.strip()
 
-# stdin is the source of node/agent.py as JSON on a line, then what it wants to read
+# stdin is the source of node/agent.py as a literal on a line, then what it wants to read
 AGENT_BOOT = f"""{_CHECK}
 agent = {{"__name__": "gnnfleet_agent"}}
-exec(compile(json.loads(data.readline().decode()), "<agent>", "exec"), agent)
+exec(compile(eval(data.readline()), "<agent>", "exec"), agent)
 agent["serve"](data, sys.stdout.buffer)
 """.strip()
 
@@ -76,10 +78,11 @@ class NodeAgent:
 
     def __init__(self, transport: Transport, python: Command):
         self._transport, self._python = transport, python.argv[0]
-        self._talk = transport.talk(replace(python, argv=(*python.argv, "-c", AGENT_BOOT)))
+        # -S: reading .pth files takes longer than starting Python; packages.py finds its way without
+        self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", AGENT_BOOT)))
         self._sent: set[str] = set()
         with suppress(TransportError):  # the first call tells
-            self._talk.send(json.dumps(program_source("agent")))
+            self._talk.send(repr(program_source("agent")))
 
     def __enter__(self) -> NodeAgent:
         return self
@@ -113,10 +116,10 @@ class NodeAgent:
     def _exchange(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         with suppress(TransportError):  # it has ended, or the line is gone: receive tells which
-            self._talk.send(json.dumps(asked))
+            self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
-                answer: dict[str, Any] = json.loads(line[len(MARKER) :])
+                answer: dict[str, Any] = literal_eval(line[len(MARKER) :])
                 return answer
         raise _ended(self._talk.ended(), self._python, self._transport)
 

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-from typing import Any
+import select
+import time
+
+TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
+if TYPE_CHECKING:
+    from typing import Any
 
 GPU_FIELDS = (
     "index,uuid,name,memory.total,memory.used,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
@@ -30,20 +34,38 @@ def on_path(name: str) -> bool:
     return any(os.access(os.path.join(folder or ".", name), os.X_OK) for folder in folders)
 
 
-def started(argv: list[str]) -> Any:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.DEVNULL, close_fds=False)
+class Started:
+    """A command that runs, without stdin and stderr; subprocess takes 7 ms to import."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.stdout, theirs = os.pipe()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        actions = [(os.POSIX_SPAWN_DUP2, *pair) for pair in ((nowhere, 0), (theirs, 1), (nowhere, 2))]
+        try:
+            self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions)
+        finally:
+            os.close(theirs)
+            os.close(nowhere)
 
 
-def finish(process: Any) -> str:
+def started(argv: list[str]) -> Started:
+    return Started(argv)
+
+
+def finish(process: Started) -> str:
     """What a command prints; '' when it fails or hangs."""
-    try:
-        out, _ = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        return ""
-    return out.decode("utf-8", "replace") if process.returncode == 0 else ""
+    deadline, said = time.monotonic() + SECONDS, b""
+    while True:
+        if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            os.kill(process.pid, 9)
+            break
+        data = os.read(process.stdout, 65536)
+        if not data:
+            break
+        said += data
+    os.close(process.stdout)
+    status = os.waitpid(process.pid, 0)[1]
+    return said.decode("utf-8", "replace") if status == 0 else ""
 
 
 def output(argv: list[str]) -> str:

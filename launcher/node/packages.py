@@ -5,11 +5,12 @@ Part of node/probe.py: Python 3.8, standard library only, and little of that.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import sys
-from typing import Any
+
+TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
+if TYPE_CHECKING:
+    from typing import Any
 
 PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
 NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
@@ -18,6 +19,11 @@ NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 def versions() -> dict[str, str]:
     """Of python and PACKAGES, and "cuda" (what torch was built for), "nccl", "glibc", "arch"; '' when there is none."""
     there = installed()
+    if sys.flags.no_site and not all(map(there.get, PACKAGES)):
+        import site  # what a .pth file names may hold the rest
+
+        site.main()
+        there = installed()
     found = {"python": "%d.%d.%d" % sys.version_info[:3]}
     for package in PACKAGES:
         found[package] = there.get(package) or by_metadata(package)
@@ -33,7 +39,7 @@ def versions() -> dict[str, str]:
 def installed() -> dict[str, str]:
     """{package: version} from the names of dist-info and egg-info folders; importlib.metadata takes 20 ms to load."""
     found: dict[str, str] = {}
-    for folder in sys.path:
+    for folder in folders():
         try:
             names = os.listdir(folder) if folder else []
         except OSError:
@@ -44,6 +50,23 @@ def installed() -> dict[str, str]:
                 if len(words) > 1:
                     found.setdefault(words[0].lower().replace(".", "_"), words[1])
     return found
+
+
+def folders() -> list[str]:
+    """Where packages may lie: sys.path and, under ``python -S``, what ``site`` adds to it but for .pth files."""
+    if not sys.flags.no_site:
+        return sys.path
+    top = os.path.dirname(os.path.dirname(sys.executable))
+    found = [*sys.path, os.path.join(top, "lib", "python%d.%d" % sys.version_info[:2], "site-packages")]
+    try:
+        with open(os.path.join(top, "pyvenv.cfg")) as file:
+            if "include-system-site-packages = true" not in file.read().lower():
+                return found
+    except OSError:
+        pass  # no virtual environment
+    import site
+
+    return [*found, *site.getsitepackages(), site.getusersitepackages()]
 
 
 def by_metadata(package: str) -> str:
@@ -58,13 +81,14 @@ def by_metadata(package: str) -> str:
 
 def torch_cuda() -> str:
     """``torch.version.cuda``, as 12.6; '' for a CPU build."""
-    for folder in sys.path:
+    for folder in folders():
         try:
             with open(os.path.join(folder, "torch", "version.py")) as file:
-                match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)", file.read(), re.MULTILINE)
+                lines = [line.partition("=") for line in file if line.startswith(("cuda:", "cuda ", "cuda="))]
         except OSError:
             continue
-        return match.group(1) if match else ""
+        said = lines[0][2].strip().strip("'\"") if lines else ""
+        return said if said[:1].isdigit() else ""
     return ""
 
 
@@ -79,6 +103,8 @@ def graph_size(manifest: str) -> dict[str, Any]:
     """Of a partition folder on this node: {"nodes", "row_bytes"}; {} without one that can be read."""
     if not manifest:
         return {}
+    import json
+
     try:
         with open(os.path.expanduser(manifest)) as file:
             return size_of(json.load(file))

@@ -6,6 +6,7 @@ import errno
 import json
 import threading
 import time
+from ast import literal_eval
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -177,12 +178,12 @@ class FakeTalk(Talk):
         self._lost: TransportError | None = None
 
     def send(self, line: str) -> None:
-        asked = json.loads(line)
+        asked = literal_eval(line)
         if isinstance(asked, str):
             return  # the agent itself
         if not asked["program"]:
             now = time.time() + self._node.clock
-            self._answers.append(MARKER + json.dumps({"times": [now, now]}))
+            self._answers.append(MARKER + repr({"times": [now, now]}))
             return
         self._sources |= asked["sources"]
         program = self._sources[asked["program"]]
@@ -195,7 +196,7 @@ class FakeTalk(Talk):
             self._ended = done
         else:
             reply = json.loads(done.stdout.decode().partition(MARKER)[2])
-            self._answers.append(MARKER + json.dumps({"reply": reply}))
+            self._answers.append(MARKER + repr({"reply": reply}))
 
     def receive(self, timeout: float) -> str | None:
         if self._lost:

@@ -62,7 +62,7 @@ def test_nodes_that_cannot_be_reached_are_all_reported() -> None:
 
 
 def test_no_python() -> None:
-    missing = FakeTransport(node_rank=0).on("python3 -c", printed(returncode=127, stderr="bash: python3: not found"))
+    missing = FakeTransport(node_rank=0).on("python3 -S -c", printed(returncode=127, stderr="bash: python3: not found"))
     report = check(cluster(1), missing)
     (finding,) = report.findings
     assert (finding.severity, finding.check) == ("block", "python")

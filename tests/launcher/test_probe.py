@@ -9,7 +9,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +82,35 @@ def test_torch_is_asked_for_its_cuda_without_importing_it(tmp_path: Path, monkey
     found = packages.versions()
     assert [found[name] for name in ("torch", "cuda", "nccl", "numpy")] == ["2.9.1+cu126", "12.6", "2.27.5", "1.24.2"]
     assert found["numba"] == ""
+
+
+def versions_told_by(python: Path, *flags: str) -> dict[str, str]:
+    code = "from launcher.node import packages; print(packages.versions())"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([str(python), *flags, "-c", code], env=env, capture_output=True, text=True, check=True)
+    found: dict[str, str] = literal_eval(done.stdout)
+    return found
+
+
+def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> None:
+    """The agent runs under ``python -S``, which reads no .pth file and knows no virtual environment."""
+    assert versions_told_by(Path(sys.executable), "-S") == versions_told_by(Path(sys.executable))
+    venv.create(tmp_path / "env", symlinks=True)
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "numpy-1.24.2.dist-info").mkdir()
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    told = versions_told_by(tmp_path / "env/bin/python", "-S")
+    assert told["numpy"] == "1.24.2" and told["torch"] == versions_told_by(Path(sys.executable))["torch"]
+    assert told == versions_told_by(tmp_path / "env/bin/python")
+
+
+def test_what_starts_on_all_nodes_at_once_imports_little() -> None:
+    """Each of these takes about as long as Python itself to start, on a hundred nodes at once."""
+    heavy = {"typing", "json", "subprocess", "socket", "threading", "re", "enum", "collections"}
+    code = f"import sys; from launcher.node import agent, probe, sharing, wire; print({heavy!r} & set(sys.modules))"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_graph_size_of_parts_on_the_node(tmp_path: Path) -> None:

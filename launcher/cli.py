@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
@@ -328,4 +330,12 @@ def _told(words: Sequence[str], message: str, exit_status: int) -> int:
 
 def main(prog_name: str = "gnnfleet") -> NoReturn:
     """Console script and ``launch.py``."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # else nohup has it ignored
+            signal.signal(number, _ended_by)
     sys.exit(run(prog_name=prog_name))
+
+
+def _ended_by(number: int, frame: FrameType | None) -> NoReturn:
+    """The terminal is as it was before: a hidden cursor is shown, a password prompt gives back the echo."""
+    raise SystemExit(128 + number)

@@ -31,6 +31,7 @@ _HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, 
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
 _LOST_TO_ALL = 10.0  # seconds to wait for the line to a node that the other nodes have lost as well
 _STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
+_MOST_NEWS = 1000  # messages that wait to be shown
 _LET_GO = 3.0  # seconds the watchers on the nodes have to end when we leave
 
 
@@ -67,7 +68,7 @@ class RunFollower:
             k: NodeLine(
                 node,
                 transports[k],
-                self._news.put,
+                self._put,
                 self._enough,
                 connect_timeout=limits.connect_timeout,
                 start=starts.get(k),
@@ -173,6 +174,12 @@ class RunFollower:
 
     # News.
 
+    def _put(self, news: News) -> None:
+        """Of a line. Where the terminal takes no more (Ctrl-S), the nodes keep what they have to tell."""
+        while self._news.qsize() >= _MOST_NEWS and not self._enough.wait(_TURN):
+            pass
+        self._news.put(news)
+
     def _turn(self) -> None:
         try:
             news = self._news.get(timeout=_TURN)
@@ -259,8 +266,7 @@ class RunFollower:
 
     def _take_event(self, k: int, event: Mapping[str, Any]) -> None:
         self.events.take(event)
-        kind = event["kind"]
-        if kind == "process-exit":
+        if event["kind"] == "process-exit":
             self._take_exit(k, event)
         else:
             self._tell_start(event)

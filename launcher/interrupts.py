@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from launcher.wholefile import remove_unfinished
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ECHO = 0.5  # seconds in which a wrapper script passes on what the terminal has sent already
 _TAP = 0.1  # the same where a person may press twice: nobody is quicker
@@ -85,8 +87,9 @@ class Interrupts:
         if self._settings is not None:
             with suppress(termios.error):  # the terminal may be gone
                 termios.tcsetattr(0, termios.TCSANOW, self._settings)
-        if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), _SHOW_CURSOR)  # the live view has hidden it
+        for stream in filter(os.isatty, (1, 2)):
+            os.write(stream, _SHOW_CURSOR)  # the live view has hidden it
+        remove_unfinished()
         os.write(sys.stderr.fileno(), f"\n{self.last_words or 'interrupted again: leaving at once'}\n".encode())
         os._exit(130)
 

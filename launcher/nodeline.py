@@ -59,7 +59,7 @@ class NodeLine(threading.Thread):
         self.offsets: dict[str, int] = {}
         self._put, self._start_node, self._connect_timeout = put, start, connect_timeout
         self._start_timeout, self._tail = start_timeout, tail
-        self._streaming = self._has_spoken = False
+        self._streaming = self._has_spoken = self._telling = False
         self._spoken = time.monotonic()
         self._pause = RETRY_EVERY
 
@@ -74,7 +74,11 @@ class NodeLine(threading.Thread):
 
     def break_silence(self, now: float) -> None:
         """Close a line on which nothing has come for long: TCP does not tell that the other end has vanished."""
-        if self._streaming and now - self._spoken > (SILENCE if self._has_spoken else _FIRST_WORD):
+        if (
+            self._streaming
+            and not self._telling
+            and now - self._spoken > (SILENCE if self._has_spoken else _FIRST_WORD)
+        ):
             self._spoken = now
             threading.Thread(target=self.transport.close, daemon=True).start()
 
@@ -128,7 +132,9 @@ class NodeLine(threading.Thread):
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]
         self.over = "result" in message or "lost" in message
+        self._telling = True  # which may take as long as nobody listens
         self._tell(message)
+        self._spoken, self._telling = time.monotonic(), False
 
     def _broken(self, why: str) -> None:
         if self.broken_since is None and not self._ended():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -14,18 +16,21 @@ from rich.text import Text
 
 from launcher.aftermath import aftermath_of
 from launcher.outcome import Outcome
-from launcher.wholefile import write_whole
+from launcher.wholefile import appearing, write_whole
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
 _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
 _EPOCHS_SHOWN = 12
+_BLOCK = 1 << 16  # bytes of a metrics file read at once
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics lines of all ranks, in order of time (see docs/ARCHITECTURE.md)."""
+    """The metrics lines of all ranks but the steps, in order of time (see docs/ARCHITECTURE.md). A long run has many
+    millions of steps: they stay in ``files``."""
 
     lines: tuple[Mapping[str, Any], ...] = ()
+    files: tuple[Path, ...] = ()  #: of all ranks, whole
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [line for line in self.lines if line.get("kind") == kind]
@@ -104,8 +109,8 @@ class RunReport:
 
     def write(self) -> None:
         """Write result.json and metrics.jsonl, each whole."""
-        lines = "".join(json.dumps(line) + "\n" for line in self.metrics.lines)
-        write_whole(self.folder / "metrics.jsonl", lines)
+        with appearing(self.folder / "metrics.jsonl") as out:
+            out.writelines(line.text for line in _merged(self.metrics.files))
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
 
 
@@ -129,16 +134,43 @@ def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     return [nodes[node_rank] for node_rank in sorted(nodes)]
 
 
+class _Line(NamedTuple):
+    t: float
+    text: bytes
+    values: Mapping[str, Any]
+
+
 def read_metrics(files: Iterable[Path]) -> Metrics:
     """Merge metrics files by time; a last line cut short by a killed writer is left out."""
-    lines = []
-    for file in files:
-        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                lines.append(json.loads(text))
-            except ValueError:
-                continue
-    return Metrics(tuple(sorted(lines, key=lambda line: float(line.get("t", 0.0)))))
+    files = tuple(files)
+    lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
+    return Metrics(lines, files)
+
+
+def _merged(files: Iterable[Path]) -> Iterator[_Line]:
+    return heapq.merge(*map(_lines_of, files), key=attrgetter("t"))
+
+
+def _lines_of(file: Path) -> Iterator[_Line]:
+    for text in _texts(file):
+        try:
+            values = json.loads(text)
+            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
+        except (ValueError, TypeError, AttributeError):  # cut short, or an own script's
+            continue
+
+
+def _texts(file: Path) -> Iterator[bytes]:
+    """Its lines; it is not kept open, as there may be more ranks than files a program may open."""
+    offset = 0
+    while True:
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            lines = opened.readlines(_BLOCK)
+            offset = opened.tell()
+        if not lines:
+            return
+        yield from lines
 
 
 def print_report(report: RunReport, console: Console) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.collect import Collected, collect
 from launcher.ending import Ending
+from launcher.errors import Interrupted
 from launcher.followed import Followed, Lost
 from launcher.operate.verdict import progress_words
 from launcher.operate.views import NodeView, OpenRun
@@ -45,7 +46,12 @@ def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = Non
     """Fetch what there is into ``folder``; if the run has ended, write and return its report as well."""
     views = run.look() if views is None else views
     settle(run, folder)
-    collected = collect(run.found.needed_plan, run.attempts, folder)
+    try:
+        collected = collect(run.found.needed_plan, run.attempts, folder)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            f"interrupted; what has come is whole, and `gnnfleet collect {run.found.words}` brings the rest"
+        ) from None
     alive = [view for view in views.values() if view.alive]
     away = [view for view in views.values() if not view.reached]
     run_id = run.found.run_id

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from launcher.errors import FleetError
+from launcher.errors import FleetError, Interrupted
 from launcher.operate.bring import Brought, bring, folder_for
 from launcher.operate.found import FoundRun
 from launcher.operate.stop import Stopped, stop_launcher, stop_run, summary
@@ -45,7 +45,13 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> End
         console.print(Text(ended.told), soft_wrap=True)
         return ended
     views = run.look()
-    stopped = stop_run(run, views, now=now)
+    try:
+        stopped = stop_run(run, views, now=now)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted; nodes that have been told go on stopping. "
+            f"To see what is left: gnnfleet stop {run.found.words}"
+        ) from None
     for one in stopped:
         console.print(Text(one.sentence, "" if one.clean else "bold red"), soft_wrap=True)
     told = summary(run.found, stopped)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def _pane_command(pane: Pane) -> str:
 
 def enter(name: str) -> int:
     """Attach this terminal to the session, or switch there from inside tmux; tmux's exit status."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # tmux gives the terminal back; it must not be killed for us
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
     try:
         return subprocess.run(["tmux", verb, "-t", f"={name}"], check=False).returncode

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from launcher.config import ClusterConfig
 from launcher.errors import PasswordRefused, TransportError
+from launcher.fanout import on_nodes
 from launcher.script import Secret
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.local import LocalTransport
@@ -89,10 +90,9 @@ def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) 
 
     wanted = list(ranks)
     try:
-        with ThreadPoolExecutor(len(wanted), "connect") as pool:
-            list(pool.map(connect, wanted))
+        on_nodes(wanted, connect).or_raise()  # Ctrl-C does not wait for hosts that do not answer
     except BaseException:
-        close_all(results)
+        close_all(dict(results))
         raise
     return {node_rank: results[node_rank] for node_rank in wanted}
 

@@ -202,3 +202,19 @@ def test_odd_metrics_lines_of_an_own_script_do_no_harm(tmp_path: Path) -> None:
     scene = Scene(tmp_path, FakeNode(0, [told, line(file="metrics-rank0.jsonl", offset=2, lines=[nan]), ended(0)]))
     assert scene.follow().results[0]["state"] == "done"
     assert "epoch 1 step 4  loss nan" in scene.said
+
+
+def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_filling_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow_module, "_MOST_NEWS", 10)
+    scene = Scene(tmp_path, FakeNode(0, [*(step(0, number) for number in range(50)), ended(0)]))
+    waiting: list[int] = []
+
+    def slow(metric: object) -> None:
+        time.sleep(0.005)
+        waiting.append(scene.follower._news.qsize())
+
+    monkeypatch.setattr(scene.live, "metric", slow)
+    assert scene.follow().results[0]["state"] == "done"
+    assert len(waiting) == 50 and max(waiting) <= 10

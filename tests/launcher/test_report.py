@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +225,20 @@ def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_p
 
 def test_result_json_and_metrics_are_written_whole(tmp_path: Path) -> None:
     cause = outcome(1, 110.0, traceback=TRACEBACK)
-    report("failed", [outcome(0, 111.0), cause], tmp_path, metrics()).write()
+    step = {"t": 1.5, "kind": "step", "rank": 0, "epoch": 1, "step": 3, "loss": float("nan")}
+    file = tmp_path / "logs" / "metrics-rank0.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(line) + "\n" for line in [step, *metrics()]) + '{"t": 99, "ra')
+    found = read_metrics([file])
+    assert list(found.lines) == metrics(), "a long run has too many steps to keep them"
+    replace(report("failed", [outcome(0, 111.0), cause], tmp_path), metrics=found).write()
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["state"], result["exit_status"]) == ("failed", 1)
     assert result["first_failure"]["rank"] == 1
     assert result["first_failure"]["reason"] == "raised ValueError: 3 columns, expected 4"
     assert result["metrics"]["test_accuracy"] == 0.6543
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(metrics())
-    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "metrics.jsonl"}
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len([step, *metrics()])
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "metrics.jsonl", "logs"}
 
 
 @pytest.mark.parametrize(("state", "status"), [("done", 0), ("failed", 1), ("interrupted", 130)])

@@ -1,0 +1,87 @@
+"""However the program ends, the terminal is as before, no half file stays, and nothing keeps it from ending."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node_kit import ROOT
+from operate_kit import MadeRun
+
+HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
+CLI = "from launcher.cli import main; main()"
+
+
+def program(code: str, *words: str, terminal: int | None = None, **env: str) -> subprocess.Popen[bytes]:
+    given = subprocess.PIPE if terminal is None else terminal
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdin=given,
+        stdout=given,
+        stderr=given,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **env},
+        start_new_session=True,
+    )
+
+
+def read_until(stream: int, text: bytes, seconds: float = 15.0) -> bytes:
+    said, deadline = b"", time.monotonic() + seconds
+    while text not in said:
+        assert select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0], said
+        said += os.read(stream, 65536)
+    return said
+
+
+@pytest.fixture
+def silent_host() -> Iterator[int]:
+    """The port of a host that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_status_watch_shows_the_cursor_again_when_it_is_ended(tmp_path: Path, number: int) -> None:
+    made = MadeRun(tmp_path).launched("sync", alive=True)  # by this process, so that it goes on
+    near, far = pty.openpty()
+    process = program(CLI, "status", "--watch", str(made.folder), terminal=far, XDG_STATE_HOME=str(tmp_path / "state"))
+    os.close(far)
+    assert HIDE in read_until(near, b"run folder")
+    process.send_signal(number)
+    read_until(near, SHOW)
+    assert process.wait(10) == 128 + number
+    os.close(near)
+
+
+def test_ctrl_c_does_not_wait_for_a_host_that_says_nothing(tmp_path: Path, silent_host: int) -> None:
+    config = tmp_path / "cluster.yml"
+    config.write_text(
+        f"nodes: [{{host: 127.0.0.1, port: {silent_host}, user: me}}]\ndata: {{dataset: synthetic}}\n"
+        "run: {connect_timeout: 60}\n"
+    )
+    process = program(CLI, "check", "--config", str(config), HOME=str(tmp_path))
+    time.sleep(3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert process.wait(20) == 130 and time.monotonic() - began < 5
+
+
+def test_a_file_that_a_thread_was_writing_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys, threading, time; from pathlib import Path; from launcher.wholefile import appearing\n"
+        "def write():\n    with appearing(Path(sys.argv[1]) / 'log') as out:\n        out.write(b'x'); time.sleep(60)\n"
+        "threading.Thread(target=write, daemon=True).start(); time.sleep(0.3)"
+    )
+    process = program(code, str(tmp_path))
+    assert process.wait(10) == 0
+    assert list(tmp_path.iterdir()) == []

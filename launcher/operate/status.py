@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from rich.text import Text
 from launcher.operate.columns import Cell, Column, FittedTable
 from launcher.operate.found import FoundRun, read_folder
 from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes, place_of
-from launcher.operate.views import NodeView, OpenRun
+from launcher.operate.views import NodeView, OpenRun, opened
 
 _EVERY = 2.0  # seconds between two looks with --watch
 _STYLES = {
@@ -75,10 +76,12 @@ def status_now(run: OpenRun) -> Status:
 
 def watch_status(run: OpenRun, console: Console) -> Status:
     """Show the status every two seconds until the run has ended; Ctrl-C ends the watching alone."""
-    with Live(console=console, auto_refresh=False) as live:
+    with ExitStack() as lines, Live(console=console, auto_refresh=False) as live:
         while True:
-            found = run.found
-            status = status_now(replace(run, found=read_folder(found.folder) if found.folder else found))
+            run = replace(run, found=_read_again(run.found))
+            if not run.attempts and not known_without_nodes(run.found):  # a launch that was being prepared has begun
+                run = lines.enter_context(opened(run.found))
+            status = status_now(run)
             live.update(rendered(status), refresh=True)
             if status.verdict.state not in ("running", "stopping", "preparing", "unknown"):
                 return status
@@ -86,6 +89,14 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 time.sleep(_EVERY)
             except KeyboardInterrupt:
                 return status
+
+
+def _read_again(found: FoundRun) -> FoundRun:
+    """What the folder tells now; what only the nodes told is kept."""
+    if found.folder is None:
+        return found
+    now = read_folder(found.folder)
+    return replace(found, launch=now.launch, result=now.result, plan=now.plan or found.plan)
 
 
 def rendered(status: Status) -> Group:

@@ -1,0 +1,42 @@
+"""``status --watch`` stays true while a launch goes from one stage to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import run
+from launcher.operate import status
+from operate_kit import MadeRun
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRun]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(status, "_EVERY", 0.2)
+    yield (made := MadeRun(tmp_path).launched("sync", alive=True))
+    made.kill()
+
+
+def test_a_run_that_is_watched_from_its_preparation_is_seen_to_train_and_to_end(
+    made: MadeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    rendered = status.rendered
+    monkeypatch.setattr(status, "rendered", lambda now: told.append(now.verdict.state) or rendered(now))
+
+    def goes_on() -> None:
+        while not told:
+            pass
+        made.start("import time; time.sleep(2); raise SystemExit(3)")
+        made.launched("train", alive=True)
+
+    threading.Thread(target=goes_on, daemon=True).start()
+    assert run(["status", "--watch", str(made.folder)]) == 1
+    stages = list(dict.fromkeys(told))
+    assert stages[0] == "preparing" and "running" in stages and stages[-1] == "failed"
+    assert "never started" not in stages

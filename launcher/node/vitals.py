@@ -16,6 +16,8 @@ PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at, as ``p
 _TRAINING = ("step", "epoch")  # kinds of lines whose loss and speed are those of training
 _AT_ONCE = 1 << 20  # bytes read of one file in one look; the rest comes with the next looks
 _LONGEST = 64 << 20  # bytes of a line; an epoch line holds the loss of every step
+_LONGEST_KIND = 40  # characters; it goes into the message of each second
+_TOO_LARGE = 1 << 63  # an int beyond may not fit into a float
 _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
 
 
@@ -120,9 +122,10 @@ class _Tail:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-    except ValueError:  # cut off by a full disk, or not ours
+    except (ValueError, RecursionError):  # cut off by a full disk, or not ours
         return None
-    return line if isinstance(line, dict) and isinstance(line.get("kind"), str) else None
+    kind = line.get("kind") if isinstance(line, dict) else None
+    return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
 
 
 def _progress(path: str) -> list[Any] | None:
@@ -139,4 +142,4 @@ def _progress(path: str) -> list[Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, float) or (type(value) is int and abs(value) < _TOO_LARGE)

@@ -61,6 +61,14 @@ def test_damage_does_no_harm(tmp_path: Path) -> None:
     assert [vitals.ranks[0][name] for name in ("epoch", "step", "steps", "loss")] == [2, 2, 40, 0.5]
 
 
+def test_lines_that_nobody_could_expect_do_no_harm(tmp_path: Path) -> None:
+    lines = ['{"kind": "step", "epoch": 1, "loss": 1%s}' % ("0" * 400), '{"kind": "step", "x": %s}' % ("[" * 50_000)]
+    lines += ['{"kind": "%s"}' % ("x" * 300_000), '{"kind": "step", "epoch": 1, "step": 3}']
+    (tmp_path / "metrics-rank0.jsonl").write_text("\n".join(lines) + "\n")
+    vitals = Vitals(str(tmp_path), [0])
+    assert vitals.look(1.0) == [] and vitals.ranks[0]["step"] == 3 and vitals.ranks[0]["loss"] is None
+
+
 def test_a_file_begun_anew_is_read_from_its_start(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [0])
     write(tmp_path, 0, step(1), step(30))

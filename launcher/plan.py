@@ -123,7 +123,8 @@ def make_plan(
 
     ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
     ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
-    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. Raises UsageError when one of those is named but not there.
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. Raises UsageError when
+    one of those is named but not there.
     """
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None

@@ -36,7 +36,7 @@ def stopped(rank: int, ended: float) -> dict[str, Any]:
 def report(*results: dict[str, Any], nodes: int = 2, offsets: dict[int, float] | None = None, **more: Any) -> RunReport:
     plan = make_launch([make_node(Path("/w"), k, []) for k in range(nodes)])
     followed = Followed({one["node_rank"]: one for one in results}, **more)
-    return Ending(plan, followed, Collected(Metrics(), {k: () for k in range(nodes)}, ()), offsets or {}).report(
+    return Ending(plan, followed, Collected(Metrics(), dict.fromkeys(range(nodes), ()), ()), offsets or {}).report(
         FOLDER, 1.0
     )
 

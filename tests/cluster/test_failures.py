@@ -66,16 +66,16 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, size: str, plac
 
 def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
     """What went wrong is known though its node could write no more. A disk that is the cause: see test_faults."""
-    mount(scene, "3m")
-    scene.nodes[1]["workdir"] = "/mnt/small/home"
+    host = scene.cluster.hosts[1]
+    host.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", WORKDIR])
     try:
         running = scene.running("--", "python", "steps.py").await_line("step 3")
-        scene.cluster.hosts[1].run(["bash", "-c", "cat /dev/zero > /mnt/small/filler"], check=False)
+        host.run(["bash", "-c", f"cat /dev/zero > {WORKDIR}/filler"], check=False)
         (rank,) = scene.processes(1, "steps.py")[:1]
-        scene.cluster.hosts[1].kill(rank.pid)
+        host.kill(rank.pid)
         done = running.end()
     finally:
-        unmount(scene)
+        host.run(["umount", "-l", WORKDIR])
     left = scene.left_behind()
     assert done.status == 137 and left == [], done.output
     first = done.result["first_failure"]

@@ -16,6 +16,7 @@ _WINDOW = 15.0  # seconds before the end of a process in which a kill counts as 
 _KERNEL_LOG = "/dev/kmsg"
 _RECORD = 1 << 13  # bytes of a kernel log record, at most
 _KILLED = re.compile(r"Killed process (\d+) ")
+_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # these count for the whole machine
 _NO_LIMIT = 1 << 60  # bytes; version 1 says a number about as large where there is none
 
 
@@ -37,7 +38,10 @@ class OomWatch:
         """Whether the kernel has just killed this process for memory."""
         before, now = self._counts[0][1], oom_kills()
         counted = before is not None and now is not None and now > before
-        return counted or pid in killed_for_memory(kernel_log())
+        if counted and counts_our_group():
+            return True
+        log = list(kernel_log())
+        return pid in killed_for_memory(log) or (counted and not log)  # the machine's count may be another program's
 
     def words(self, pid: int) -> dict[str, Any]:
         """What an outcome record says of a process that ended by SIGKILL."""
@@ -52,6 +56,16 @@ def oom_kills(files: Sequence[str] = ()) -> int | None:
 
     By default those of this process's cgroup, else of the whole machine.
     """
+    return _counted(files)[1]
+
+
+def counts_our_group(files: Sequence[str] = ()) -> bool:
+    """Whether what ``oom_kills`` counts are kills in this process's own cgroup."""
+    return _counted(files)[0] not in ("", *_OF_ALL)
+
+
+def _counted(files: Sequence[str]) -> tuple[str, int | None]:
+    """The first file that tells, and its count; ("", None) where none does."""
     for path in files or (*_cgroup_files("memory.events", "memory.oom_control"), "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
@@ -59,8 +73,8 @@ def oom_kills(files: Sequence[str] = ()) -> int | None:
         except OSError:
             continue
         if "oom_kill" in counters:
-            return int(counters["oom_kill"])
-    return None
+            return path, int(counters["oom_kill"])
+    return "", None
 
 
 def limit(files: Sequence[str] = ()) -> int | None:

@@ -199,6 +199,7 @@ def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.M
     clock, count = [100.0], [0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
+    monkeypatch.setattr(memory, "counts_our_group", lambda: True)
     monkeypatch.setattr(memory, "kernel_log", lambda: iter(()))
     watch = OomWatch()
     count[0] = 1
@@ -206,6 +207,21 @@ def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.M
     for clock[0] in (101.0, 110.0, 120.0, 130.0):
         watch.look()
     assert not watch.killed(5)
+
+
+def test_the_machines_count_alone_is_no_proof_where_the_kernels_log_can_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another program on the machine was killed for memory while this process got a plain kill -9."""
+    count, log = [0], ["Out of memory: Killed process 77 (chrome) total-vm:9kB"]
+    monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
+    monkeypatch.setattr(memory, "counts_our_group", lambda: False)
+    monkeypatch.setattr(memory, "kernel_log", lambda: iter(log))
+    watch = OomWatch()
+    count[0] = 1
+    assert not watch.killed(5) and watch.killed(77)
+    log.clear()  # may not be read: then the count is all there is
+    assert watch.killed(5)
 
 
 def memory_cgroup(limit_bytes: int) -> Path:

@@ -115,7 +115,7 @@ def test_a_password_cannot_be_asked_for_without_a_terminal(tmp_path: Path) -> No
         command, cwd=tmp_path, stdin=subprocess.DEVNULL, start_new_session=True, capture_output=True, text=True
     )
     done = Launched(ended.returncode, ended.stdout + ended.stderr, tmp_path)
-    refused(done, 2, "password of alice@127.0.0.1", "no terminal", "`key`")
+    refused(done, 2, "Password for alice on 127.0.0.1", "no terminal", "`key`")
 
 
 def test_a_busy_master_port_is_named_with_who_holds_it(tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
 
 def test_what_launch_sends_is_what_the_plan_says(own_script_run):
     """Every file with its content and mode, and every process with its words, environment and folder."""
+    contents = own_script_run["contents"]
     for node in own_script_run["nodes"]:
-        assert [file["dest"] for file in node["files"] if differs(file)] == []
+        code = [{**file, "dest": f"{node['code_dir']}/{file['dest']}"} for file in own_script_run["code"]]
+        assert code and [file["dest"] for file in [*node["files"], *code] if differs(file, contents)] == []
         spec = json.loads(Path(node["run_dir"], "node.json").read_text())
         for name in ("server", "trainer"):
             assert spec[name]["argv"] == node[name]["argv"]
@@ -79,12 +81,13 @@ def test_what_launch_sends_is_what_the_plan_says(own_script_run):
             assert masked(told) == node["trainer"]["env"]
 
 
-def differs(file):
+def differs(file, contents):
     """Whether a planned file is not on the node as planned; what a secret holds is not in the plan."""
     there = Path(file["dest"])
     if file["secret"]:
         return there.stat().st_mode & 0o777 != 0o600
-    planned = file["content"].encode() if file["content"] else Path(file["source"]).read_bytes()
+    text = file["content"] or contents.get(file["sha256"])
+    planned = text.encode() if text else Path(file["source"]).read_bytes()
     return there.read_bytes() != planned or len(planned) != file["bytes"]
 
 

@@ -42,8 +42,10 @@ def follow(*words: str) -> subprocess.Popen[str]:
         start_new_session=True,
     )
     assert process.stdout is not None
-    said = [process.stdout.readline() for _ in range(3)]
-    assert any("here is rank" in line for line in said), said
+    said = []
+    while not said or (said[-1] and "here is rank" not in said[-1]):
+        said.append(process.stdout.readline())
+    assert said[-1], said
     return process
 
 

@@ -147,7 +147,7 @@ def _unreachable(error: Exception, hop: Hop, timeout: float) -> tuple[str, str]:
         return f"no agreement on keys within {timeout:g} s", "is the machine overloaded? raise `run.connect_timeout`"
     if was_dropped(error):
         return (
-            f"port {hop.port} answered, then hung up before login ({error})",
+            f"port {hop.port} answered, then hung up before login ({str(error).partition('[')[0]})",
             "is that sshd? a busy one drops newcomers (MaxStartups, fail2ban)",
         )
     return f"SSH failed: {error or type(error).__name__}", _by_hand(hop)

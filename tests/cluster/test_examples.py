@@ -17,7 +17,13 @@ LINKS = ["--relation", "paper__cites__paper", "--fanouts", "6,3", "--lr", "0.01"
 @pytest.mark.parametrize(
     "script,words,pattern,bar",
     [
-        ("hetero_classification", ["--fanouts", "4,4", "--batch-size", "50"], r"test accuracy ([\d.]+)", 0.5),
+        pytest.param(
+            "hetero_classification",
+            ["--fanouts", "4,4", "--batch-size", "50"],
+            r"test accuracy ([\d.]+)",
+            0.5,
+            marks=pytest.mark.slow,
+        ),  # fmt: skip
         # tests/trainer/test_examples_launched.py has it on two nodes of this machine
         pytest.param("link_prediction", LINKS, r"test, model: .*AUC ([\d.]+)", 0.8, marks=pytest.mark.slow),
     ],

@@ -27,7 +27,11 @@ def test_a_draw_has_every_kind_before_any_comes_again() -> None:
     assert draw(20, SEED) == draw(20, SEED) != draw(20, SEED + 1)
 
 
-@pytest.mark.parametrize("fault", draw(len(KINDS), SEED), ids=str)
+#: The shorter draw; a draw of fifty has the others too.
+SOME = ("exit", "network", "disk", "supervisor", "memory", "launcher")
+
+
+@pytest.mark.parametrize("fault", [fault for fault in draw(len(KINDS), SEED) if fault.kind in SOME], ids=str)
 def test_the_first_cause_is_named_and_everything_is_clean(faulty: FaultyCluster, fault: Fault) -> None:
     verdict = faulty.run(fault)
     assert not verdict.wrong, verdict

@@ -21,7 +21,7 @@ from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
-_CLOCK_ROUNDS = 4
+_CLOCK_ROUNDS = 2
 _CHECK = f"""
 import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])

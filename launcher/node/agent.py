@@ -12,6 +12,7 @@ is called.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ class Sent:
 
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     """Answer line by line until nobody asks any more."""
+    gc.disable()  # it lives for seconds
     sent = Sent()
     sys.meta_path.insert(0, sent)  # type: ignore[arg-type]
     while True:

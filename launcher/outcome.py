@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.errors import node_label
+from launcher.node import words
 
 #: Last lines of a process that only fell because another one had fallen before it.
 _FOLLOW_UP = re.compile(
@@ -18,12 +18,6 @@ _FOLLOW_UP = re.compile(
     re.IGNORECASE,
 )
 _LAST_LINES = 12
-_CRASHES = {
-    "SIGSEGV": "segmentation fault",
-    "SIGBUS": "bus error; often a full /dev/shm, or a file cut short under a memory map",
-    "SIGILL": "illegal instruction; often a build for another processor",
-    "SIGFPE": "arithmetic fault",
-}
 
 
 @dataclass(frozen=True)
@@ -107,18 +101,9 @@ class Outcome:
     @property
     def reason(self) -> str:
         """What became of it, in words: ``was killed by signal 9 (SIGKILL)``; of a node or server the note."""
-        note = f": {self.note}" if self.note else ""
-        if self.oom:
-            return f"ran out of memory (killed by the kernel{f'; {self.note}' if self.note else ''})"
-        if self._raised:
-            return f"raised {raised_exception(self.traceback)}"
-        if self.signal in _CRASHES:
-            return f"crashed: {_CRASHES[self.signal]} ({self.signal}){note}"
-        if self.signal:
-            return f"was killed by signal {_number(self.signal)} ({self.signal}){note}"
-        if self.returncode:
-            return f"ended with exit status {self.returncode}{note}"
-        return self.note or "ended"
+        if not (self.oom or self.signal or self.returncode):
+            return self.note or "ended"
+        return words.describe(vars(self))
 
     @property
     def sentence(self) -> str:
@@ -135,7 +120,7 @@ class Outcome:
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The traceback, or else the last lines it wrote."""
-        if self._raised:
+        if words.ended_by(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
 
@@ -144,31 +129,12 @@ class Outcome:
         """Whether it looks like the echo of another process's end."""
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
-        last = raised_exception(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
+        last = words.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
         return bool(_FOLLOW_UP.search(last))
-
-    @property
-    def _raised(self) -> bool:
-        """Whether its traceback is what ended it: Python exits 1 then, unless torch's threads abort it on its way."""
-        exception = raised_exception(self.traceback)
-        if self.signal == "SIGABRT":
-            return bool(exception) and any(line.endswith(exception) for line in self.tail)
-        return self.returncode == 1 and bool(exception)
 
     def to_json(self) -> dict[str, Any]:
         """For result.json."""
         return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}
-
-
-def raised_exception(traceback: Iterable[str]) -> str:
-    """The last exception line of a traceback, e.g. ``ValueError: no such column``; '' when there is none."""
-    found, in_frames = "", False
-    for line in traceback:
-        if line.lstrip(" |+").startswith(("Traceback (most recent", "Exception Group Traceback")):
-            in_frames = True
-        elif in_frames and line and line[0] not in " |+":
-            found, in_frames = line.strip(), False
-    return found
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
@@ -181,8 +147,3 @@ def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:
     when = outcome.ended if outcome.ended is not None else float("inf")
     rank = outcome.rank if outcome.rank is not None else -1
     return outcome.stopped, outcome.is_follow_up, when, outcome.node_rank, rank
-
-
-def _number(name: str) -> int:
-    found = signal.Signals.__members__.get(name)
-    return int(found) if found else int(re.sub(r"\D", "", name) or 0)

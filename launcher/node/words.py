@@ -17,10 +17,10 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 def describe(record: Mapping[str, Any]) -> str:
     """How the process of an outcome record ended: ``was killed by signal 9 (SIGKILL)``."""
-    exception, signaled, note = raised(record["traceback"]), record["signal"], record["note"]
+    signaled, note = record["signal"], record["note"]
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
-    if record["returncode"] == 1 and exception:
+    if exception := ended_by(record):
         return f"raised {exception}"
     if signaled in _CRASHES:
         return f"crashed: {_CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
@@ -31,8 +31,17 @@ def describe(record: Mapping[str, Any]) -> str:
     return f"ended with exit status {record['returncode']}{f': {note}' if note else ''}"
 
 
+def ended_by(record: Mapping[str, Any]) -> str:
+    """The exception that ended the process; '' when none did. Python exits 1 then, unless torch's threads abort it
+    on its way."""
+    exception = raised(record["traceback"])
+    if record["signal"] == "SIGABRT":
+        return exception if exception and any(line.endswith(exception) for line in record["tail"]) else ""
+    return exception if record["returncode"] == 1 else ""
+
+
 def raised(traceback: Iterable[str]) -> str:
-    """The last exception line of a traceback; '' when there is none."""
+    """The last exception line of a traceback, e.g. ``ValueError: no such column``; '' when there is none."""
     found, in_frames = "", False
     for line in traceback:
         if line.lstrip(" |+").startswith(("Traceback (most recent", "Exception Group Traceback")):

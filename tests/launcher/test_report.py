@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.outcome import Outcome, first_failure, raised_exception
+from launcher.node import words
+from launcher.outcome import Outcome, first_failure
 from launcher.report import Metrics, RunReport, RunState, print_report, read_metrics
 
 TRACEBACK = [
@@ -109,7 +110,7 @@ def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
 
 def test_of_chained_tracebacks_the_last_exception_counts() -> None:
     chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
-    assert raised_exception([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
+    assert words.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
 
 
 def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_NODE
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys
+from trainer.service.places import ServerPlace
 from trainer.service.protocol import HelloInfo
 from trainer.service.server import GraphServer
 
@@ -91,7 +92,7 @@ def our_server(num_nodes: int, keys: CurveKeys | None) -> Iterator[Callable[[np.
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(num_nodes, keys, there), daemon=True)
     process.start()
-    client = HostClient(here.recv(), 1, "loopback", [0], 30.0, keys)
+    client = HostClient(ServerPlace("loopback", 1, "loopback", here.recv(), (0,)), 30.0, keys)
     try:
         yield lambda nodes: client.gather([RowRequest(HOMO_NODE, nodes, ("x",))])
     finally:

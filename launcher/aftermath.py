@@ -26,7 +26,7 @@ class Aftermath:
 
 def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
     """What became of the other processes and nodes."""
-    others = [outcome for outcome in outcomes if outcome is not first]
+    others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
     failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
     stopped = [outcome for outcome in others if outcome.stopped]
     return Aftermath(_lead(first, failed), (*_folded(failed), *_stopped(stopped)))

@@ -14,6 +14,7 @@ from launcher.options import LaunchOptions
 from launcher.plan import LaunchPlan
 from launcher.preflight import run_preflight
 from launcher.preflight_table import print_findings
+from launcher.roles import carried_out
 from launcher.transport import close_all, connect_all
 
 
@@ -23,8 +24,10 @@ def bytes_needed(draft: LaunchPlan) -> dict[int, int]:
 
 
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Check every node, print what was found; 0 when a launch could go on, else 3."""
-    draft = offline_plan(config, options.run_id or "check", options.own_command)
+    """Check every node, print what was found; 0 when a launch (of servers alone: a serve) could go on, else 3."""
+    serve_only = not config.world_size
+    config = carried_out(config, serve_only=serve_only)
+    draft = offline_plan(config, options.run_id or "check", options.own_command, serve_only=serve_only)
     attempts = connect_all(config)
     try:
         report = run_preflight(

@@ -79,9 +79,12 @@ def config_options(command: F) -> F:
         click.option("--batch-size", metavar="N", help="Global batch: seeds per step over all processes."),
         click.option("--num-neighbors", metavar="15,10,5", help="Neighbours per hop, seeds outward."),
         click.option("--num-training-procs", type=click.IntRange(1), metavar="N", help="Processes on every node."),
-        click.option("--master-addr", metavar="ADDR", help="Address of node 0 as the others see it."),
-        click.option("--master-port", metavar="PORT", help="Port for torch.distributed on node 0."),
+        click.option(
+            "--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it."
+        ),
+        click.option("--master-port", metavar="PORT", help="Port for torch.distributed on the first node that trains."),
         click.option("--resume", metavar="FILE|RUN", help="Go on from a checkpoint, or from an earlier run."),
+        click.option("--serving", metavar="NAME", help="Train on the graph of a serving cluster (gnnfleet serve)."),
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
         click.option(
@@ -223,9 +226,11 @@ def partition(
 def show_plan(options: LaunchOptions) -> None:
     """Print the plan of a launch; opens no connection."""
     from launcher.offline import offline_plan
+    from launcher.serving.attach import known_serving
 
     config = read_config(options)
-    made = offline_plan(config, choose_run_id(config, options.run_id), options.own_command)
+    run_id = choose_run_id(config, options.run_id)
+    made = offline_plan(config, run_id, options.own_command, serving=known_serving(config))
     if options.as_json:
         from launcher.plan import to_json
 
@@ -291,8 +296,10 @@ def _console(options: LaunchOptions) -> Console:
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """The program; returns its exit status. Errors a user can act on are one message on stderr."""
     from launcher.cli_runs import register_commands
+    from launcher.serving.cli import serve
 
     register_commands(gnnfleet)
+    gnnfleet.add_command(serve)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)

@@ -136,6 +136,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
 
         folder = folder_for(run, _choice(ctx, values).runs_dirs[0])
         report = follow_run(run, folder, console, on_interrupt=on_interrupt, plain=plain, as_json=as_json)
+        if report.state != "detached":
+            _leave_serving(run.found, console)
     if as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))
     ctx.exit(report.exit_status)
@@ -181,6 +183,8 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     console, as_json = _console(ctx, values)
     with _open(ctx, values, known_without_nodes) as run:
         ended = end_run(run, _choice(ctx, values).runs_dirs[0], console, now=now)
+        if ended.clean:
+            _leave_serving(run.found, console)
     if as_json:
         click.echo(json.dumps(ended.to_json(), indent=1))
     ctx.exit(ended.exit_status)
@@ -203,6 +207,8 @@ def collect(ctx: click.Context, **values: Any) -> None:
         if _is_over_here(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
         brought = bring(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
+        if brought.report is not None:
+            _leave_serving(run.found, console)
     _tell_brought(brought, console)
     if as_json:
         click.echo(json.dumps(brought.to_json(), indent=1))
@@ -323,6 +329,14 @@ def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
     else:
         console.print(rendered(told), soft_wrap=True)
     return int((found.result or {}).get("exit_status", told.verdict.exit_status))
+
+
+def _leave_serving(found: FoundRun, console: Console) -> None:
+    """Of a run that has ended: the key that let it into a serving cluster."""
+    from launcher.serving.attach import leave
+
+    for note in leave(found):
+        console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
 
 
 def _tell_brought(brought: Brought, console: Console) -> None:

@@ -24,6 +24,7 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
 
 
 HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
+Role = Literal["worker", "server", "client"]
 
 
 def login_text(user: str | None, host: str, port: int | None) -> str:
@@ -55,6 +56,10 @@ class NodeConfig:
     data_folder: str | None = setting(
         "Where this node sees the shared partition folder, if not at data.folder (mode verify).", None
     )
+    role: Role = setting(
+        "`worker` holds parts and trains; `server` holds parts and samples for others; `client` trains and holds none.",
+        "worker",
+    )
     devices: tuple[int, ...] = setting(
         "CUDA device ids, as [0, 1]: one process for each; empty: train on the CPU.", (), at_least=0
     )
@@ -71,7 +76,16 @@ class NodeConfig:
     @property
     def nproc(self) -> int:
         """Trainer processes on this node."""
-        return self.procs or len(self.devices) or 1
+        return self.procs or len(self.devices) or 1 if self.trains else 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds parts of the graph."""
+        return self.role != "client"
+
+    @property
+    def trains(self) -> bool:
+        return self.role != "server"
 
     @property
     def login(self) -> str:
@@ -103,7 +117,11 @@ class PartitionConfig:
 class DataConfig:
     """The graph, and where its parts live."""
 
-    dataset: str = setting("`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`.")
+    dataset: str = setting(
+        "`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; not needed where "
+        "`serving` names a cluster that has the graph.",
+        "",
+    )
     source: str | None = setting(
         "What `file` reads: a folder of .npy/.npz files or a .pt file; for others the download folder.", None
     )
@@ -112,7 +130,15 @@ class DataConfig:
         "Partition folder: on this machine in mode sync, as the nodes see it in mode verify.", "parts"
     )
     num_parts: int | None = setting(
-        "Number of parts the graph is cut into, at least one per node; default: one per node.", None, at_least=1
+        "Number of parts the graph is cut into, at least one per node that holds parts; default: one for each.",
+        None,
+        at_least=1,
+    )
+    replicas: int = setting(
+        "How many nodes hold each part: with 2 or more a run survives the loss of a graph server.", 1, at_least=1
+    )
+    serving: str | None = setting(
+        "Name of a serving cluster (`gnnfleet serve`) that has the graph: all nodes are its clients then.", None
     )
     partition: PartitionConfig = setting("How the graph is cut.", PartitionConfig)
     mode: Literal["sync", "verify"] = setting(
@@ -177,9 +203,14 @@ class TrainConfig:
 class RunConfig:
     """How a run is placed and watched."""
 
-    master_addr: str = setting("Address of node 0 as the other nodes see it; auto: found by preflight.", "auto")
+    master_addr: str = setting(
+        "Address of the first node that trains, as the others see it; auto: found by preflight.", "auto"
+    )
     master_port: int | Literal["auto"] = setting(
-        "Port for torch.distributed on node 0; auto: 29500 or the next free one.", "auto", at_least=1, at_most=65535
+        "Port for torch.distributed on the first node that trains; auto: 29500 or the next free one.",
+        "auto",
+        at_least=1,
+        at_most=65535,
     )
     service_port: int | Literal["auto"] = setting(
         "Graph service port of node 0, one higher for each next node; auto: free ones from 29600.",
@@ -203,7 +234,7 @@ class RunConfig:
         below=1_000_000,
     )
     control_port: int | Literal["auto"] = setting(
-        "Port on node 0 by which the nodes know of each other; auto: a free one from 29400.",
+        "Port on the first node that trains by which the nodes know of each other; auto: a free one from 29400.",
         "auto",
         at_least=1,
         at_most=65535,
@@ -225,6 +256,26 @@ class RunConfig:
         below=1_000_000,
     )
     on_nan: Literal["stop", "warn"] = setting("What happens when the loss is no number any more.", "warn")
+    server_wait: float = setting(
+        "Seconds that a lost graph server may take to come back before those who need it give up.",
+        60.0,
+        at_least=0,
+        below=1_000_000,
+    )
+    server_restarts: int = setting(
+        "How often a graph server that died on a `server` node is started again.", 3, at_least=0
+    )
+    on_client_loss: Literal["stop", "go-on"] = setting(
+        "When a `client` node is lost: `stop` the run, or `go-on` with the others (not without the first that trains).",
+        "stop",
+    )
+    server_buffer: int = setting(
+        "Megabytes of finished batches that a graph server keeps at most for those who ask for them.", 512, at_least=1
+    )
+    server_threads: int | Literal["auto"] = setting(
+        "Threads by which a graph server makes batches for clients; auto: one per processor.", "auto", at_least=1
+    )
+    compress: bool = setting("Batches travel to clients compressed: less traffic, more work.", False)
     encrypt: Literal["auto", "on", "off"] = setting(
         "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
     )
@@ -235,7 +286,9 @@ class RunConfig:
 class ClusterConfig:
     """A whole cluster.yml."""
 
-    nodes: tuple[NodeConfig, ...] = setting("The machines, in node_rank order; the first one is the master.")
+    nodes: tuple[NodeConfig, ...] = setting(
+        "The machines, in node_rank order; the first one that trains is the master."
+    )
     data: DataConfig = setting("The graph and where its parts live.")
     train: TrainConfig = setting("The bundled trainer's settings.", TrainConfig)
     run: RunConfig = setting("How the run is placed and watched.", RunConfig)
@@ -248,8 +301,19 @@ class ClusterConfig:
     name: str = setting("Begins the run ids and is shown in reports.", "run")
 
     @property
+    def holders(self) -> tuple[int, ...]:
+        """node_ranks that hold parts of the graph."""
+        return tuple(k for k, node in enumerate(self.nodes) if node.holds) if not self.data.serving else ()
+
+    @property
     def num_parts(self) -> int:
-        return self.data.num_parts or len(self.nodes)
+        """0 where a serving cluster has them."""
+        return self.data.num_parts or len(self.holders)
+
+    @property
+    def makes_parts(self) -> bool:
+        """Whether the graph is cut on this machine and sent from here."""
+        return self.data.mode == "sync" and not self.data.serving
 
     @property
     def world_size(self) -> int:

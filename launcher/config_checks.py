@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from launcher.config import ClusterConfig, NodeConfig
+import os
+from dataclasses import fields
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.config_reader import Reader
 from launcher.nodespec import RANK_VARIABLES
+from launcher.options import is_run_id
 from launcher.placement import host_key, node_workdir
+from launcher.roles import clients
+from launcher.words import count
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -46,6 +52,7 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
             f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
             "each process has one device, so leave procs out or list as many devices",
         )
+    _server(node, k, reader)
     for name in node.env:
         if name in RANK_VARIABLES or name.startswith("GNNFLEET_"):
             reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")
@@ -56,14 +63,51 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         )
 
 
+def _server(node: NodeConfig, k: int, reader: Reader) -> None:
+    """What is meant for all nodes is not meant for servers, and not in here any more (``config_reader``)."""
+    for name in ("procs", "devices"):
+        if node.role == "server" and getattr(node, name):
+            reader.report(
+                ("nodes", k, name),
+                f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
+            )
+
+
 def _nodes(config: ClusterConfig, reader: Reader) -> None:
     if not config.nodes and reader.good(("nodes",)):
         reader.report(("nodes",), "nodes: empty; list at least one host")
-    elif config.num_parts < len(config.nodes) and reader.good(("data", "num_parts")):
+    elif config.nodes and not config.data.serving and reader.good(("nodes",), ("data", "serving")):
+        _holders(config, reader)
+    if config.run.on_client_loss == "go-on" and not clients(config) and not config.data.serving and config.nodes:
+        reader.report(
+            ("run", "on_client_loss"),
+            "run.on_client_loss: go-on is for nodes of `role: client`, and there are none; a worker's parts go with it",
+        )
+
+
+def _holders(config: ClusterConfig, reader: Reader) -> None:
+    """Somebody has each part, and nobody has the same part twice."""
+    holders, data = len(config.holders), config.data
+    if not holders:
+        reader.report(
+            ("nodes",),
+            "nodes: all are clients, so nobody has the graph; make some of them `role: server` or `worker`, or name a "
+            "serving cluster by data.serving (--set data.serving=NAME)",
+        )
+        return
+    if config.num_parts < holders and reader.good(("data", "num_parts")):
+        all_hold = holders == len(config.nodes)
+        who = f"nodes has {holders} entries" if all_hold else f"{count(holders, 'node')} are to hold some"
         reader.report(
             ("data", "num_parts"),
-            f"fewer parts than nodes: data.num_parts is {config.data.num_parts} and "
-            f"nodes has {len(config.nodes)} entries; leave num_parts out or raise it",
+            f"fewer parts than nodes: data.num_parts is {data.num_parts} and {who}; leave num_parts out or raise it",
+        )
+    if data.replicas > holders and reader.good(("data", "replicas")):
+        who = "only 1 node holds parts" if holders == 1 else f"only {holders} nodes hold parts"
+        reader.report(
+            ("data", "replicas"),
+            f"data.replicas: {data.replicas} nodes are to hold each part, and {who}; "
+            "lower it, or add nodes of `role: server`",
         )
 
 
@@ -103,10 +147,36 @@ def _devices(config: ClusterConfig, reader: Reader) -> None:
 
 def _data(config: ClusterConfig, reader: Reader) -> None:
     data = config.data
-    if data.dataset == "file" and not data.source and data.mode == "sync" and reader.good(("data", "source")):
+    if data.dataset == "file" and not data.source and config.makes_parts and reader.good(("data", "source")):
         reader.report(
             ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
         )
+    if data.serving:
+        _serving(config, reader)
+    elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
+        reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
+
+
+def _serving(config: ClusterConfig, reader: Reader) -> None:
+    """A file that names a serving cluster says no more of its parts; with ``--set data.serving`` the file may be the
+    one that the cluster was made from."""
+    if not is_run_id(config.data.serving or ""):
+        reader.report(
+            ("data", "serving"),
+            f"data.serving: {config.data.serving!r} cannot be the name of a serving cluster: those are up to 80 "
+            "letters, digits, `-` and `_`",
+        )
+    if not reader.origin(("data", "serving")).line:
+        return
+    folder = os.path.normpath(reader.origin(("data", "folder")).folder / DataConfig.folder)
+    standard = DataConfig(folder=folder)
+    for name in ("folder", "num_parts", "replicas", "mode", "partition"):
+        if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
+            reader.report(
+                ("data", name),
+                f"data.{name}: the serving cluster `{config.data.serving}` has parts already (data.serving); "
+                f"leave {name} out",
+            )
 
 
 def _train(config: ClusterConfig, reader: Reader) -> None:
@@ -126,7 +196,7 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
             f"train.batch_size: the global batch is {train.batch_size}, fewer seeds "
             f"than processes ({config.world_size}); raise it or use fewer processes",
         )
-    cpu_only = next((k for k, node in enumerate(config.nodes) if not node.devices), None)
+    cpu_only = next((k for k, node in enumerate(config.nodes) if node.trains and not node.devices), None)
     if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
         host = config.nodes[cpu_only].host
         reader.report(
@@ -152,7 +222,7 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
-    """Ports of node 0 that are given, and those of the graph service, are all different."""
+    """Ports of the lead node that are given, and those of the graph service, are all different."""
     run, count = config.run, len(config.nodes)
     if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return

@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -23,6 +23,9 @@ _INT = re.compile(r"[-+]?\d[\d_]*")
 FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
 
+
+_OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
+_ALL = "--set nodes.*."  #: begins the origin of a value that was set on every node
 
 _hints = cache(get_type_hints)
 
@@ -97,8 +100,10 @@ class Reader:
             tree = Section(tree.origin, {"host": tree}, {"host": tree.origin})
         if not isinstance(tree, Section):
             return tree
-        split = self._split_host(("nodes", index), tree)
-        return _with_defaults(split, defaults) if defaults else split
+        node = self._split_host(("nodes", index), tree)
+        if _is_server(node) or "role" not in node.items and defaults and _is_server(defaults):
+            node, defaults = _not_for_all(node), defaults and _less(defaults, _OF_TRAINERS)
+        return _with_defaults(node, defaults) if defaults else node
 
     def _split_host(self, path: Place, node: Section) -> Section:
         """``host: user@host:port`` as three keys."""
@@ -154,9 +159,14 @@ class Reader:
         if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
             return _stand_in(item)
         self.origins.setdefault(path, tree.origin)
-        kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
-        self.report(here, f"missing {kind} `{item.name}`{f' in {dotted(path)}' if path else ''}: {_help(item)}")
+        self.missing(item, path)
         return _stand_in(item)
+
+    def missing(self, item: Field[Any], path: Place) -> None:
+        """Report that a section lacks a key, or the file a section."""
+        kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
+        place = f" in {dotted(path)}" if path else ""
+        self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
     def _unknown(self, name: str, cls: type, at: Origin, path: Place) -> None:
         """An unknown key, with the section it belongs in or the nearest key of this one."""
@@ -258,6 +268,23 @@ def _wrong_range(text: str) -> str:
         return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
         return str(error)
+
+
+def _is_server(node: Section) -> bool:
+    role = node.items.get("role")
+    return isinstance(role, Scalar) and role.text == "server"
+
+
+def _not_for_all(server: Section) -> Section:
+    """Without what ``--set nodes.*.procs=2`` wants of those that train."""
+    for_all = {
+        name for name in _OF_TRAINERS if name in server.items and server.items[name].origin.file.startswith(_ALL)
+    }
+    return _less(server, for_all)
+
+
+def _less(node: Section, names: Collection[str]) -> Section:
+    return replace(node, items={name: item for name, item in node.items.items() if name not in names})
 
 
 def _with_defaults(node: Section, defaults: Section) -> Section:

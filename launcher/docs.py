@@ -45,6 +45,20 @@ data: {dataset: synthetic}
 In YAML's own brackets and braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address keeps
 its brackets before a port: `[fe80::1]:22`. A host may carry several nodes; its devices are divided among them.
 
+**Servers and clients.** A node's `role` is `worker` (holds parts and trains), `server` (holds parts, and samples for
+those who train) or `client` (trains, and is sent whole batches by the servers). Parts are spread over workers and
+servers in node order; `data.replicas` puts each on several of them. Clients ask the servers, or the workers where there
+are no servers. `procs` and `devices` of `defaults`, `--set 'nodes.*.procs=2'` and `--num-training-procs` leave servers
+alone. With `data.serving` the graph comes from a serving cluster, and all nodes that train are clients.
+[server_client.md](server_client.md) has the rest, `templates/server_client.yml` is a start:
+
+```yaml
+nodes:
+  - {host: "mem[1-2].lab", role: server}
+  - {host: "gpu[1-3].lab", role: client, devices: [0, 1]}
+data: {dataset: ogbn-products, num_parts: 4, replicas: 2}
+```
+
 **Paths.** Paths of this machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`, `train.resume`) are
 relative to the YAML file they stand in; given with `--set` they are relative to the current directory, and so is
 `run.runs_dir` always. Paths of a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode verify) begin with
@@ -57,8 +71,8 @@ is YAML; `null` takes a key back to its default.
 
 **Fewer hosts or devices for one run.** `--include` and `--exclude` choose among the nodes, on every command that reads
 the file, as often as needed; what is included is kept in the file's order, then what is excluded is taken away, and
-node ranks are counted anew. The first node left is the master, `procs` goes with the devices, and so does the default
-of `data.num_parts` with the nodes.
+node ranks are counted anew. The first node left that trains is the master, `procs` goes with the devices, and so does
+the default of `data.num_parts` with the nodes.
 
 | written | chooses |
 |---|---|
@@ -124,7 +138,7 @@ def type_in_words(hint: Any) -> str:
 def _default(item: Field[Any], hint: Any) -> str:
     if item.default is MISSING and item.default_factory is MISSING:
         return "required"
-    if item.default in (None, MISSING, ()):
+    if item.default in (None, MISSING, (), ""):
         return ""
     value = list(item.default) if isinstance(item.default, tuple) else item.default
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher.collect import Collected
-from launcher.followed import Followed, Lost, node0_was_cut_off
+from launcher.errors import node_label
+from launcher.followed import Followed, Lost, hub_was_cut_off, missed_by
+from launcher.node.crew import Crew
+from launcher.node.losses import nobody_left
 from launcher.outcome import Outcome, first_failure
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.report import RunReport, RunState
@@ -42,11 +46,11 @@ class Ending:
         )
 
     def clock_offset(self, k: int) -> float:
-        """A node's clock minus ours: to node 0 as the supervisors measured it all the time, from there as we did."""
-        to_node0 = self.results.get(k, {}).get("clock_offset")
-        if to_node0 is None:
+        """A node's clock minus ours: to the hub as the supervisors measured it all the time, from there as we did."""
+        to_hub = self.results.get(k, {}).get("clock_offset")
+        if to_hub is None or self.plan.serve_only:
             return self._ours(k)
-        return float(to_node0) + self._ours(0)
+        return float(to_hub) + self._ours(self.plan.lead)
 
     def findings(self) -> list[Mapping[str, Any]]:
         """Of all nodes, each once, in order of time."""
@@ -57,14 +61,14 @@ class Ending:
         return sorted(found, key=lambda finding: float(finding["t"]))
 
     def lost(self) -> dict[int, Lost]:
-        """Nodes that ended without a result, or went out of the others' sight: node 0's word counts, and of node 0
+        """Nodes that ended without a result, or went out of the others' sight: the hub's word counts, and of the hub
         the others' where it left none or was the one cut off."""
-        found = dict(self.followed.lost)
-        heed_node0 = 0 in self.results and not node0_was_cut_off(self.results, len(self.plan.nodes))
+        found, hub = dict(self.followed.lost), self.plan.lead
+        heed_hub = hub in self.results and not hub_was_cut_off(self.results, len(self.plan.nodes), hub)
         for told_by, told in sorted(self.results.items()):
-            for key, lost in (told.get("lost") or {}).items():
+            for key, lost in missed_by(told).items():
                 k = int(key)
-                if told_by == 0 if heed_node0 else k == 0:
+                if (lost.get("how", "lost") == "lost") and (told_by == hub if heed_hub else k == hub):
                     theirs = Lost(lost["why"], lost["since"] - self.clock_offset(told_by))
                     mine = found.get(k)
                     known = mine is not None and not mine.out_of_reach
@@ -82,12 +86,19 @@ class Ending:
         return "failed"
 
     def _all_done(self) -> bool:
-        """Node 0 is done only when all others are, so that one out of our reach then is known to be."""
-        states = {k: result["state"] for k, result in self.results.items()}
+        """All but those that the run could do without. The hub is done only when all others are, so that one out of
+        our reach then is known to be."""
+        needed = {node.node_rank for node in self.plan.nodes} - self.gone
+        states = {k: result["state"] for k, result in self.results.items() if k in needed}
         if set(states.values()) != {"done"}:
             return False
-        unknown = {node.node_rank for node in self.plan.nodes} - set(states)
-        return all(k in self.followed.lost and self.followed.lost[k].out_of_reach for k in unknown) and 0 in states
+        away = {k for k in needed - set(states) if k in self.followed.lost and self.followed.lost[k].out_of_reach}
+        return needed == set(states) | away and (not away or self.plan.lead in states)
+
+    @property
+    def gone(self) -> set[int]:
+        """Nodes that the run went on without, by the hub's word."""
+        return set(map(int, self.results.get(self.plan.lead, {}).get("gone") or ()))
 
     def _asked_by(self) -> str:
         """Who asked a node to stop, as ``alice@laptop (gnnfleet stop)``."""
@@ -106,18 +117,35 @@ class Ending:
 
     def _outcomes(self) -> Iterator[Outcome]:
         """Every process's end; a lost node's own end after those of its processes."""
-        lost = {} if self._all_done() else self.lost()
+        lost, gone = self.lost(), self.gone
+        if self._all_done():
+            lost = {k: how for k, how in lost.items() if k in gone}
         for node in self.plan.nodes:
             k = node.node_rank
-            records = self.results[k]["outcomes"] if k in self.results else self.collected.outcomes[k]
-            for record in records:
-                yield Outcome.from_record(record, node.target, self.clock_offset(k))
-            yield from self._node_outcomes(node, records, lost.get(k))
-            yield from self._told_by_others(node, records)
+            for outcome in self._outcomes_of(node, lost.get(k)):
+                yield replace(outcome, done_without=True) if k in gone else self._with_parts(outcome)
         for finding in self._stopping:
             host = self.plan.nodes[finding["node_rank"]].target
             when = finding["t"] - self.clock_offset(finding["node_rank"])
             yield Outcome.of_finding(finding, host, when)
+
+    def _with_parts(self, outcome: Outcome) -> Outcome:
+        """With the parts that nobody holds since a server, or all of its node, failed."""
+        if not outcome.failed or outcome.stopped or outcome.name not in ("server", "node"):
+            return outcome
+        nodes = self.plan.nodes
+        crew = Crew(self.plan.lead, tuple(node.role for node in nodes), tuple(node.parts for node in nodes))
+        labels = [node_label(node.node_rank, node.target) for node in nodes]
+        told = outcome.note + nobody_left(outcome.node_rank, crew, labels, self.gone)
+        return replace(outcome, note=told.removeprefix("; "))
+
+    def _outcomes_of(self, node: NodePlan, lost: Lost | None) -> Iterator[Outcome]:
+        k = node.node_rank
+        records = self.results[k]["outcomes"] if k in self.results else self.collected.outcomes[k]
+        for record in records:
+            yield Outcome.from_record(record, node.target, self.clock_offset(k))
+        yield from self._node_outcomes(node, records, lost)
+        yield from self._told_by_others(node, records)
 
     @property
     def _stopping(self) -> list[Mapping[str, Any]]:
@@ -156,4 +184,4 @@ class Ending:
 
 
 def _failed_itself(outcomes: tuple[Outcome, ...]) -> bool:
-    return any(outcome.failed and not outcome.stopped for outcome in outcomes)
+    return any(outcome.failed and not outcome.stopped and not outcome.done_without for outcome in outcomes)

@@ -10,6 +10,7 @@ from textwrap import shorten
 from launcher.config import ClusterConfig, NodeConfig, login_text
 from launcher.errors import UsageError
 from launcher.hostranges import RangeError, expand, fold
+from launcher.roles import lead
 
 Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
 
@@ -22,7 +23,7 @@ _ADDRESS = re.compile(r"[0-9.]+|.*:.*")
 def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[str]) -> ClusterConfig:
     """``config`` with the included nodes and devices (none named: all) less the excluded ones, renumbered.
 
-    Order stays; the first node left is the master. ``procs`` goes with the devices, and so does the default
+    Order stays; the first node left that trains is the master. ``procs`` goes with the devices, and so does the default
     number of parts with the nodes. Raises UsageError for what names nothing, and when nothing is left.
     """
     if not include and not exclude:
@@ -100,7 +101,8 @@ def _with_devices(
     for host, nodes in hosts.items():
         there = sorted({device for devices in nodes.values() for device in devices})
         if not there:
-            raise LookupError(f"{host} has no `devices` in the config; it trains on its CPU")
+            why = "it trains on its CPU" if any(config.nodes[k].trains for k in nodes) else "it is a server"
+            raise LookupError(f"{host} has no `devices` in the config; {why}")
         if missing := sorted(wanted - {*there}):
             has = f"its devices are {', '.join(map(str, there))}"
             raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
@@ -142,10 +144,12 @@ def _hosts(config: ClusterConfig) -> str:
 
 
 def _master_is_left(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
-    first, master = config.nodes[0], config.run.master_addr
+    first, master = config.nodes[lead(config)], config.run.master_addr
     gone = first.host not in (node.host for node in left)
-    if gone and master in (first.host, first.address):
+    after = replace(config, nodes=tuple(left))
+    if gone and master in (first.host, first.address) and after.world_size:
+        now = lead(after)
         raise UsageError(
             f"run.master_addr is {master}, and {first.host} is left out; "
-            f"give --master-addr {left[0].address or 'auto'}, as {left[0].host} is node0 now"
+            f"give --master-addr {left[now].address or 'auto'}, as {left[now].host} is node{now} now"
         )

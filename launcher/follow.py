@@ -16,10 +16,10 @@ from typing import Any
 
 from launcher.errors import FleetError
 from launcher.events import EventLog
-from launcher.followed import Detached, Followed, Limits, Lost
+from launcher.followed import Detached, Followed, Limits, Lost, Spares, missed_by
 from launcher.interrupts import Interrupts
-from launcher.logs import LiveLog, parsed, without_stamp
-from launcher.nodeline import News, NodeLine
+from launcher.logs import LiveLog
+from launcher.nodeline import News, NodeLine, for_machines
 from launcher.plan import LaunchPlan
 from launcher.stopping import STOP_EXTRA, stop_node, stops_itself
 from launcher.talking import Talking
@@ -84,6 +84,7 @@ class RunFollower:
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
         self._failing = ""  # the first failure told
+        self._spares = Spares(plan)
         self._help_at = float("inf")
         self._seen: Counter[str] = Counter()
         self._all_ranks_at: float | None = None
@@ -227,6 +228,7 @@ class RunFollower:
 
     def _take_not_started(self, k: int, error: FleetError) -> None:
         self._not_started.discard(k)
+        self._spares.discard(k)
         self.events.add("start-failed", node_rank=k, reason=str(error))
         why = str(error).removeprefix(f"{self._where(k)}: ")
         self._lose(k, Lost(why, time.time()), f"{self._where(k)} could not be started: {why}")
@@ -235,6 +237,7 @@ class RunFollower:
         offset = state["time"] - time.time()  # too small by as long as it took to get here
         self.followed.clocks[k] = max(offset, self.followed.clocks.get(k, offset))
         self.live.board.state(k, state)
+        self._spares.take(k, state)
         for finding in state.get("findings") or ():
             self._take_finding(finding)
 
@@ -251,18 +254,9 @@ class RunFollower:
                 self._take_event(k, event)
             return
         if self.events.stream is not None:
-            self._tell_lines(k, file, lines)
+            for told in for_machines(k, file, lines):
+                self.events.tell(told)
         self.live.file_lines(k, file, lines)
-
-    def _tell_lines(self, k: int, file: str, lines: list[str]) -> None:
-        """Metrics and log lines for machines."""
-        if file.startswith("metrics-"):
-            for metric in parsed(lines):
-                self.events.tell({**metric, "node_rank": k})
-        elif file.startswith("logs/rank"):
-            name = file[len("logs/") : -len(".log")]
-            for line in lines:
-                self.events.tell({"kind": "log", "node_rank": k, "name": name, "text": without_stamp(line)})
 
     def _take_event(self, k: int, event: Mapping[str, Any]) -> None:
         self.events.take(event)
@@ -275,11 +269,17 @@ class RunFollower:
         if event.get("rank") in self.live.board.ranks:
             self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
         if event.get("failed") and not self._failing and not self._stop_reason:
-            self._fails(f"a process failed: {event['name']} of {self._where(k)}", f"{event['name']} of node{k} failed")
+            name = event["name"]
+            self._fails(k, f"a process failed: {name} of {self._where(k)}", f"{name} of node{k} failed")
 
-    def _fails(self, told: str, reason: str) -> None:
-        """The supervisors stop each other now; should they not, we do."""
+    def _fails(self, k: int, told: str, reason: str) -> None:
+        """The supervisors stop each other now; should they not, we do. A node that the run may do without ends nothing
+        by itself: what the others make of it will be told."""
         if self._failing:
+            return
+        if k in self._spares:
+            if not self._stop_reason:
+                self.live.say(told, "yellow")
             return
         self._failing = reason
         if not self._stop_reason:
@@ -309,7 +309,7 @@ class RunFollower:
             self.live.say(f"{self._where(k)}: {result['state']}")
         if result["state"] != "done":
             why = result.get("reason", "") or result["state"]
-            self._fails(f"{self._where(k)} {result['state']} ({why})", f"node{k} {result['state']}")
+            self._fails(k, f"{self._where(k)} {result['state']} ({why})", f"node{k} {result['state']}")
 
     def _take_lost(self, k: int, lost: Mapping[str, Any]) -> None:
         """The node itself says that its supervisor is gone."""
@@ -318,16 +318,17 @@ class RunFollower:
         self._lose(k, Lost(lost["reason"], when))
 
     def _lose(self, k: int, lost: Lost, told: str = "") -> None:
-        """A node that will give no result: what is left there is ended, and so are the others."""
+        """A node that will give no result: what is left there is ended, and so are the others where they need it."""
         self.followed.lost[k] = lost
         self._ended(k, "lost")
         self.events.add("node-lost", node_rank=k, reason=lost.why)
-        self._fails(told or f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
+        self._fails(k, told or f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
         if lost.out_of_reach:
             self.followed.notes.append(f"{self._where(k)} is out of reach; {stops_itself(self.plan, self._nodes[k])}")
         else:
             self._sweep(k)
-            self.stop(f"node{k} lost")
+            if k not in self._spares:
+                self.stop(f"node{k} lost")
 
     def _ended(self, k: int, state: str) -> None:
         self._last_end = time.monotonic()
@@ -365,7 +366,7 @@ class RunFollower:
         if not waiting or len(since) < len(waiting):
             return  # somebody still tells
         silent = now - max(since)
-        if not self.followed.ended:
+        if all(k in self._spares for k in self.followed.ended):
             if silent > self.limits.lost_after:
                 self.followed.detached = "unreachable"
             return
@@ -376,7 +377,7 @@ class RunFollower:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, k: int) -> bool:
-        return any(str(k) in (result.get("lost") or {}) for result in self.followed.results.values())
+        return any(str(k) in missed_by(result) for result in self.followed.results.values())
 
     # Sweeping: in a thread for each node.
 

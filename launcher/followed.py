@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from launcher.plan import LaunchPlan
+
 Detached = Literal["", "asked", "trained", "unreachable"]
 
 
@@ -47,10 +49,39 @@ class Followed:
         return set(self.results) | set(self.lost) | self.silent
 
 
-def node0_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int) -> bool:
-    """Whether node 0 lost all other nodes, two or more, and they lost it: its own network failed, not all of theirs."""
-    others = set(map(str, range(1, nodes)))
-    if len(others) < 2 or 0 not in results or set(results[0].get("lost") or {}) != others:
+class Spares:
+    """Nodes that may fail without harm to the run, or have: by the hub's word; until it is heard any node knows. In a
+    serving cluster each lives by itself."""
+
+    def __init__(self, plan: LaunchPlan):
+        self._lead = plan.lead
+        self._all = plan.serve_only
+        self._heard = False
+        self._nodes: set[int] = set()
+
+    def __contains__(self, k: int) -> bool:
+        return self._all or k in self._nodes
+
+    def take(self, k: int, state: Mapping[str, Any]) -> None:
+        """What node ``k``'s ``state.json`` says."""
+        if k == self._lead or not self._heard:
+            self._heard = k == self._lead
+            self._nodes = {*(state.get("spare") or ()), *map(int, state.get("gone") or ())}
+
+    def discard(self, k: int) -> None:
+        """A node that was never there, so that the run is not as it was planned."""
+        self._nodes.discard(k)
+
+
+def hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
+    """Whether the lead node lost all other nodes, two or more, and they lost it: its own network failed, not theirs."""
+    others = {str(k) for k in range(nodes) if k != hub}
+    if len(others) < 2 or hub not in results or set(missed_by(results[hub])) != others:
         return False
-    told = [result for k, result in results.items() if k != 0]
-    return len(told) > 1 and all("0" in (result.get("lost") or {}) for result in told)
+    told = [result for k, result in results.items() if k != hub]
+    return len(told) > 1 and all(str(hub) in (result.get("lost") or {}) for result in told)
+
+
+def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Nodes that a node's ``result.json`` says were lost, by node_rank, whether or not the run went on without them."""
+    return {**(result.get("gone") or {}), **(result.get("lost") or {})}

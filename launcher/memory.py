@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from launcher.config import ClusterConfig, TrainConfig
 from launcher.findings.base import GraphSize
+from launcher.roles import clients, gateways, serves
 
 _MB = 10**6
 # Private memory of our processes on a tiny graph, measured with torch 2.13.0+cpu and Python 3.11 on x86_64:
@@ -15,18 +16,28 @@ RANK = 340 * _MB  #: bundled trainer
 
 def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int:
     """Bytes that the node's processes take at least. Of an own command nothing is known."""
-    common = SUPERVISOR + AGENT + (SERVER if len(config.nodes) > 1 else 0)
-    return common + (0 if own_command else RANK * config.nodes[node_rank].nproc)
+    node = config.nodes[node_rank]
+    ranks = 0 if own_command else RANK * node.nproc
+    return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + (AGENT + ranks if node.trains else 0)
 
 
-def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, world_size: int) -> int:
-    """Bytes of the batches that are prepared ahead, at most: as if a batch's vertices were all different."""
-    if graph is None:
+def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
+    """Bytes of batches at most: those that ranks have prepared ahead, and those that a server makes and keeps for
+    clients. ``cpus``: of the node."""
+    found = _batch(config, graph) * (config.train.prefetch + 2) * config.nodes[node_rank].nproc
+    # one being made, one being trained on
+    if clients(config) and node_rank in gateways(config):
+        threads = cpus if config.run.server_threads == "auto" else config.run.server_threads
+        found += config.run.server_buffer * _MB + _batch(config, graph) * threads
+    return found
+
+
+def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:
+    """Bytes of a rank's batch at most: as if its vertices were all different; 0 where the graph is not known."""
+    if graph is None or not config.world_size:
         return 0
-    seeds = -(-config.train.batch_size // world_size)
-    nodes = min(graph.nodes, seeds * _tree(config.train))
-    ahead = config.train.prefetch + 2  # one being made, one being trained on
-    return round(nodes * graph.row_bytes * ahead) * config.nodes[node_rank].nproc
+    seeds = -(-config.train.batch_size // config.world_size)
+    return round(min(graph.nodes, seeds * _tree(config.train)) * graph.row_bytes)
 
 
 def _tree(train: TrainConfig) -> int:

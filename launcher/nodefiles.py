@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.codefiles import code_files, relative
@@ -13,6 +13,7 @@ from launcher.manifest import PartitionFiles
 from launcher.nodespec import Job, NodeCommands
 from launcher.placement import Site, endpoint, node_target
 from launcher.planned import PlannedFile, copied, generated
+from launcher.roles import ServingCluster
 from launcher.script import Command, Secret, render
 
 
@@ -22,14 +23,16 @@ class SharedFiles:
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
     cluster: PlannedFile  #: cluster.json; dest relative to the run folder
-    labels: tuple[str, ...]  #: what messages call the nodes
+    common: str  #: what every node.json says alike: labels, roles and parts of all nodes, as members of a JSON object
 
 
 def shared_files(job: Job) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
     labels = tuple(node_label(site.node_rank, node_target(job.config, site.node)) for site in job.sites)
-    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), labels)
+    roles, parts = [site.node.role for site in job.sites], [site.parts for site in job.sites]
+    common = json.dumps({"labels": labels, "roles": roles, "parts": parts})[1:]
+    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), common)
 
 
 def node_files(
@@ -37,11 +40,11 @@ def node_files(
 ) -> tuple[PlannedFile, ...]:
     """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
     files = [_below(site.code_dir, file) for file in shared.code]
-    if manifest:
+    if manifest and site.parts:
         files += _part_files(site, manifest)
-    if job.own:
+    if job.own and site.ranks:
         files += [_below(f"{site.run_dir}/files", file) for file in job.own.files]
-    if job.resume:
+    if job.resume and site.ranks:
         files.append(_below(site.run_dir, job.resume))
     return (*files, *_generated(job, site, commands, shared))
 
@@ -61,7 +64,7 @@ def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
 
 def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
-    spec = Secret(json.dumps({**_node_spec(job, site, commands), "labels": shared.labels}))
+    spec = Secret(f"{json.dumps(_node_spec(job, site, commands))[:-1]}, {shared.common}")
     files = [
         _below(site.run_dir, shared.cluster),
         generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
@@ -78,16 +81,23 @@ def _cluster(job: Job) -> Mapping[str, Any]:
         {
             "node_rank": site.node_rank,
             "host": site.node.host,
-            "endpoint": endpoint(site.address, site.service_port) if job.serves else None,
+            "role": site.node.role,
+            "endpoint": endpoint(site.address, site.service_port) if site.serves else None,
             "parts": site.parts,
             "ranks": site.ranks,
         }
         for site in job.sites
     ]
-    return {"run_id": job.run_id, "num_parts": job.config.num_parts, "nodes": nodes}
+    head = {"run_id": job.run_id, "num_parts": job.num_parts, "version": job.version}
+    return {**head, "nodes": nodes, "serving": _serving(job.serving) if job.serving else None}
+
+
+def _serving(cluster: ServingCluster) -> Mapping[str, Any]:
+    return {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]}
 
 
 def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
+    run = job.config.run
     return {
         "run_id": job.run_id,
         "token": job.token.reveal(),
@@ -96,32 +106,37 @@ def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any
         "run_dir": site.run_dir,
         "ranks": site.ranks,
         "server": _process(commands.server) if commands.server else None,
-        "trainer": _process(commands.trainer),
+        "trainer": _process(commands.trainer) if commands.trainer else None,
         "ready_file": f"{site.run_dir}/server.ready",
-        "start_timeout": job.config.run.start_timeout,
-        "grace": job.config.run.grace,
+        "start_timeout": run.start_timeout,
+        "grace": run.grace,
         "control": _control(job),
-        "peer_timeout": job.config.run.peer_timeout,
+        "peer_timeout": run.peer_timeout,
         "leases": _leases(job, site),
         "operator": job.operator,
-        "on_stall": job.config.run.on_stall,
-        "stall_after": job.config.run.stall_after,
-        "on_nan": job.config.run.on_nan,
+        "on_stall": run.on_stall,
+        "stall_after": run.stall_after,
+        "on_nan": run.on_nan,
+        "role": site.node.role,
+        "server_restarts": run.server_restarts,
+        "on_client_loss": run.on_client_loss,
     }
 
 
 def _control(job: Job) -> Mapping[str, Any] | None:
-    """Where the supervisors meet: at node 0."""
+    """Where the supervisors meet: at the lead node."""
     if job.control_port is None:
         return None
-    return {"address": job.sites[0].address, "bind": job.sites[0].bind, "port": job.control_port}
+    site = job.sites[job.lead]
+    return {"node_rank": job.lead, "address": site.address, "bind": site.bind, "port": job.control_port}
 
 
 def _leases(job: Job, site: Site) -> list[str]:
     """What the node takes from other runs on its machine."""
     devices = sorted(set(site.node.devices))
-    ports = [job.master_port, *([job.control_port] if job.control_port else [])] if site.node_rank == 0 else []
-    ports += [site.service_port] if job.serves else []
+    leads = site.node_rank == job.lead and site.ranks
+    ports = [job.master_port, *([job.control_port] if job.control_port else [])] if leads else []
+    ports += [site.service_port] if site.serves else []
     return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import FleetError, TransportError
+from launcher.logs import parsed, without_stamp
 from launcher.plan import NodePlan
 from launcher.session import watch_command
 from launcher.transport.base import Transport
@@ -159,3 +160,13 @@ class NodeLine(threading.Thread):
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         self._put(News(self.node.node_rank, message))
+
+
+def for_machines(node_rank: int, file: str, lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """New lines of a node's metrics or of a rank's log, as ``--json`` tells them."""
+    if file.startswith("metrics-"):
+        yield from ({**metric, "node_rank": node_rank} for metric in parsed(lines))
+    elif file.startswith("logs/rank"):
+        name = file[len("logs/") : -len(".log")]
+        for line in lines:
+            yield {"kind": "log", "node_rank": node_rank, "name": name, "text": without_stamp(line)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 from launcher.config import ClusterConfig, TrainConfig
 from launcher.ownfiles import OwnCommand
 from launcher.placement import Site, endpoint
 from launcher.planned import PlannedFile
+from launcher.roles import ServingCluster, trainers
 from launcher.script import Command, Secret, quote
 
 RANK_VARIABLES = frozenset(
@@ -25,21 +27,43 @@ class Job:
     token: Secret
     operator: str  #: who launches, from where: ``alice@laptop``; '' when not told
     sites: tuple[Site, ...]
-    master_addr: str
+    lead: int  #: node_rank of the first node that trains
+    master_addr: str  #: '' where nothing trains
     master_port: int
-    control_port: int | None  #: on node 0; None: a single node
+    control_port: int | None  #: on the lead node; None: the supervisors need not meet
     own: OwnCommand | None  #: None: the bundled trainer
     resume: PlannedFile | None
+    serving: ServingCluster | None = None  #: known, and not this run's own
+    version: int = 1  #: of cluster.json
 
     @property
-    def serves(self) -> bool:
-        """One node reads all parts from its own disk; more need graph servers."""
-        return len(self.sites) > 1
+    def num_parts(self) -> int:
+        return self.serving.num_parts if self.serving else self.config.num_parts
+
+    @property
+    def remote(self) -> bool:
+        """One node reads all parts from its own disk; more, and clients, ask graph servers."""
+        return len(self.sites) > 1 or self.sites[0].node.role != "worker"
 
     @property
     def encrypted(self) -> bool:
+        if self.serving:
+            return self.serving.encrypted
         choice = self.config.run.encrypt
-        return self.serves and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+        return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+
+    @cached_property
+    def _trainers(self) -> dict[int, int]:
+        return {k: index for index, k in enumerate(trainers(self.config))}
+
+    @property
+    def num_trainers(self) -> int:
+        """Nodes that train."""
+        return len(self._trainers)
+
+    def trainer_index(self, site: Site) -> int | None:
+        """Its place among the nodes that train."""
+        return self._trainers.get(site.node_rank)
 
 
 class NodeCommands(NamedTuple):
@@ -47,29 +71,33 @@ class NodeCommands(NamedTuple):
 
     start: Command
     server: Command | None
-    trainer: Command
+    trainer: Command | None
 
 
 def node_commands(job: Job, site: Site) -> NodeCommands:
     """All commands of one node."""
-    server = server_command(job, site) if job.serves else None
-    return NodeCommands(start_command(job, site), server, trainer_command(job, site))
+    server = server_command(job, site) if site.serves else None
+    trainer = trainer_command(job, site) if site.ranks else None
+    return NodeCommands(start_command(job, site), server, trainer)
 
 
 def start_command(job: Job, site: Site) -> Command:
     """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
     argv = (site.python, f"{site.code_dir}/launcher/node/supervisor.py", f"{site.run_dir}/node.json")
-    folder = (f"mkdir -p {quote(_files(site))}",) if job.own else ()
+    folder = (f"mkdir -p {quote(_files(site))}",) if job.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
 
 def server_command(job: Job, site: Site) -> Command:
-    """The graph server over the node's own parts."""
-    own = ",".join(map(str, site.parts))
+    """The graph server over the node's own parts; it makes whole batches where clients ask for them."""
+    run, own = job.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
     argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
     argv += ["--key-file", f"{site.run_dir}/service.key"] if job.encrypted else []
-    argv += ["--ready-file", f"{site.run_dir}/server.ready"]
+    argv += ["--ready-file", f"{site.run_dir}/server.ready", "--node-rank", str(site.node_rank)]
+    argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
+    argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
+    argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
     env = _run_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
     return Command(tuple(argv), _user_env(site, env), site.run_dir)
 
@@ -79,8 +107,9 @@ def trainer_command(job: Job, site: Site) -> Command:
 
     The rendezvous id keeps a node from joining another run, should that have taken the port meanwhile.
     """
-    argv = [site.python, "-m", "torch.distributed.run", "--rdzv-id", job.run_id, "--nnodes", str(len(job.sites))]
-    argv += ["--node-rank", str(site.node_rank), "--nproc-per-node", str(len(site.ranks))]
+    nodes = str(job.num_trainers)
+    argv = [site.python, "-m", "torch.distributed.run", "--rdzv-id", job.run_id, "--nnodes", nodes]
+    argv += ["--node-rank", str(job.trainer_index(site)), "--nproc-per-node", str(len(site.ranks))]
     argv += ["--master-addr", job.master_addr, "--master-port", str(job.master_port), "--max-restarts", "0"]
     argv += ["--no-python", site.python, f"{site.code_dir}/launcher/node/rank.py", "--run-dir", site.run_dir, "--"]
     argv += _own_argv(job.own, site) if job.own else _train_argv(job, site)
@@ -94,7 +123,8 @@ def _own_argv(own: OwnCommand, site: Site) -> list[str]:
 
 
 def _train_argv(job: Job, site: Site) -> list[str]:
-    argv = [site.python, "-m", "trainer", "train", "--parts", site.data_dir, *train_flags(job.config.train)]
+    parts = ["--parts", site.data_dir] if site.parts else []
+    argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(job.config.train)]
     return [*argv, "--resume", f"{site.run_dir}/{job.resume.dest}"] if job.resume else argv
 
 
@@ -121,7 +151,7 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
         "GNNFLEET_RUN_ID": job.run_id,
         "GNNFLEET_RUN_DIR": site.run_dir,
         "GNNFLEET_TOKEN": job.token,
-        "GNNFLEET_PARTS": site.data_dir,
+        **({"GNNFLEET_PARTS": site.data_dir} if site.parts else {}),
         "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
         "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
     }
@@ -131,7 +161,13 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
 
 
 def _rank_env(job: Job, site: Site) -> dict[str, str]:
-    env = _run_env(job, site)
+    run, env = job.config.run, _run_env(job, site)
+    if job.remote:
+        env["GNNFLEET_SERVER_WAIT"] = f"{run.server_wait:g}"
+    if run.compress and site.node.role == "client":
+        env["GNNFLEET_COMPRESS"] = "1"
+    if run.on_client_loss == "go-on":
+        env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
     env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
     env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))

@@ -10,24 +10,37 @@ from launcher.errors import UsageError
 from launcher.manifest import read_partition_files
 from launcher.partitioning import outdated
 from launcher.plan import LaunchPlan, make_plan
+from launcher.roles import ServingCluster, Standing
 
 
-def offline_plan(config: ClusterConfig, run_id: str, own_command: tuple[str, ...]) -> LaunchPlan:
-    """The plan before preflight; parts that are here and current are part of it."""
+def offline_plan(
+    config: ClusterConfig,
+    run_id: str,
+    own_command: tuple[str, ...] = (),
+    *,
+    serve_only: bool = False,
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
+) -> LaunchPlan:
+    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``."""
     _source_is_here(config)
     manifest = None
-    if config.data.mode == "sync" and not outdated(config):
+    if config.makes_parts and not outdated(config):
         manifest = read_partition_files(Path(config.data.folder).expanduser())
-    return make_plan(config, run_id=run_id, code_digest=code_digest(), own_command=own_command, manifest=manifest)
+    return make_plan(
+        config,
+        run_id=run_id,
+        code_digest=code_digest(),
+        own_command=own_command,
+        manifest=manifest,
+        serve_only=serve_only,
+        standing=standing,
+        serving=serving,
+    )
 
 
 def _source_is_here(config: ClusterConfig) -> None:
     """In mode sync the graph is cut on this machine."""
     source = config.data.source
-    if (
-        config.data.mode == "sync"
-        and config.data.dataset == "file"
-        and source
-        and not Path(source).expanduser().exists()
-    ):
+    if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")

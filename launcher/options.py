@@ -25,6 +25,7 @@ SHORT_KEYS: Mapping[str, str] = {
     "master_port": "run.master_port",
     "runs_dir": "run.runs_dir",
     "on_interrupt": "run.on_interrupt",
+    "serving": "data.serving",
 }
 #: Short options that say nothing to a command of one's own.
 TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
@@ -71,14 +72,24 @@ def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
         return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    if not _RUN_ID.fullmatch(wanted):
-        raise UsageError(
-            f"--run-id {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
-        )
+    check_run_id(wanted, "--run-id")
     folder = run_folder(config, wanted)
     if folder.exists() and not never_ran(folder):
         raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
     return wanted
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it can be the id of a run, and so the name of a serving cluster."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def check_run_id(wanted: str, option: str) -> None:
+    """Raises UsageError where ``wanted``, given by ``option``, cannot be the id of a run."""
+    if not is_run_id(wanted):
+        raise UsageError(
+            f"{option} {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
+        )
 
 
 def run_folder(config: ClusterConfig, run_id: str) -> Path:

@@ -38,6 +38,7 @@ class Outcome:
     note: str
     traceback: tuple[str, ...]
     tail: tuple[str, ...]
+    done_without: bool = False  #: the run went on without its node
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], host: str, clock_offset: float = 0.0) -> Outcome:
@@ -115,7 +116,7 @@ class Outcome:
     @property
     def own_status(self) -> int:
         """The exit status it gives the run: 0 unless it failed by itself, at least 1 if it did."""
-        return max(1, self.returncode or 0) if self.failed and not self.stopped else 0
+        return max(1, self.returncode or 0) if self.failed and not self.stopped and not self.done_without else 0
 
     @property
     def last_lines(self) -> tuple[str, ...]:
@@ -138,9 +139,12 @@ class Outcome:
 
 
 def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind."""
+    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind. What the run
+    could do without counts only where all else are echoes."""
     failed = [outcome for outcome in outcomes if outcome.failed]
-    return min(failed, key=_order, default=None)
+    serious = [outcome for outcome in failed if not outcome.done_without]
+    first = min(serious, key=_order, default=None)
+    return min(failed, key=_order, default=None) if first is not None and first.is_follow_up else first
 
 
 def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:

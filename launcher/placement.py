@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.config import ClusterConfig, NodeConfig
+from launcher.errors import node_label
 from launcher.manifest import PartitionFiles
+from launcher.roles import ServingCluster, Standing, clients, gateways, holdings, lead, servers, serves
 from launcher.script import Command, quote
 
 if TYPE_CHECKING:
@@ -57,17 +59,21 @@ class Site:
     node: NodeConfig
     ranks: tuple[int, ...]
     parts: tuple[int, ...]
+    copies: tuple[int, ...]  #: of the parts, those that another node holds in the first place
+    serves: bool  #: runs a graph server
+    gateway: bool  #: clients ask it for batches
+    home: str  #: label of the graph server that a client asks first
     address: str
     bind: str  #: what the node's own services listen on; an address of the node itself
     interface: str  #: '' until preflight has found it
     workdir: str
     code_dir: str
-    data_dir: str
+    data_dir: str  #: '' without parts
     run_dir: str
     python: str
     setup: tuple[str, ...]
-    service_port: int
-    threads: int | None  #: OMP threads per process; None until the node's cpus are known
+    service_port: int  #: 0 without parts
+    threads: int | None  #: OMP threads per process; None until the node's cpus are known, and without processes
 
 
 def make_sites(
@@ -76,10 +82,14 @@ def make_sites(
     facts: Mapping[int, NodeFacts],
     code_digest: str,
     manifest: PartitionFiles | None,
+    serving: ServingCluster | None = None,
+    standing: Standing | None = None,
 ) -> tuple[Site, ...]:
     """One Site per node, in node_rank order."""
+    standing = standing or Standing()
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
+    held, asked, homes = holdings(config), gateways(config) if clients(config) else (), _homes(config, serving)
     sites, first_rank = [], 0
     for k, node in enumerate(config.nodes):
         fact = facts.get(k)
@@ -90,7 +100,11 @@ def make_sites(
             node_rank=k,
             node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
             ranks=tuple(range(first_rank, first_rank + node.nproc)),
-            parts=part_block(k, len(config.nodes), config.num_parts),
+            parts=standing.parts.get(k, held[k].parts),
+            copies=() if k in standing.parts else held[k].copies,
+            serves=serves(config, k),
+            gateway=k in asked or node.role == "server",
+            home=homes.get(k, ""),
             address=address,
             bind=_bind(address, fact),
             interface=node_interface(config, node, fact),
@@ -100,12 +114,21 @@ def make_sites(
             run_dir=run_dir(workdir, run_id, k),
             python=fact.python if fact else shell.argv[0],
             setup=shell.setup,
-            service_port=choose(service_candidates(config, k), fact),
-            threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact else None,
+            service_port=standing.service_ports.get(k) or _service_port(config, k, fact),
+            threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
         )
         sites.append(site)
         first_rank += node.nproc
     return tuple(sites)
+
+
+def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
+    """Label of the graph server that each client asks first, as clients take turns."""
+    if serving:
+        labels = [serving.label(server) for server in serving.servers]
+    else:
+        labels = [node_label(k, config.nodes[k].host) for k in gateways(config)]
+    return dict(zip(clients(config), itertools.cycle(labels), strict=False))
 
 
 def interpreter(config: ClusterConfig, node_rank: int) -> Command:
@@ -169,13 +192,10 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
     return counts
 
 
-def part_block(node_rank: int, num_nodes: int, num_parts: int) -> tuple[int, ...]:
-    """Contiguous, balanced part ids of one node."""
-    return tuple(range(node_rank * num_parts // num_nodes, (node_rank + 1) * num_parts // num_nodes))
-
-
 def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports for torch.distributed on node 0, the preferred one first."""
+    """Ports for torch.distributed on the lead node, the preferred one first; none where nothing trains."""
+    if not config.world_size:
+        return ()
     if config.run.master_port != "auto":
         return (config.run.master_port,)
     taken = {*_fixed_service_ports(config), config.run.control_port}
@@ -183,8 +203,9 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports on node 0 by which the nodes know of each other, the preferred one first; none for a single node."""
-    if len(config.nodes) == 1:
+    """Ports on the lead node by which the nodes know of each other, the preferred one first; none for a single node,
+    and where nothing trains: servers that are kept up do without each other's supervisors."""
+    if len(config.nodes) == 1 or not config.world_size:
         return ()
     if config.run.control_port != "auto":
         return (config.run.control_port,)
@@ -193,7 +214,7 @@ def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
 
 def _fixed_service_ports(config: ClusterConfig) -> range:
     first = config.run.service_port
-    return range(first, first + len(config.nodes)) if first != "auto" else range(0)
+    return range(first, first + len(config.nodes)) if first != "auto" and servers(config) else range(0)
 
 
 def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
@@ -205,6 +226,8 @@ def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
 
 def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """Ports for a node's graph service; no two nodes have one in common, so a host may carry many nodes."""
+    if not config.nodes[node_rank].holds:
+        return ()
     if config.run.service_port != "auto":
         return (config.run.service_port + node_rank,)
     first, step = SERVICE_PORT + node_rank, len(config.nodes)
@@ -214,8 +237,10 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
 
 def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
     """The ports preflight should try to bind on a node."""
-    service = service_candidates(config, node_rank) if len(config.nodes) > 1 else ()
-    return (*master_candidates(config), *control_candidates(config), *service) if node_rank == 0 else service
+    service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
+    if node_rank != lead(config):
+        return service
+    return (*master_candidates(config), *control_candidates(config), *service)
 
 
 def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
@@ -234,7 +259,14 @@ def endpoint(address: str, port: int) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
+def _service_port(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> int:
+    candidates = service_candidates(config, node_rank)
+    return choose(candidates, fact) if candidates else 0
+
+
 def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, fact: NodeFacts | None) -> str:
+    if not node.holds:
+        return ""
     if config.data.mode == "sync":
         return f"{workdir}/data/{name}"
     return at_home((node.data_folder or config.data.folder).rstrip("/"), fact)

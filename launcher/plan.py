@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.codefiles import CODE_ROOT
-from launcher.config import ClusterConfig, login_text
-from launcher.errors import node_label
+from launcher.config import ClusterConfig, Role, login_text
+from launcher.errors import UsageError, node_label
 from launcher.hostranges import fold
 from launcher.manifest import PartitionFiles
 from launcher.nodefiles import SharedFiles, node_files, shared_files
@@ -33,8 +33,9 @@ from launcher.placement import (
     session_name,
 )
 from launcher.planned import PlannedFile
+from launcher.roles import ServingCluster, Standing, carried_out, lead, left_out
 from launcher.script import Command, Secret
-from launcher.words import count
+from launcher.words import count, spans
 
 
 @dataclass(frozen=True)
@@ -67,20 +68,24 @@ class NodePlan:
     nproc: int
     ranks: tuple[int, ...]
     devices: tuple[int, ...]
-    parts: tuple[int, ...]  #: part ids this node owns
+    parts: tuple[int, ...]  #: part ids this node holds
     address: str
     workdir: str
     code_dir: str  #: <workdir>/code/<digest>
-    data_dir: str  #: partition folder as this node sees it
+    data_dir: str  #: partition folder as this node sees it; '' without parts
     run_dir: str  #: <workdir>/runs/<run_id>/node<k>
     master_port: int
     service_port: int
     session: str  #: tmux session name
     start: Command  #: what tmux runs: the supervisor
     server: Command | None  #: what the supervisor starts first; None: nothing to serve
-    trainer: Command  #: torch.distributed.run with the rank runner
+    trainer: Command | None  #: torch.distributed.run with the rank runner; None: nothing to train
     files: tuple[PlannedFile, ...]
     log_files: tuple[str, ...]
+    role: Role = "worker"
+    copies: tuple[int, ...] = ()  #: of ``parts``, those that another node holds in the first place
+    home: str = ""  #: label of the graph server that a client asks first
+    trainer_index: int | None = None  #: among the nodes that train: the node rank of torch.distributed.run
 
     @property
     def label(self) -> str:
@@ -104,7 +109,21 @@ class LaunchPlan:
     code_digest: str
     final: bool  #: made with the facts of preflight, so nothing can change any more
     notes: tuple[str, ...] = ()  #: what preflight will still decide
-    control_port: int | None = None  #: on node 0, by which the nodes know of each other; None: a single node
+    control_port: int | None = None  #: on the lead node, by which the nodes know of each other; None: they need not
+    lead: int = 0  #: node_rank of the first node that trains: rank 0, master port, control port
+    serving: str = ""  #: the serving cluster whose clients the nodes are; '': they serve themselves
+    version: int = 1  #: of cluster.json
+
+    @property
+    def serve_only(self) -> bool:
+        """Nothing trains: a serving cluster."""
+        return not self.world_size
+
+
+_OWN_GOES_ON = (
+    "run.on_client_loss: go-on: the bundled trainer goes on without a lost client (in an own command too, by "
+    "trainer.train.job.train); others have to form a new process group themselves (team.json, docs/ARCHITECTURE.md)"
+)
 
 
 def make_plan(
@@ -118,47 +137,81 @@ def make_plan(
     token: Secret | None = None,
     operator: str = "",
     cwd: Path = Path(),
+    serve_only: bool = False,
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
 ) -> LaunchPlan:
     """The whole run as a value; opens no connection and starts nothing.
 
     ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
     ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
-    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. Raises UsageError when
-    one of those is named but not there.
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``serve_only``: a serving
+    cluster, which keeps what is ``standing``. ``serving``: what a config with ``data.serving`` attaches to. The
+    plan's nodes are those of ``carried_out(config)``. Raises UsageError when one of the files is named but not
+    there, and when nothing would train.
     """
+    unused = left_out(config)
+    config = _as_run(config, serve_only)
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
-    sites = make_sites(config, run_id, facts, code_digest, usable)
+    sites = make_sites(config, run_id, facts, code_digest, usable, serving, standing)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
-    master_addr = sites[0].address if config.run.master_addr == "auto" else config.run.master_addr
+    warned = own is not None and config.run.on_client_loss == "go-on"
+    first = lead(config)
     job = Job(
         config=config,
         run_id=run_id,
         token=token or Secret(),
         operator=operator,
         sites=sites,
-        master_addr=master_addr,
-        master_port=choose(master_candidates(config), facts.get(0)),
-        control_port=_control_port(config, facts),
+        lead=first,
+        master_addr=_master_addr(config, sites[first]),
+        master_port=_port(master_candidates(config), facts.get(first)) or 0,
+        control_port=_port(control_candidates(config), facts.get(first)),
         own=own,
-        resume=None if own else resume_file(config, cwd),
+        resume=None if own or serve_only else resume_file(config, cwd),
+        serving=serving,
+        version=standing.version if standing else 1,
     )
     shared = shared_files(job)
     return LaunchPlan(
         run_id=run_id,
         name=config.name,
         world_size=config.world_size,
-        num_parts=config.num_parts,
+        num_parts=job.num_parts,
         master_addr=job.master_addr,
         master_port=job.master_port,
         nodes=tuple(_node_plan(job, site, shared, usable) for site in sites),
-        partition=partition_command(config) if config.data.mode == "sync" else None,
+        partition=partition_command(config) if config.makes_parts else None,
         runs_dir=config.run.runs_dir,
         code_digest=code_digest,
-        final=_all_known(config, facts) and (usable is not None or config.data.mode == "verify"),
-        notes=(*_notes(config, facts, manifest, usable), *(own.notes if own else ())),
+        final=_all_known(config, facts) and _parts_known(config, usable, serving),
+        notes=(
+            *filter(None, [unused, _OWN_GOES_ON if warned else ""]),
+            *_notes(config, facts, manifest, usable, serving),
+            *(own.notes if own else ()),
+        ),
         control_port=job.control_port,
+        lead=first,
+        serving=config.data.serving or "",
+        version=job.version,
     )
+
+
+def _as_run(config: ClusterConfig, serve_only: bool) -> ClusterConfig:
+    """``config`` as its nodes carry it out; raises UsageError when nobody would train."""
+    if not config.world_size and not serve_only:
+        raise UsageError(
+            "nodes: all are servers, so nothing would train. `gnnfleet serve --config FILE` keeps them up for runs "
+            "that attach to them; for a run of its own give a node `role: client` or `role: worker`"
+        )
+    return carried_out(config, serve_only=serve_only)
+
+
+def _master_addr(config: ClusterConfig, first: Site) -> str:
+    if not config.world_size:
+        return ""
+    return first.address if config.run.master_addr == "auto" else config.run.master_addr
 
 
 def partition_command(config: ClusterConfig) -> Command:
@@ -190,7 +243,8 @@ def to_json(plan: LaunchPlan) -> str:
 
 def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(job, site)
-    logs = ["supervisor", "launcher", *(["server"] if job.serves else []), *(f"rank{rank}" for rank in site.ranks)]
+    logs = ["supervisor", *(["launcher"] if site.ranks else []), *(["server"] if site.serves else [])]
+    logs += [f"rank{rank}" for rank in site.ranks]
     return NodePlan(
         node_rank=site.node_rank,
         target=node_target(job.config, site.node),
@@ -211,16 +265,23 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
         trainer=commands.trainer,
         files=node_files(job, site, commands, shared, manifest),
         log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
+        role=site.node.role,
+        copies=site.copies,
+        home=site.home,
+        trainer_index=job.trainer_index(site),
     )
 
 
-def _control_port(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> int | None:
-    candidates = control_candidates(config)
-    return choose(candidates, facts.get(0)) if candidates else None
+def _port(candidates: tuple[int, ...], fact: NodeFacts | None) -> int | None:
+    return choose(candidates, fact) if candidates else None
 
 
 def _fits(config: ClusterConfig, manifest: PartitionFiles | None) -> bool:
-    return manifest is not None and config.data.mode == "sync" and manifest.num_parts == config.num_parts
+    return manifest is not None and config.makes_parts and manifest.num_parts == config.num_parts
+
+
+def _parts_known(config: ClusterConfig, usable: PartitionFiles | None, serving: ServingCluster | None) -> bool:
+    return serving is not None if config.data.serving else usable is not None or not config.makes_parts
 
 
 def _all_known(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> bool:
@@ -232,18 +293,29 @@ def _notes(
     facts: Mapping[int, NodeFacts],
     manifest: PartitionFiles | None,
     usable: PartitionFiles | None,
+    serving: ServingCluster | None,
 ) -> list[str]:
     notes = []
+    if config.data.serving and serving is None:
+        notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
+    notes += _servers_of(serving) if serving else []
     if not _all_known(config, facts):
         notes.append(
             "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin "
             "with those shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
         )
-    if config.data.mode == "sync" and usable is None:
+    if config.makes_parts and usable is None:
         notes.append("parts are made at launch: their files, sizes and digests are not known yet")
         if manifest:
             notes.append(f"{config.data.folder} holds {manifest.num_parts} parts, and {config.num_parts} are wanted")
     return [*notes, *_shared_hosts(config)]
+
+
+def _servers_of(serving: ServingCluster) -> list[str]:
+    return [
+        f"{serving.label(one)} serves {'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)} at {one.endpoint}"
+        for one in serving.servers
+    ]
 
 
 def _shared_hosts(config: ClusterConfig) -> list[str]:

@@ -48,14 +48,21 @@ def own_values(node: NodePlan) -> Mapping[str, str]:
     return {
         "{node_rank}": str(node.node_rank),
         "{service_port}": str(node.service_port),
-        "{first_rank}": str(node.ranks[0]),
-        "{last_rank}": str(node.ranks[-1]),
-        "{first_part}": str(node.parts[0]),
-        "{last_part}": str(node.parts[-1]),
+        **_ends("rank", node.ranks),
+        **_ends("part", node.parts),
         "{address}": node.address,
-        **{f"{{first_rank+{i}}}": str(rank) for i, rank in enumerate(node.ranks) if i},
-        **{f"{{first_part+{i}}}": str(part) for i, part in enumerate(node.parts) if i},
+        **_inner("rank", node.ranks),
+        **_inner("part", node.parts),
+        **({} if node.trainer_index is None else {"{trainer_index}": str(node.trainer_index)}),
     }
+
+
+def _ends(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
+    return {f"{{first_{name}}}": str(numbers[0]), f"{{last_{name}}}": str(numbers[-1])} if numbers else {}
+
+
+def _inner(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
+    return {f"{{first_{name}+{i}}}": str(number) for i, number in enumerate(numbers) if i}
 
 
 def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:

@@ -14,7 +14,8 @@ from launcher.planned import PlannedFile
 def plan_record(plan: LaunchPlan) -> str:
     """``plan`` as ``--dry-run --json`` shows it, but what nodes share is written once, as a thousand of them repeat
     hundreds of megabytes: ``code``, the files below every node's ``code_dir``, and ``contents``, texts by digest."""
-    code = [replace(file, dest=dest) for dest, file in _code_of(plan.nodes[0])]
+    whole = max(plan.nodes, key=lambda node: len(node.files))  # servers that go on are sent little
+    code = [replace(file, dest=dest) for dest, file in _code_of(whole)]
     nodes = tuple(replace(node, files=tuple(map(_without_text, _own_files(node)))) for node in plan.nodes)
     texts = {file.sha256: file.content for node in plan.nodes for file in _own_files(node) if _is_shared(file)}
     values: dict[str, Any] = json.loads(to_json(replace(plan, nodes=nodes)))

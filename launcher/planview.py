@@ -14,7 +14,7 @@ from launcher.plan import LaunchPlan, NodePlan
 from launcher.planfold import fold_nodes
 from launcher.planned import PlannedFile
 from launcher.script import Command, Secret, quote
-from launcher.words import count
+from launcher.words import count, spans
 
 _Rows = Iterator[tuple[str, str]]
 
@@ -35,7 +35,9 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
     folded = {node.node_rank for nodes, _ in blocks for node in nodes}
     lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan))]
     if blocks:
-        lines += [_row(("nodes", _FOLDED)), *_placement(plan)]
+        lines.append(_row(("nodes", _FOLDED)))
+    if blocks or _has_roles(plan):
+        lines += _placement(plan)
     blocks += [((node,), list(_node_rows(node))) for node in plan.nodes if node.node_rank not in folded]
     for nodes, rows in sorted(blocks, key=lambda block: block[0][0].node_rank):
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
@@ -57,15 +59,39 @@ def print_placement(plan: LaunchPlan, console: Console) -> None:
 
 
 def _placement(plan: LaunchPlan) -> list[Text]:
-    lines = [("node", "target", "ranks", "devices", "parts", "address", "files")]
-    for node in plan.nodes:
-        address = login_text(None, node.address, node.service_port if node.server else None)
-        size = decimal(sum(file.bytes for file in node.files))
-        share = (_span(node.ranks), _devices(node), _span(node.parts))
-        lines.append((f"node{node.node_rank}", node.target, *share, address, size))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    """A table: where each node is, what it trains with, and, where roles differ, who serves what to whom."""
+    roles = _has_roles(plan)
+    extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
+    titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
+    lines = [titles, *(_placed(node) for node in plan.nodes)]
+    columns = [column for column in zip(*lines, strict=True) if column[0] and {*column[1:]} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in zip(*columns, strict=True)]
     return [Text(rows[0], "dim"), *map(Text, rows[1:])]
+
+
+def _placed(node: NodePlan) -> tuple[str, ...]:
+    address = login_text(None, node.address, node.service_port if node.server else None)
+    devices = _devices(node) if node.ranks else "-"
+    first = [part for part in node.parts if part not in set(node.copies)]
+    share = (node.role, _span(node.ranks), devices, _span(first), _span(node.copies), _bytes_of_parts(node))
+    return (f"node{node.node_rank}", node.target, *share, node.home or "-", address, decimal(_total(node.files)))
+
+
+def _has_roles(plan: LaunchPlan) -> bool:
+    """Whether it takes more than ranks and parts to say what each node does."""
+    return any(node.role != "worker" or node.copies for node in plan.nodes)
+
+
+def _bytes_of_parts(node: NodePlan) -> str:
+    """Of the parts alone; `-` where they are not known yet, or not sent."""
+    top = f"{node.data_dir}/part"
+    size = _total([file for file in node.files if node.parts and file.dest.startswith(top)])
+    return decimal(size) if size else "-"
+
+
+def _total(files: Sequence[PlannedFile]) -> int:
+    return sum(file.bytes for file in files)
 
 
 def describe_command(command: Command) -> str:
@@ -81,7 +107,8 @@ def describe_env(env: Mapping[str, str]) -> str:
 def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
     """A node's files by what they are: code, parts, own (yours), generated."""
     groups: dict[str, list[PlannedFile]] = {"code": [], "parts": [], "own": [], "generated": []}
-    tops = {"code": node.code_dir + "/", "parts": node.data_dir + "/", "own": f"{node.run_dir}/files/"}
+    tops = {"code": node.code_dir + "/", "own": f"{node.run_dir}/files/"}
+    tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
     for file in node.files:
         named = next((name for name, top in tops.items() if file.dest.startswith(top)), "generated")
         groups["own" if named == "generated" and file.source else named].append(file)
@@ -89,17 +116,21 @@ def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
 
 
 def _summary(plan: LaunchPlan) -> str:
-    counts = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'process', 'es')}, "
-    counts += count(plan.num_parts, "part")
+    parts = count(plan.num_parts, "part")
+    if plan.serve_only:
+        return f"serving cluster {plan.run_id}: {count(len(plan.nodes), 'graph server')}, {parts}"
+    if plan.serving:
+        parts = f"parts of serving cluster {plan.serving}"
+    counts = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'process', 'es')}, {parts}"
     return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
 
 
 def _run_rows(plan: LaunchPlan) -> _Rows:
-    total = sum(file.bytes for node in plan.nodes for file in node.files)
+    total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
     if plan.control_port:
-        yield "nodes meet", f"at node0, port {plan.control_port}"
+        yield "nodes meet", f"at node{plan.lead}, port {plan.control_port}"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.partition:
         yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
@@ -108,10 +139,9 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
 
 
 def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:
-    share = f"ranks {_span(node.ranks)}  devices {_devices(node)}  parts {_span(node.parts)}"
-    ports = f"master {node.master_port}" + (f", graph service {node.service_port}" if node.server else "")
-    yield "share", f"{share}  address {node.address}  ports {ports}"
-    yield "folders", f"run {node.run_dir}  parts {node.data_dir}  code {node.code_dir}"
+    yield "share", "  ".join(_share(node))
+    parts = f"  parts {node.data_dir}" if node.data_dir else ""
+    yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"
     for line in node.start.setup:
         yield "setup", line
     yield "env", describe_env(node.start.env)
@@ -127,12 +157,28 @@ def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:
     yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
 
 
+def _share(node: NodePlan) -> Iterator[str]:
+    if node.role != "worker":
+        yield node.role
+    if node.ranks:
+        yield f"ranks {_span(node.ranks)}  devices {_devices(node)}"
+    if node.parts:
+        yield f"parts {_span(node.parts)}"
+    if node.copies:
+        yield f"of them copies {_span(node.copies)}"
+    if node.home:
+        yield f"asks first {node.home}"
+    ports = [f"master {node.master_port}"] if node.ranks else []
+    ports += [f"graph service {node.service_port}"] if node.server else []
+    yield f"address {node.address}  ports {', '.join(ports)}"
+
+
 def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if common.get(name) != value}
 
 
 def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
-    total = decimal(sum(file.bytes for file in files))
+    total = decimal(_total(files))
     if not list_them:
         return f"{count(len(files), 'file')}, {total}"
     return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
@@ -155,8 +201,8 @@ def _devices(node: NodePlan) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Consecutive numbers, as ranks and parts of a node always are."""
-    return f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0])
+    """``0-3``, ``0,3-4``; ``-`` for none."""
+    return spans(numbers).replace("–", "-").replace(" ", "") or "-"
 
 
 def _heading(text: str) -> Text:

@@ -23,6 +23,7 @@ from typing import Any
 
 from launcher.config import ClusterConfig
 from launcher.placement import candidate_ports
+from launcher.roles import lead
 from launcher.wholefile import write_whole
 from launcher.wiring import Pair, Wired, Wiring
 
@@ -52,7 +53,9 @@ def identities(config: ClusterConfig, wiring: Wiring) -> dict[int, str]:
 
 def _identity(config: ClusterConfig, k: int, probe: Mapping[str, Any], routes: Sequence[str]) -> str:
     node = config.nodes[k]
-    ports = [candidate_ports(config, k), config.run.master_addr if k == 0 else ""]
+    ports = [candidate_ports(config, k), config.run.master_addr if k == lead(config) else ""]
+    roles = {one.role for one in config.nodes}  # who must reach whom goes by role
+    ports += [node.role, *sorted(roles)] if len(roles) > 1 else []
     here = [probe[name] for name in ("boot_id", "hostname", "address", "addresses")]
     words = [node.login, node.address, node.interface, *ports, *here, *routes]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:24]

@@ -36,7 +36,7 @@ class Inquiry:
     @classmethod
     def about(cls, config: ClusterConfig, run_id: str = "") -> Inquiry:
         """``run_id``: the run that is to be launched; its folder must be new on each node."""
-        parts = parts_here(config.data.folder) if config.data.mode == "sync" else None
+        parts = parts_here(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
@@ -51,11 +51,11 @@ class Inquiry:
             "run_dir": run_dir(workdir, run_id, k) if run_id else "",
             "session": session_name(run_id, k) if run_id else "",
             "ports": list(candidate_ports(config, k)),
-            "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" else "",
+            "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
             "devices": bool(node.devices),
             "names": _names(config),
             "code": self.code,
-            "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts else "",
+            "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts and node.holds else "",
         }
 
     def survey(

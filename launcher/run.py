@@ -21,6 +21,7 @@ from launcher.config import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.events import EventLog
 from launcher.interrupts import Interrupts
+from launcher.keypair import new_key_pair
 from launcher.offline import offline_plan
 from launcher.options import LaunchOptions, choose_run_id, run_folder
 from launcher.partitioning import ensure_parts
@@ -32,8 +33,10 @@ from launcher.preflight_table import node_ranges, print_findings
 from launcher.progress import transfer_progress
 from launcher.registry import LaunchFile, Stage, clear, register, user_at_host
 from launcher.report import Metrics, RunReport, RunState
+from launcher.roles import carried_out
 from launcher.runfile import run_json, with_run_file
 from launcher.script import Secret
+from launcher.serving.attach import Attachment, attachment, check_ways
 from launcher.session import start_session
 from launcher.sync import sync
 from launcher.transport import close_all, connect_all
@@ -121,13 +124,17 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console) -> R
     """
     run_id = choose_run_id(config, options.run_id)
     draft = offline_plan(config, run_id, options.own_command)  # a mistake in the command shows before any connection
-    job = Job(config, options, run_id, console)
+    job = Job(carried_out(config), options, run_id, console)
     with Interrupts() as interrupts, closing(job.events):
         try:
-            with connected(job) as attempts:
+            with attachment(config, options.config, run_id, console) as attached, connected(job) as attempts:
                 facts, transports = passed_preflight(job, attempts, draft)
-                plan = final_plan(job, facts)
+                plan = final_plan(job, facts, attached)
+                if attached:
+                    open_ways(job, attached, plan, transports)
                 report = carry_out(job, plan, facts, transports, interrupts)
+                if attached:
+                    attached.stays = report.state == "detached"
         except KeyboardInterrupt:
             job.give_up("interrupted", interrupts.meaning, Interrupted.exit_status)
             raise Interrupted(interrupts.meaning) from None
@@ -153,9 +160,10 @@ def connected(job: Job) -> Iterator[dict[int, Transport | TransportError]]:
 
 
 def passed_preflight(
-    job: Job, attempts: dict[int, Transport | TransportError], draft: LaunchPlan
+    job: Job, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, anew: bool = True
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
-    """What preflight learned; raises PreflightRefused when a finding stands against the run."""
+    """What preflight learned; raises PreflightRefused when a finding stands against the run. ``anew``: there must be
+    nothing of the run on its nodes yet."""
     job.at("preflight")
     need = {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
     report = run_preflight(
@@ -163,7 +171,7 @@ def passed_preflight(
         attempts,
         own_command=bool(job.options.own_command),
         bytes_needed=need,
-        run_id=job.run_id,
+        run_id=job.run_id if anew else "",
         fresh=job.options.fresh,
     )
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
@@ -179,10 +187,16 @@ def passed_preflight(
     return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
 
 
-def final_plan(job: Job, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
+def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+    """See that all nodes reach the servers of the cluster that the run attaches to; raises PreflightRefused."""
+    for note in check_ways(attached.serving, plan, transports):
+        job.say(f"note: {note}", "yellow")
+
+
+def final_plan(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
     """The plan that is carried out, parts made and secrets drawn."""
     job.at("partition")
-    manifest = ensure_parts(job.config, job.console) if job.config.data.mode == "sync" else None
+    manifest = ensure_parts(job.config, job.console) if job.config.makes_parts else None
     plan = make_plan(
         job.config,
         run_id=job.run_id,
@@ -190,20 +204,23 @@ def final_plan(job: Job, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
         facts=facts,
         own_command=job.options.own_command,
         manifest=manifest,
-        token=Secret(secrets.token_hex(16)),
+        token=new_token(),
         operator=user_at_host(),
+        serving=attached.serving if attached else None,
     )
-    return with_run_file(with_service_key(plan))
+    return with_run_file(with_service_key(plan, attached.key if attached else None))
 
 
-def with_service_key(plan: LaunchPlan) -> LaunchPlan:
-    """``plan`` with a key pair drawn for its graph service, where it asks for one."""
+def new_token() -> Secret:
+    """What marks the processes of one run."""
+    return Secret(secrets.token_hex(16))
+
+
+def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
+    """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
     if not any(file.dest.endswith("/service.key") for node in plan.nodes for file in node.files):
         return plan
-    import zmq
-
-    public, secret = zmq.curve_keypair()
-    content = Secret(json.dumps({"public": public.decode(), "secret": secret.decode()}))
+    content = key or Secret(json.dumps(new_key_pair()))
     nodes = tuple(
         replace(
             node,
@@ -251,7 +268,7 @@ def carry_out(
 def start_and_conduct(job: Job, going: Going, interrupts: Interrupts) -> RunReport:
     """Start every node, and stay with the run to its end or as long as is wanted."""
     plan = going.plan
-    where = f"{count(len(plan.nodes), 'node')}, node 0 in tmux session {plan.nodes[0].session}"
+    where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
     job.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
     job.at("start")
 
@@ -269,7 +286,7 @@ def start_and_conduct(job: Job, going: Going, interrupts: Interrupts) -> RunRepo
 
 def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
     """Send what the plan sends; in mode verify, check the parts where they are."""
-    if job.config.data.mode == "verify":
+    if job.config.data.mode == "verify" and not job.config.data.serving:
         checked = verify(plan, transports)
         job.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
         job.events.add("verified", files=checked.files, bytes=checked.bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,9 @@ class VerifyReport:
 
 def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
     """Check digests in place, all nodes at once; raises SyncError that names each node, host and file."""
-    nodes = {node.node_rank: node for node in plan.nodes}
+    nodes = {node.node_rank: node for node in plan.nodes if node.parts}
     raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
-    _all_have_one(plan, raw)
+    _all_have_one(list(nodes.values()), raw)
     manifests = {k: _parsed(nodes[k], text) for k, text in raw.items() if text is not None}
     _all_the_same(plan, manifests)
     wanted = {k: manifest.of_parts(nodes[k].parts) for k, manifest in manifests.items()}
@@ -48,7 +48,7 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
         remedy = "Bring these files over again, or make the partition anew, then launch again"
         raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
     files = [file for k in wanted for file in wanted[k]]
-    return VerifyReport(manifests[0].fingerprint, len(files), sum(file.bytes for file in files))
+    return VerifyReport(manifests[min(manifests)].fingerprint, len(files), sum(file.bytes for file in files))
 
 
 def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
@@ -63,11 +63,11 @@ def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
         return here.read_bytes()
 
 
-def _all_have_one(plan: LaunchPlan, raw: Mapping[int, bytes | None]) -> None:
-    missing = [node for node in plan.nodes if raw[node.node_rank] is None]
-    if len(missing) == len(plan.nodes):
+def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) -> None:
+    missing = [node for node in nodes if raw[node.node_rank] is None]
+    if len(missing) == len(nodes):
         raise SyncError(
-            f"no node has a manifest.json in {plan.nodes[0].data_dir}. With data.mode verify nothing is made at "
+            f"no node has a manifest.json in {nodes[0].data_dir}. With data.mode verify nothing is made at "
             "launch: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
             "or use data.mode sync"
         )
@@ -86,14 +86,15 @@ def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
 
 
 def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:
-    first = plan.nodes[0]
-    if manifests[0].num_parts != plan.num_parts:
+    first, *others = (node for node in plan.nodes if node.parts)
+    common = manifests[first.node_rank]
+    if common.num_parts != plan.num_parts:
         raise SyncError(
-            f"{first.label}: {first.data_dir} holds {manifests[0].num_parts} parts, the config asks for "
+            f"{first.label}: {first.data_dir} holds {common.num_parts} parts, the config asks for "
             f"{plan.num_parts}; set data.num_parts, or make the partition anew"
         )
-    for node in plan.nodes[1:]:
-        if manifests[node.node_rank].files[-1].sha256 != manifests[0].files[-1].sha256:
+    for node in others:
+        if manifests[node.node_rank].files[-1].sha256 != common.files[-1].sha256:
             raise SyncError(
                 f"{node.label}: {node.data_dir}/manifest.json is another than {first.label} has "
                 f"({first.data_dir}/manifest.json); the nodes must hold parts of one and the same partition"

@@ -1,9 +1,10 @@
 """The wire between all nodes: every ordered pair on the ports that training will use, and the address of each node
 that all others reach.
 
-All nodes listen, then all connect at once (``node/wire.py``). Node 0's master port and control port are asked for by
-every node; each node's graph service port, and a free port as gloo and NCCL take them, by all others. Where an
-address is not reached by all, the node's other addresses are tried, too.
+All nodes listen, then all connect at once (``node/wire.py``). The lead node's control port is asked for by every node,
+its master port by every node that trains; a free port of each node that trains, as gloo and NCCL take them, by the
+others that do; a graph service port by all who have questions for it (``Ways``). Where an address is not reached by
+all, the node's other addresses are tried, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from launcher.fanout import on_nodes
 from launcher.nodecall import NodeAgent
 from launcher.placement import choose, control_candidates, master_candidates, service_candidates
 from launcher.plan import NodeFacts
+from launcher.roles import gateways, lead, trainers
 
 _OPEN_TIMEOUT = 20.0
 _SECONDS = 4.0  # for one connection: three SYNs
@@ -82,6 +84,33 @@ class Wired:
     known: int = 0  #: of these, by the cache alone
     age: float = 0.0  #: seconds since the oldest of them was tested
     errors: Mapping[int, Exception] = field(default_factory=dict)
+    reach: Mapping[int, frozenset[int]] = field(default_factory=dict)  #: by node_rank, the others it must reach
+
+
+class Ways:
+    """Which node has to reach which other one, and for what."""
+
+    def __init__(self, config: ClusterConfig):
+        self.lead, self.trainers = lead(config), frozenset(trainers(config))
+        self.holders, self.gateways = frozenset(config.holders), frozenset(gateways(config))
+        self.meet = bool(control_candidates(config))
+
+    def must_reach(self, source: int, target: int, use: str) -> bool:
+        """Whether ``source`` connects to that port of ``target``; the lead node knocks at its own doors for all."""
+        if use in (MASTER, CONTROL):
+            return use == CONTROL or source in self.trainers
+        if source == target:
+            return False
+        if use == SERVICE:
+            return target in self.gateways or source in self.holders
+        return source in self.trainers and target in self.trainers
+
+    def reach(self, source: int, nodes: Collection[int]) -> frozenset[int]:
+        """Those of ``nodes`` that it has to reach on any port."""
+        found = {target for target in nodes if target in self.holders and self.must_reach(source, target, SERVICE)}
+        found |= {target for target in nodes if self.must_reach(source, target, FREE)}
+        found |= {self.lead} & {*nodes} if self.meet else set()
+        return frozenset(found - {source})
 
 
 def own_addresses(config: ClusterConfig, k: int, probe: Mapping[str, Any], loopback: bool) -> tuple[str, ...]:
@@ -118,10 +147,10 @@ def _is_loopback(address: str) -> bool:
 
 def ports_of(config: ClusterConfig, k: int, fact: NodeFacts) -> dict[str, int]:
     """The ports of node ``k`` that training will use, as far as they are free; others have findings of their own."""
-    wanted = {SERVICE: choose(service_candidates(config, k), fact)}
-    if k == 0:
-        wanted[MASTER] = choose(master_candidates(config), fact)
-        wanted[CONTROL] = choose(control_candidates(config), fact)
+    candidates = {SERVICE: service_candidates(config, k)}
+    if k == lead(config):
+        candidates |= {MASTER: master_candidates(config), CONTROL: control_candidates(config)}
+    wanted = {use: choose(ports, fact) for use, ports in candidates.items() if ports}
     return {use: port for use, port in wanted.items() if port in fact.free_ports}
 
 
@@ -137,6 +166,7 @@ class Wiring:
     ):
         self.config, self.probes, self.facts, self.agents = config, probes, facts, agents
         self.token = secrets.token_hex(8)
+        self.ways = Ways(config)
         self.listening: dict[int, Listening] = {}
         self.errors: dict[int, Exception] = {}
 
@@ -156,35 +186,45 @@ class Wiring:
         return Listening(own, public_address(self.config, k, own), kept, refused, tuple(reply["routes"]))
 
     def connect(self, known: Collection[Pair], first: Mapping[int, str]) -> Wired:
-        """Every pair is tried but those ``known``; of these only a ring, and what node 0 must be reached at.
+        """Every pair is tried but those ``known``; of these only a ring, and what the lead node must be reached at.
         When one of these fails after all, all are tried. ``first``: the address to begin with, by node_rank."""
         chosen = {k: first.get(k, heard.own[0]) for k, heard in self.listening.items()}
-        left_out = set(known) - self._always()
+        reach = {k: self.ways.reach(k, self.listening) for k in self.listening}
+        left_out = {(source, target) for source, target in known if target in reach[source]} - self._always(reach)
         blocked = self._knock(self._doors(chosen), left_out)
         if left_out and any((one.source, one.door.node_rank) in known for one in blocked):
             left_out = set()
             blocked = self._knock(self._doors(chosen), left_out)
         if blocked:
             chosen, blocked = self._other_ways(chosen, blocked)
-        pairs = len(self.listening) * (len(self.listening) - 1)
-        return Wired(self.listening, chosen, tuple(blocked), pairs, len(left_out), errors=self.errors)
+        pairs = sum(map(len, reach.values()))
+        return Wired(self.listening, chosen, tuple(blocked), pairs, len(left_out), errors=self.errors, reach=reach)
 
-    def _always(self) -> set[Pair]:
-        """A ring, so that each node is seen from outside and sees out, and node 0 from everywhere."""
+    def _always(self, reach: Mapping[int, frozenset[int]]) -> set[Pair]:
+        """A ring, so that each node is seen from outside and sees out, and the lead node from everywhere. Where a node
+        has nothing to do with the next one: the next it has."""
         ranks = list(self.listening)
-        ring = set(zip(ranks, [*ranks[1:], ranks[0]], strict=True))
-        return ring | {(k, 0) for k in ranks}
+        found = {(k, self.ways.lead) for k in ranks}
+        for i, k in enumerate(ranks):
+            after, before = [*ranks[i + 1 :], *ranks[:i]], [*reversed(ranks[:i]), *reversed(ranks[i + 1 :])]
+            found |= {(k, target) for target in [j for j in after if j in reach[k]][:1]}
+            found |= {(source, k) for source in [j for j in before if k in reach[j]][:1]}
+        return found
 
     def _doors(self, chosen: Mapping[int, str]) -> list[Door]:
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         return [door for k, own in chosen.items() for door in self.listening[k].doors(k, own, master)]
 
     def _knock(self, doors: Collection[Door], left_out: Collection[Pair]) -> list[Blocked]:
-        """Which of the doors are closed to whom. A node does not knock at its own, but for node 0's for all."""
+        """Which of the doors are closed to whom."""
         by_place = {(door.node_rank, door.address, door.port): door for door in doors}
 
         def knock(k: int) -> list[Blocked]:
-            targets = _targets(door for door in doors if _must_reach(k, door) and (k, door.node_rank) not in left_out)
+            targets = _targets(
+                door
+                for door in doors
+                if self.ways.must_reach(k, door.node_rank, door.use) and (k, door.node_rank) not in left_out
+            )
             request = {"op": "connect", "token": self.token, "rank": k, "targets": targets, "seconds": _SECONDS}
             windows = 1 + sum(len(ports) for _, _, ports in targets) // 256
             reply = self.agents[k].call("wire", request, _OPEN_TIMEOUT + windows * _SECONDS)
@@ -208,10 +248,6 @@ class Wiring:
             owns = (chosen[k], *(own for rank, own in others if rank == k))
             chosen[k] = min(owns, key={own: len(closed[k, own]) for own in owns}.__getitem__)
         return chosen, [one for k in trouble for one in closed[k, chosen[k]]]
-
-
-def _must_reach(source: int, door: Door) -> bool:
-    return door.node_rank != source or door.use in (MASTER, CONTROL)
 
 
 def _targets(doors: Iterable[Door]) -> list[tuple[int, str, list[int]]]:

@@ -37,7 +37,7 @@ def wiring_findings(survey: Survey, wired: Wired) -> Iterator[Finding]:
         for use, why in heard.refused.items():
             remedy = f"end what uses it, or set `{_SETTINGS[use]}` to another"
             yield survey.finding(k, "block", use, f"cannot listen on its {use}: {why}", remedy)
-    groups = folded(wired.blocked, wired.listening)
+    groups = folded(wired.blocked, wired.listening, wired.reach)
     touched = {k for group in groups for k in (*group.sources, *group.targets)}
     for k in wired.listening:
         if k not in touched:
@@ -92,15 +92,19 @@ def _listed(probe: Mapping[str, object]) -> str:
 # -- folding -------------------------------------------------------------
 
 
-def folded(blocked: Collection[Blocked], nodes: Collection[int]) -> list[Group]:
-    """The same in as few groups as possible: a node that reaches nobody is one, whatever stands at the other ends."""
+def folded(
+    blocked: Collection[Blocked], nodes: Collection[int], reach: Mapping[int, frozenset[int]] | None = None
+) -> list[Group]:
+    """The same in as few groups as possible: a node that reaches nobody is one, whatever stands at the other ends.
+    ``reach``: the others that each node must reach; all, where that is not told."""
     everyone = frozenset(nodes)
-    reach: dict[int, set[int]] = defaultdict(set)
+    wanted = reach or {k: everyone - {k} for k in everyone}
+    lost: dict[int, set[int]] = defaultdict(set)
     for one in blocked:
-        reach[one.source].add(one.door.node_rank)
-    deaf = {k for k, lost in reach.items() if len(everyone) > 2 and lost >= everyone - {k}}
+        lost[one.source].add(one.door.node_rank)
+    deaf = {k for k, others in lost.items() if len(wanted[k]) > 1 and others >= wanted[k]}
     deaf = deaf if len(deaf) < len(everyone) else set()
-    groups = [Group(frozenset([k]), tuple(sorted(everyone - {k})), _ALL, _commonest(blocked, k)) for k in sorted(deaf)]
+    groups = [Group(frozenset([k]), tuple(sorted(wanted[k])), _ALL, _commonest(blocked, k)) for k in sorted(deaf)]
     sources: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for one in blocked:
         if one.source not in deaf:
@@ -161,7 +165,8 @@ def _remedy(survey: Survey, wired: Wired, group: Group) -> str:
         _ALL: "all TCP between the nodes",
         FREE: "all TCP between the nodes (gloo and NCCL take free ports)",
     }.get(group.use, f"TCP port{_at(wired, group).replace(':', ' ')}")
-    if group.use == _ALL and len(group.sources) == 1 and len(group.targets) == len(wired.listening) - 1 > 1:
+    wanted = len(wired.reach[min(group.sources)])
+    if group.use == _ALL and len(group.sources) == 1 and len(group.targets) == wanted > 1:
         return f"look at the firewall and the routes of {spans(group.sources, 'node')} (`ip route`, `ip addr`)"
     if group.why == "no answer":
         return f"a firewall drops it, or {addresses} is the wrong network: let {ports} through to {hosts}, or set {own}"

@@ -17,6 +17,7 @@ import trainer
 from launcher import errors
 from launcher.cli import gnnfleet, run
 from launcher.cli_runs import register_commands
+from launcher.serving.cli import serve
 from launcher.yaml_schema import load_config
 from trainer.cli import cli
 
@@ -25,7 +26,9 @@ PAGES = sorted([REPOSITORY / "README.md", REPOSITORY / "CHANGELOG.md", *(REPOSIT
 PROGRAMS = (["python", "launch.py"], ["python3", "launch.py"], ["launch.py"], ["./launch.py"], ["gnnfleet"])
 MINIMAL = {"nodes": ["me@host1", "me@host2"], "data": {"dataset": "synthetic"}}
 LAUNCHES = ("plan", "launch")
+PROSE = ["README.md", "docs/operating.md", "docs/server_client.md"]
 register_commands(gnnfleet)
+gnnfleet.add_command(serve)
 
 
 class Block(NamedTuple):
@@ -83,7 +86,7 @@ def test_launch_commands_are_valid(
     put_named_files(words, tmp_path)
     monkeypatch.chdir(tmp_path)
     if words[0] in gnnfleet.commands and words[0] not in LAUNCHES:
-        gnnfleet.commands[words[0]].make_context(words[0], before_own(words)[1:])
+        parse(before_own(words))
         return
     ours, own = before_own(words), words[len(before_own(words)) :]
     status = run([*ours, *([] if words[0] == "plan" or "--dry-run" in ours else ["--dry-run"]), *own])
@@ -107,7 +110,7 @@ def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_blocks_import_what_there_is(block: Block) -> None:
-    used = re.findall(r"\btrainer\.(open|Dist\w+)", block.text)
+    used = re.findall(r"\btrainer\.(open|connect|Dist\w+)", block.text)
     for statement in ast.walk(ast.parse(block.text)):
         if isinstance(statement, ast.ImportFrom) and statement.module == "trainer":
             used += [each.name for each in statement.names]
@@ -172,30 +175,50 @@ def test_readme_states_the_exit_statuses_of_the_program() -> None:
         assert re.search(rf"\| {error.exit_status} \|", readme), error
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operating.md"])
+@pytest.mark.parametrize("page", PROSE)
 def test_prose_names_only_options_that_exist(page: str) -> None:
     prose = re.findall(r"`(--[a-z_-]+)", (REPOSITORY / page).read_text())
-    commands = [gnnfleet, *gnnfleet.commands.values()]
+    commands = [gnnfleet, *gnnfleet.commands.values(), *serve.commands.values()]
     options = {option for command in commands for parameter in command.params for option in parameter.opts}
     assert {word.replace("_", "-") for word in prose} - options - {"--help"} == {"--"} & set(prose)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/operating.md"])
+@pytest.mark.parametrize("page", PROSE)
 def test_commands_in_prose_and_tables_parse(page: str) -> None:
     """What is told between backquotes, with RUN for a run."""
     told = re.findall(r"`gnnfleet ([^`]+)`", (REPOSITORY / page).read_text())
     for words in map(shlex.split, told):
-        if words[0] == "COMMAND":
-            continue
-        name = words[0] if words[0] in gnnfleet.commands else "launch"
-        gnnfleet.commands[name].make_context(name, words[1:] if words[0] == name else words)
+        if words[0] != "COMMAND":
+            parse(words)
     assert told or page == "README.md"
 
 
 def test_every_command_has_an_example_that_parses() -> None:
     for name, command in gnnfleet.commands.items():
         examples = re.findall(r"^  gnnfleet (.+)$", command.epilog or "", re.MULTILINE)
-        assert examples, f"{name} --help shows no example"
+        assert any(example.split()[0] == name for example in examples), f"{name} --help shows no example"
         for words in map(shlex.split, examples):
-            assert words[0] == name
-            command.make_context(name, before_own(words)[1:])
+            parse(before_own(words))
+
+
+TEMPLATES = sorted((REPOSITORY / "templates").glob("*.yml"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
+def test_commands_in_templates_parse_and_name_the_template(template: Path) -> None:
+    text = template.read_text().replace("\\\n#", "")
+    lines = re.findall(r"^#   ((?:python launch\.py|gnnfleet) .*?)(?: {2,}.*)?$", text, re.MULTILINE)
+    for words in map(shlex.split, lines):
+        words = before_own(words[2:] if words[0] == "python" else words[1:])
+        parse(words)
+        assert template.name in [Path(word).name for word in words]
+
+
+def parse(words: list[str]) -> None:
+    """The words after ``gnnfleet``; without a command they are a launch's."""
+    name = words[0] if words[0] in gnnfleet.commands else "launch"
+    command, words = gnnfleet.commands[name], words[1:] if words[0] == name else list(words)
+    if isinstance(command, click.Group) and words and words[0] in command.commands:
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, words)

@@ -8,6 +8,7 @@ variables and the files described in ``docs/ARCHITECTURE.md``.
     import trainer
     graph = trainer.open("parts")            # or trainer.open() in a script that launch.py started
     loader = trainer.DistNeighborLoader(graph, [10, 5], "train", batch_size=512, shuffle=True)
+    graph = trainer.connect("tcp://10.0.0.2:29601", key="products.key")   # the same from anywhere, of a serving cluster
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ __all__ = [
     "DistNeighborLoader",
     "DistShaDowKHopSampler",
     "StepLog",
+    "connect",
     "open",
 ]
 
@@ -81,6 +83,32 @@ def open(
     from trainer.load.env import open_any
 
     return open_any(path, part, cluster=cluster, node_rank=node_rank, key_file=key_file, deadline=deadline)
+
+
+def connect(
+    endpoint: str | Sequence[str] | None = None, key: str | Path | None = None, *, deadline: float = 60.0,
+    name: str = "notebook", compress: bool = False,
+) -> Graph:  # fmt: skip
+    """Open the graph that graph servers hold, without a part of it here: for notebooks and remote inference.
+
+    Args:
+        endpoint: ``tcp://host:port`` of a server, or several; default: those that the key file names. The other
+            servers of the cluster are learnt from the first one that answers.
+        key: key file (``gnnfleet serve key NAME -o FILE``), mode 0600; None where the servers do not encrypt.
+        deadline: seconds that any request may take, and that the servers may stay away.
+        name: what ``serve status`` calls this process.
+        compress: let batches travel compressed, for slow lines.
+
+    All loaders work on it, with the same batches as anywhere; each batch is made by a server, the batches under way
+    (``prefetch``) at once. Close the graph, or use it in a ``with`` statement. Rank and world size are as in ``open``.
+
+    Raises ``SettingsError`` for what is no endpoint, and ``ServiceError`` naming the server and the cause when none
+    can be reached, the key is not admitted, or what answers there is no graph server.
+    """
+    from trainer.load.attach import connect_servers
+    from trainer.load.env import this_process
+
+    return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name, compress=compress)
 
 
 def __getattr__(name: str) -> Any:

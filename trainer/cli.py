@@ -60,7 +60,10 @@ def _no_parts_if_set_empty() -> tuple[int, ...] | None:
 
 _GRAPH_OPTIONS = (
     click.option(
-        "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
+        "--parts",
+        type=click.Path(path_type=Path),
+        envvar="GNNFLEET_PARTS",
+        help="Partition folder; client nodes of a run have none.",
     ),
     click.option(
         "--part-ids",
@@ -80,6 +83,21 @@ _GRAPH_OPTIONS = (
         type=click.Path(path_type=Path),
         envvar="GNNFLEET_SERVICE_KEY",
         help="service.key of the run, when the graph service is encrypted.",
+    ),
+    click.option(
+        "--server-wait",
+        type=click.FloatRange(min=0),
+        envvar="GNNFLEET_SERVER_WAIT",
+        default=60.0,
+        show_default=True,
+        help="Seconds a lost graph server may take to come back.",
+    ),
+    click.option(
+        "--compress/--no-compress",
+        envvar="GNNFLEET_COMPRESS",
+        default=False,
+        show_default=True,
+        help="Batches travel compressed to client nodes.",
     ),
 )
 
@@ -104,11 +122,11 @@ def cli() -> None:
 @_graph_options
 @settings_options
 def train(
-    parts: Path, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
-    **settings: Any,
+    parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
+    server_wait: float, compress: bool, **settings: Any,
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, one rank of it."""
-    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file)
+    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, server_wait, compress)
     from trainer.train.job import train as run
 
     run(job)
@@ -149,17 +167,45 @@ def infer(**options: Any) -> None:
     type=click.Path(path_type=Path),
     envvar="GNNFLEET_CLUSTER",
     required=True,
-    help="cluster.json of the run.",
+    help="cluster.json of the run; read again when it changes.",
+)
+@click.option(
+    "--node-rank", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Which of its nodes this is."
 )
 @click.option(
     "--ready-file", type=click.Path(path_type=Path), required=True, help="Written once requests are answered."
 )
 @click.option(
-    "--key-file", type=click.Path(path_type=Path), envvar="GNNFLEET_SERVICE_KEY", help="service.key: encrypt."
+    "--key-file",
+    type=click.Path(path_type=Path),
+    envvar="GNNFLEET_SERVICE_KEY",
+    help="service.key: encrypt; further keys to admit in clients/*.key beside it.",
 )
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that answer.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that answer other servers."
+)
+@click.option(
+    "--batch-threads",
+    type=click.IntRange(min=1),
+    default=lambda: len(os.sched_getaffinity(0)),
+    show_default="CPUs",
+    help="Threads that make whole batches.",
+)
+@click.option(
+    "--buffer-mb",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Bound in MB of batches made that clients have not taken yet.",
+)
+@click.option("--stats-file", type=click.Path(path_type=Path), help="Load, clients and queues, as JSON every 2 s.")
+@click.option(
+    "--server-wait", type=click.FloatRange(min=0), envvar="GNNFLEET_SERVER_WAIT", default=60.0, show_default=True,
+    help="Seconds a lost server may take to come back when nobody else has its parts.",
+)  # fmt: skip
 def serve(**options: Any) -> None:
-    """Serve parts to the trainers of other hosts until SIGTERM."""
+    """Serve parts and whole batches to other hosts until SIGTERM."""
+    from trainer.service.serve import ServeJob
     from trainer.service.serve import serve as run
 
-    run(**options)
+    run(ServeJob(**options))

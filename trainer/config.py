@@ -77,11 +77,13 @@ class TrainJob:
     """A training run as one process sees it: the settings, and where things are."""
 
     settings: TrainSettings
-    parts: Path  #: partition folder
+    parts: Path | None  #: partition folder; None on a client node, which holds no part
     run_dir: Path  #: metrics and checkpoints go here
     part_ids: tuple[int, ...] | None = None  #: parts opened here; None: all
     cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
     key_file: Path | None = None  #: service.key, when the graph service is encrypted
+    server_wait: float = 60.0  #: seconds a lost graph server may take to come back
+    compress: bool = False  #: a client's batches travel compressed
 
     @property
     def timeout(self) -> float:
@@ -94,11 +96,13 @@ class InferJob:
     """Full-graph inference as one process sees it."""
 
     checkpoint: Path  #: rank 0 reads it
-    parts: Path  #: partition folder
+    parts: Path | None  #: partition folder; None on a client node, which holds no part
     out: Path  #: results go here
     part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
     cluster: Path | None = None
     key_file: Path | None = None
+    server_wait: float = 60.0
+    compress: bool = False
     nodes_at_once: int = 4096  #: nodes computed together; bounds memory
     timeout: float = 120.0  #: seconds any wait may take
 

@@ -7,6 +7,7 @@
     ├── PartitionError     a partition folder that is missing, damaged or of another version
     ├── SettingsError      arguments that make no sense together
     ├── ServiceError       a graph server that failed, refused or did not answer in time
+    │   ├── ServerGone     a graph server that is not there any more
     │   └── WireError      bytes that are not a message of the graph service
     ├── CheckpointError    a checkpoint that does not fit this run
     └── TrainingError      training cannot go on
@@ -44,6 +45,10 @@ class ServiceError(TrainerError):
 
     The message names node_rank, endpoint, part ids and cause.
     """
+
+
+class ServerGone(ServiceError):
+    """A graph server is not there any more, or cannot be reached; another holder of its parts may answer."""
 
 
 class WireError(ServiceError):

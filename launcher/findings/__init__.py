@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.config import ClusterConfig
 from launcher.errors import NodeCallError, NodeError
-from launcher.findings.base import Finding, GraphSize, Severity, Survey, size
+from launcher.findings.base import Finding, GraphSize, Severity, Survey
 from launcher.findings.devices import device_findings
 from launcher.findings.machine import machine_findings, ports_finding, same_machine
 from launcher.findings.packages import package_findings
@@ -18,7 +18,6 @@ __all__ = [
     "all_findings",
     "connect_finding",
     "ports_finding",
-    "size",
 ]
 
 

@@ -109,13 +109,3 @@ def login_words(config: ClusterConfig, node: NodeConfig) -> tuple[str, ...]:
 
 def listed(words: Iterable[str]) -> str:
     return ", ".join(words)
-
-
-def size(count: float) -> str:
-    """Bytes for a person, e.g. ``1.5 GB``."""
-    unit = "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if count < 1000:
-            break
-        count, unit = count / 1000, larger
-    return f"{count:.1f} {unit}" if count < 10 and unit != "B" else f"{count:.0f} {unit}"

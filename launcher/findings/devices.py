@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.findings.base import Finding, Survey, listed, size
+from launcher.findings.base import Finding, Survey, listed
+from launcher.node.words import size
 
 MOST_USED = 0.1  #: share of a device's memory that others may hold
 _IDLE = 16  # MiB that a device may show as used though nobody uses it

@@ -9,6 +9,7 @@ from typing import Any
 from launcher.errors import node_label
 from launcher.findings.base import Finding, Survey, listed
 from launcher.placement import master_candidates, service_candidates
+from launcher.roles import lead, serves
 
 MAX_CLOCK_OFFSET = 5.0  #: seconds
 OLDEST_TMUX = (2, 1)  #: knows `=name` for a session of exactly that name
@@ -72,7 +73,7 @@ def _names(survey: Survey, k: int) -> Iterator[Finding]:
     """Names that the nodes are told to reach each other by."""
     for name, address in survey.probes[k]["names"].items():
         whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]
-        owner = whose[0] if whose else 0
+        owner = whose[0] if whose else lead(survey.config)
         setting = f"`address` of node{owner}" if whose else "`run.master_addr`"
         remedy = f"set {setting} to an IP address, or add the name to /etc/hosts there"
         if not address:
@@ -86,10 +87,11 @@ def _names(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
-    if len(survey.config.nodes) > 1:
-        yield ports_finding(survey, k, "service port", service_candidates(survey.config, k), "run.service_port")
-    if k == 0:
-        yield ports_finding(survey, 0, "master port", master_candidates(survey.config), "run.master_port")
+    config = survey.config
+    if serves(config, k):
+        yield ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
+    if k == lead(config) and config.world_size:
+        yield ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
 
 
 def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:

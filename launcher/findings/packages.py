@@ -66,7 +66,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
     blind = ["torch"] if _cannot_use_devices(survey, k) else []
     words += [f"torch {survey.version(k, 'torch')} is built without CUDA, and devices are asked for"] if blind else []
     if words:
-        severity: Severity = "block" if _breaks(survey, lacking, unlike, blind) else "warn"
+        severity: Severity = "block" if _breaks(survey, k, lacking, unlike, blind) else "warn"
         command = repair(survey, k, [*lacking, *(one.name for one in unlike), *blind])
         yield survey.finding(k, severity, "packages", "; ".join(words), "", command)
 
@@ -76,9 +76,9 @@ def _cannot_use_devices(survey: Survey, k: int) -> bool:
     return bool(survey.config.nodes[k].devices and installed and not survey.version(k, "cuda"))
 
 
-def _breaks(survey: Survey, lacking: Iterable[str], unlike: Iterable[Difference], blind: Iterable[str]) -> bool:
-    """An own command needs no more than torch, and may do without the devices."""
-    if not survey.own_command:
+def _breaks(survey: Survey, k: int, lacking: Iterable[str], unlike: Iterable[Difference], blind: Iterable[str]) -> bool:
+    """An own command needs no more than torch, and may do without the devices; a server runs our code alone."""
+    if not survey.own_command or survey.config.nodes[k].role == "server":
         return any([*lacking, *unlike, *blind])
     return any(name in _OWN_NEEDS for name in lacking) or any(one.rule.needed_by == "all" for one in unlike)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.findings.base import Finding, Survey, size
+from launcher.findings.base import Finding, Survey
 from launcher.memory import base_memory, batch_memory
+from launcher.node.words import size
 
 _LOGS = 200 * 10**6  # bytes that logs and checkpoints of a small run take
 _FEW_FILES = 1000
@@ -61,11 +62,13 @@ def _memory(survey: Survey, k: int) -> Iterator[Finding]:
     probe, mates, own = survey.probes[k], survey.housemates(k), survey.own_command
     least = sum(base_memory(survey.config, j, own) for j in mates)
     graph = None if own else survey.graph
-    likely = least + sum(batch_memory(survey.config, j, graph, survey.world_size) for j in mates)
+    likely = least + sum(batch_memory(survey.config, j, graph, survey.probes[j]["cpus"]) for j in mates)
     parts = sum(survey.bytes_needed.get(j, 0) for j in mates)
     limit, free = probe["memory_limit"], probe["memory_free"]
     whose = f" by {len(mates)} nodes of this machine" if len(mates) > 1 else ""
     fewer = "fewer `procs`, a smaller train.batch_size or another machine"
+    if not survey.config.nodes[k].trains:
+        fewer = "a smaller run.server_buffer, fewer run.server_threads or another machine"
     if least > limit:
         message = f"at least {size(least)} of memory needed{whose}, {size(limit)} there"
         yield survey.finding(k, "block", "memory", message, f"take {fewer}")
@@ -97,7 +100,7 @@ def _shm(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _data(survey: Survey, k: int) -> Iterator[Finding]:
     data = survey.config.data
-    if data.mode != "verify":
+    if data.mode != "verify" or not survey.config.nodes[k].holds:
         return
     folder = survey.config.nodes[k].data_folder or data.folder
     if survey.probes[k]["manifest"]:

@@ -60,6 +60,7 @@ class NodeRow:
     heard: float | None = None  #: monotonic seconds of the last heartbeat
     line: str = ""  #: why its line is down; '' while it stands
     over: bool = False
+    left: bool = False  #: the run goes on without it
 
     def age(self, now: float) -> float | None:
         """Seconds since its last heartbeat; None before the first and after the end."""
@@ -106,6 +107,8 @@ class Board:
         """One of the supervisors' findings."""
         self.findings.append(f"{finding['kind']}: {finding['text']}")
         self.suspects.add(finding["node_rank"])
+        if finding["kind"] in ("client-lost", "server-lost"):
+            self.nodes[finding["node_rank"]].left = True
 
     def line_lost(self, node_rank: int, why: str) -> None:
         """The line to a node is down."""
@@ -124,9 +127,13 @@ class Board:
         node = self.nodes[node_rank]
         node.state, node.over, node.line = state, True, ""
 
+    def going(self) -> list[RankRow]:
+        """All ranks but those that the run goes on without."""
+        return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
+
     def stepping(self) -> list[RankRow]:
         """Ranks that have told a step."""
-        return [row for row in self.ranks.values() if row.step is not None]
+        return [row for row in self.going() if row.step is not None]
 
     def slowest(self) -> RankRow | None:
         """The rank that is furthest behind."""
@@ -149,18 +156,18 @@ class Board:
 
     def seeds_per_s(self) -> float:
         """Of all ranks together."""
-        return sum(row.seeds_per_s or 0.0 for row in self.ranks.values())
+        return sum(row.seeds_per_s or 0.0 for row in self.going())
 
     def loss(self) -> float | None:
         """Mean over ranks that have told one."""
-        return mean(row.loss for row in self.ranks.values())
+        return mean(row.loss for row in self.going())
 
     def severity(self, node_rank: int, now: float) -> int:
         """How much a node deserves a look: 0 most, 3 least."""
         node = self.nodes[node_rank]
         if node.state in ("failed", "lost") or any(self.ranks[rank].ended == "failed" for rank in node.ranks):
             return 0
-        if node.line or (node.age(now) or 0.0) > OLD_HEARTBEAT:
+        if node.line or node.state == "restarting" or (node.age(now) or 0.0) > OLD_HEARTBEAT:
             return 1
         return 2 if node_rank in self.suspects else 3
 
@@ -168,9 +175,9 @@ class Board:
         """All ranks together: where the slowest is, the mean loss, the sum of seeds per second."""
         row, loss = self.slowest(), self.loss()
         if row is None:
-            return "no step yet"
+            return "no step yet" if self.ranks else "serving"
         shown = "" if loss is None else f"  loss {loss:.4f}"
-        told = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.ranks)} ranks"
+        told = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.going())} ranks"
         return f"{self.at(row)}{shown}  {told}"
 
     def at(self, row: RankRow) -> str:
@@ -180,8 +187,11 @@ class Board:
 
     def what_runs(self) -> str:
         """``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``: for questions."""
-        running = [node for node in self.nodes.values() if not node.over]
-        text = f"{count(len(running), 'node')}, {count(sum(len(node.ranks) for node in running), 'rank')}"
+        running = [node for node in self.nodes.values() if not (node.over or node.left)]
+        text = count(len(running), "node")
+        if not self.ranks:
+            return f"{text}, serving"
+        text += f", {count(sum(len(node.ranks) for node in running), 'rank')}"
         row = self.slowest()
         if row is None:
             return f"{text}; no step yet"

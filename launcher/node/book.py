@@ -109,6 +109,10 @@ class Book:
     def ended_ranks(self) -> set[int]:
         return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}
 
+    def all_ended_well(self) -> bool:
+        """Whether every rank has ended, and none by a failure."""
+        return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
+
     def rank_pids(self) -> dict[int, int]:
         """Processes of the ranks that run."""
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}

@@ -27,6 +27,7 @@ class Child:
         self.started = time.time()
         self.ended: float | None = None
         self.asked = False  #: told to stop before it ended by itself
+        self.asked_at = 0.0  #: monotonic seconds
         self.process = subprocess.Popen(
             list(argv),
             env=dict(env),
@@ -69,6 +70,7 @@ class Child:
     def terminate(self) -> None:
         """SIGTERM to its group, unless it has ended by itself."""
         if self.running():
+            self.asked_at = self.asked_at if self.asked else time.monotonic()
             self.asked = True
             procs.send_group(self.pid, signal.SIGTERM)
 
@@ -112,6 +114,13 @@ class Loop:
         """Log what ``child`` prints from now on."""
         self._children.append(child)
         self._selector.register(child, selectors.EVENT_READ, child)
+
+    def forget(self, child: Child) -> None:
+        """A child that has ended; its last output is logged."""
+        self._children.remove(child)
+        if child.fileno() in self._selector.get_map():
+            self._selector.unregister(child)
+        child.close()
 
     def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
         """Call ``ready`` with what of ``events`` (of selectors) has come true of a socket; again: change them."""

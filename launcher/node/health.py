@@ -1,4 +1,4 @@
-"""Whether the ranks get on: their vital signs here, on node 0 judged over all nodes, and stacks when they do not."""
+"""Whether the ranks get on: their vital signs here, judged over all nodes on the lead node; stacks when they do not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from launcher.node import stacks
 from launcher.node.book import Book
 from launcher.node.hub import Hub
 from launcher.node.judge import Judge
+from launcher.node.member import Member
 from launcher.node.peers import Peers
 from launcher.node.spec import NodeSpec
 from launcher.node.vitals import Vitals
@@ -47,7 +48,7 @@ class Health:
             return None
         self._next = time.monotonic() + 1.0
         found = self._vitals.look(time.time(), self._book.ended_ranks())
-        if self._spec.node_rank == 0:
+        if not isinstance(self._peers, Member):
             found = [*found, *self._judged()]
             self._take_from_members()
         for finding in found:
@@ -65,10 +66,11 @@ class Health:
         self._book.journal.event("finding", finding=finding)
 
     def _judged(self) -> list[Finding]:
-        nodes: dict[int, Any] = {0: self._vitals.ranks}
+        nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
         members = self._peers.members if isinstance(self._peers, Hub) else {}
-        nodes |= {k: member.ranks for k, member in members.items()}
-        found = self._judge.look(time.monotonic(), nodes)
+        nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
+        generation = self._peers.team["generation"] if self._peers.team else 0
+        found = self._judge.look(time.monotonic(), nodes, generation)
         for finding in found:  # a finding's time is by its node's clock
             finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
         return found

@@ -1,4 +1,4 @@
-"""Node 0's end of the connections between supervisors (see ``launcher.node.peers``)."""
+"""The lead node's end of the connections between supervisors (see ``launcher.node.peers``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 from launcher.node.child import Loop
 from launcher.node.link import Link, Message, proof, proven
-from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, earlier, make_cause, received_cause
+from launcher.node.losses import fatal, left_words, next_team
+from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, Team, earlier, make_cause, received_cause
 
 _MAX_STRANGERS = 64  # connections that have not proven yet who they are; the oldest goes first
 _GREETING_TIME = 5.0  # seconds a stranger gets
@@ -36,6 +37,9 @@ class Known:
     trained: bool | None = False
     final: bool = False
     lost: bool = False
+    left: Cause | None = None  #: why the run goes on without it
+    own_ranks: tuple[int, ...] | None = None
+    begun: bool = False  #: some rank of it has started
     ranks: dict[str, Any] = field(default_factory=dict)
     findings: list[Any] = field(default_factory=list)
     stacks: dict[str, Any] | None = None
@@ -44,16 +48,18 @@ class Known:
 
 
 class Hub:
-    """All members as node 0 sees them; nothing it does can block."""
+    """All members as the lead node sees them; nothing it does can block."""
 
     def __init__(self, meeting: Meeting, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.meeting = meeting
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
+        self.gone: dict[str, dict[str, Any]] = {}
+        self.team: Team | None = None
         self.offset = 0.0
         self.dropped: dict[str, int] = {}  #: connections refused or broken off, by why
-        self.members = {k: Known(k) for k in range(1, len(meeting.labels))}
+        self.members = {k: Known(k) for k in range(len(meeting.labels)) if k != meeting.hub}
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
@@ -90,8 +96,12 @@ class Hub:
         now = time.monotonic()
         return {str(k): self._row(member, now) for k, member in self.members.items()}
 
+    @property
+    def spare(self) -> list[int]:
+        return self.meeting.crew.spare(self._gone)
+
     def report(self, report: Report) -> None:
-        """Take node 0's own state; what concerns the members is told at once."""
+        """Take the lead node's own state; what concerns the members is told at once."""
         self._own = report
         if report.get("cause"):
             self._stop(report["cause"])
@@ -159,8 +169,8 @@ class Hub:
     def _closed(self, link: Link, why: str) -> None:
         if link in self._strangers:
             return self._drop(link, why)
-        member = self.members[link.node_rank or 0]
-        if member.link is link:
+        member = self.members.get(-1 if link.node_rank is None else link.node_rank)
+        if member is not None and member.link is link:
             member.link, member.gone, member.gone_wall = None, time.monotonic(), self._clock()
 
     def _drop(self, link: Link, why: str) -> None:
@@ -172,6 +182,8 @@ class Hub:
     # Beats.
 
     def _take(self, member: Known, message: Message) -> None:
+        if "ping" in message:
+            return self._pong(member)
         got, sent = self._clock(), float(message["t"])
         ahead = sent - got if message["offset"] is None else float(message["offset"])
         cause, member.ahead = received_cause(message["cause"], ahead), ahead
@@ -179,21 +191,28 @@ class Hub:
         member.state, member.trained = str(message["state"])[:20], message["trained"]
         member.ranks, member.findings = dict(message["ranks"]), list(message["findings"])
         member.stacks = message["stacks"] if message["stacks"] is None else dict(message["stacks"])
+        member.own_ranks, member.begun = tuple(map(int, message["own_ranks"])), bool(message["begun"])
         member.final = message["final"] in _ENDS
         if cause is not None:
-            self._stop(cause)
+            self._end_or_leave(member, cause)
         self._finish()
         if member.link is not None and not member.link.waiting:
             often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
             member.link.send({"t0": sent, "t1": got, **self._news(member, with_peers=often)})
 
+    def _pong(self, member: Known) -> None:
+        member.heard = time.monotonic()
+        if member.link is not None and not member.link.waiting:
+            member.link.send({"pong": 1})
+
     def _news(self, member: Known, *, with_peers: bool = False) -> Message:
-        own = {"0": {"state": self._own.get("state"), "age": 0.0}}
+        own = {str(self.meeting.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
-            "cause": self.cause,
-            "stop": self._stopping,
-            "finish": self.order is not None and not self._stopping,
+            "cause": self.cause if member.left is None or self._stopping else member.left,
+            "stop": self._stopping or member.left is not None,
+            "finish": self.order is not None and not self._stopping and member.left is None,
+            "team": self.team,
             "peers": {**own, **self.table} if with_peers else None,
             "stacks": self.stacks_wanted,
             "known_final": member.final,
@@ -216,7 +235,7 @@ class Hub:
 
     def _finish(self) -> None:
         """Once all that train have trained, nobody is needed any more."""
-        trained = [self._own.get("trained", False), *(member.trained for member in self.members.values())]
+        trained = [self._own.get("trained", False), *(member.trained for member in self._staying())]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
             self._broadcast()
@@ -233,7 +252,7 @@ class Hub:
         meeting = self.meeting
         if member.heard is None:
             late = now - self._opened > meeting.start_timeout
-            why = f"it did not report to node0 within {meeting.start_timeout:g} s (run.start_timeout)"
+            why = f"it did not report to node{meeting.hub} within {meeting.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
         if member.gone is not None and now - member.gone > min(EOF_PATIENCE, meeting.peer_timeout):
             return "its supervisor ended without a word; something killed it", member.gone_wall
@@ -244,8 +263,67 @@ class Hub:
 
     def _lose(self, member: Known, why: str, since: float) -> None:
         member.lost, member.state = True, "lost"
-        self.lost[str(member.node_rank)] = {"since": since, "why": why}
-        self._stop(make_cause(member.node_rank, "node", "lost", why, since))
+        self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
+
+    def _end_or_leave(self, member: Known, cause: Cause) -> None:
+        """What ended a member ends the run, unless the run can do without it."""
+        if member.left is not None:
+            return
+        if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
+            return self._leave(member, cause)
+        if cause["kind"] == "lost":
+            self.lost[str(member.node_rank)] = {"since": cause["t"], "why": cause["reason"]}
+        self._stop(fatal(cause, self.meeting, self._gone))
+
+    def _can_lose(self, member: Known) -> bool:
+        """Not while all stop; when all have trained no server is needed any more. Ranks that have not met yet never
+        would without the lost ones."""
+        crew, k = self.meeting.crew, member.node_rank
+        if self._stopping:
+            return False
+        if crew.role(k) == "server" and self.order is not None:
+            return True
+        return crew.can_lose(k, self._gone) and (crew.role(k) == "server" or bool(member.trained) or self._begun())
+
+    def _begun(self) -> bool:
+        """Whether the ranks of all nodes have met: then some have started, and all nodes have told theirs."""
+        known = all(member.own_ranks is not None for member in self._staying() if self._trains(member))
+        return known and (bool(self._own.get("begun")) or any(member.begun for member in self.members.values()))
+
+    def _trains(self, member: Known) -> bool:
+        return self.meeting.crew.role(member.node_rank) != "server"
+
+    def _leave(self, member: Known, cause: Cause) -> None:
+        """The run goes on without a member, which is told to stop should it hear us."""
+        self.gone[str(member.node_rank)] = {
+            "since": cause["t"],
+            "t": cause["t"] + member.ahead,
+            "why": cause["reason"],
+            "how": cause["kind"],
+            "kind": f"{self.meeting.crew.role(member.node_rank)}-lost",
+            "text": left_words(cause, self.meeting, self._gone),
+        }
+        member.left = cause
+        if member.own_ranks and not member.trained:
+            staying = [tuple(self._own["own_ranks"])]
+            staying += [one.own_ranks or () for one in self._staying() if one.trained is False]
+            self.team = next_team(self.team, staying, member.own_ranks, cause)
+        self._finish()
+        self._broadcast()
+
+    @property
+    def _gone(self) -> set[int]:
+        return {member.node_rank for member in self._left()}
+
+    def _left(self) -> Iterator[Known]:
+        return (member for member in self.members.values() if member.left is not None)
+
+    def _staying(self) -> Iterator[Known]:
+        return (member for member in self.members.values() if member.left is None)
+
+    def others_trained(self) -> bool:
+        """Whether no other node trains any more."""
+        return all(member.trained is not False for member in self._staying())
 
     def _excuse(self, pause: float) -> None:
         for member in self.members.values():

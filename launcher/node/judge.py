@@ -1,7 +1,8 @@
-"""Whether the ranks of all nodes get on: stalls and stragglers, judged on node 0 from what ``Vitals`` saw."""
+"""Whether the ranks of all nodes get on: stalls and stragglers, judged on the lead node from what ``Vitals`` saw."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -16,6 +17,7 @@ Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (a number, or its
 FIRST_STEP = 900.0  #: seconds that starting may take: loading, compiling kernels, meeting the others
 AT_LEAST = 120.0  #: seconds without a step before a stall is spoken of, where that is learned
 TIMES_LONGEST = 5.0  #: and how many times the longest pause before
+REGROUPING = 300.0  #: seconds after the loss of ranks in which those that go on may stand still
 BY_LINES_ALONE = 900.0  #: instead of AT_LEAST for scripts, whose evaluation and checkpoints tell nothing
 SLOWER = 1.5  #: a straggler's own work, against the median of the others
 SHARE = 0.2  #: and what it costs at least, of the time of a step
@@ -39,13 +41,15 @@ class Judge:
         self._stall = _Stall(None if stall_after == "auto" else float(stall_after), stop_on_stall)
         self._pace = _Pace()
 
-    def look(self, now: float, nodes: Nodes) -> list[dict[str, Any]]:
-        """New findings. now: seconds of a clock that is never set (``time.monotonic``)."""
+    def look(self, now: float, nodes: Nodes, generation: int = 0) -> list[dict[str, Any]]:
+        """New findings. now: seconds of a clock that is never set (``time.monotonic``). generation: of the team; when
+        it rises, the ranks regroup, which is no stall."""
         ranks = {
             int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
             for node, entries in nodes.items()
             for rank, entry in entries.items()
         }
+        self._stall.regroup(now, generation)
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def _label(self, node: int | str) -> str:
@@ -63,6 +67,11 @@ class _Stall:
         self._looked: float | None = None
         self._changed = 0.0
         self._begun = self._stepped = self._told = False
+        self._generation, self._regrouped = 0, -math.inf
+
+    def regroup(self, now: float, generation: int) -> None:
+        if generation > self._generation:
+            self._generation, self._regrouped = generation, now
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
         if self._looked is None:
@@ -80,7 +89,7 @@ class _Stall:
             yield self._finding(now - self._changed, running)
 
     def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
-        if self._begun:
+        if self._begun and now - self._regrouped > REGROUPING:
             self.longest = max(self.longest, now - self._changed)
         self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
         self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
@@ -92,6 +101,8 @@ class _Stall:
             limit = max(least, TIMES_LONGEST * self.longest)
         else:
             limit = self.after
+        if self._changed - self._regrouped < REGROUPING:
+            limit = max(limit, REGROUPING)
         return limit if self._stepped else max(limit, FIRST_STEP)
 
     def _finding(self, silence: float, ranks: Mapping[int, Entry]) -> dict[str, Any]:
@@ -106,7 +117,8 @@ class _Stall:
         text += f"{_names(behind, ranks)} {_place(ranks[behind[0]], many=len(behind) > 1)}"
         if others:
             text += f", the others {_place(max(others, key=_position), many=True)}"
-        return _finding("stall", 0 if first is None else ranks[first]["node_rank"], first, text, self.stop)
+        lead = min(entry["node_rank"] for entry in ranks.values())
+        return _finding("stall", lead if first is None else ranks[first]["node_rank"], first, text, self.stop)
 
 
 def _position(entry: Entry) -> tuple[float, ...]:
@@ -209,7 +221,7 @@ def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:
     if own["batch_s"] < 0.5 * (own["own_s"] - usual):
         return f"{needs}; the run waits for it (it computes more slowly: a weaker device, or one that others use too?)"
     share = entry["remote_share"]
-    remote = "" if share is None else f", with {share:.0%} of the rows from other hosts"
+    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # a client's all are
     return f"{needs}; the run waits for it (its batches take {_seconds(own['batch_s'])} of that: sampling{remote})"
 
 

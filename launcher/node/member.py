@@ -1,4 +1,4 @@
-"""A node's end of its connection to node 0's supervisor (see ``launcher.node.peers``)."""
+"""A node's end of its connection to the hub (see ``launcher.node.peers``)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,29 @@ from launcher.node.child import Loop
 from launcher.node.hub import excused, silence
 from launcher.node.link import Link, Message, proof, proven
 from launcher.node.offsets import ClockOffset
-from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, make_cause, received_cause
+from launcher.node.peers import EOF_PATIENCE, Cause, Meeting, Order, Report, Team, make_cause, received_cause
 
 _TRY_EVERY = 0.3  # seconds between two attempts to connect
 _TRY_FOR = 1.0  # seconds an attempt may take; a new one gets through a mended line sooner than TCP's later repeats
+_TRIPS_FOR = 3.0  # round trips an attempt gets at least
+_PING_EVERY = 0.2  # seconds between two signs of life
+_PINGS = 640  # a second that the hub takes from all members
 _SILENT = 2.0  # seconds without an answer after which a new connection is made
 _LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
 _QUICK_TRIPS = 4  # round trips made at once, for the clocks' offset
 
 
 class Member:
-    """The hub as a member sees it; nothing it does can block but looking up node 0's name."""
+    """The hub as a member sees it; nothing it does can block but looking up the name of its host."""
 
     def __init__(self, meeting: Meeting, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.meeting = meeting
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
+        self.gone: dict[str, dict[str, Any]] = {}
+        self.team: Team | None = None
+        self.spare = meeting.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._offset, self._trips = ClockOffset(), 0
@@ -47,7 +53,8 @@ class Member:
         self._known_final = False
         self._hub_nonce = ""
         self._trouble = ""  # why the last attempt to connect failed
-        self._opened = self._looked = self._tried = time.monotonic()
+        self._opened = self._looked = self._tried = self._pinged = time.monotonic()
+        self._ping_every = max(_PING_EVERY, len(meeting.labels) / _PINGS)
 
     # As any supervisor's peers.
 
@@ -60,8 +67,9 @@ class Member:
         """As the hub told last, the hub itself as heard."""
         now = time.monotonic()
         rows = {k: {**row, "age": _add(row["age"], now - self._peers_told)} for k, row in self._peers.items()}
-        hub = {"state": rows.get("0", {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
-        rows["0"] = hub if self._heard is not None else {"state": "absent", "age": None}
+        key = str(self.meeting.hub)
+        hub = {"state": rows.get(key, {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
+        rows[key] = hub if self._heard is not None else {"state": "absent", "age": None}
         return {k: row for k, row in rows.items() if k != str(self.meeting.node_rank)}
 
     def open(self) -> None:
@@ -82,9 +90,11 @@ class Member:
         silent = self._heard is not None and now - self._heard > min(_SILENT, self.meeting.peer_timeout / 2)
         if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
-        late = now - self._tried > (_TRY_EVERY if self._connecting is None else _TRY_FOR)
+        late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._try_for)
         if self._link is None and late and not self.parted():
             self._connect()
+        if now - self._pinged >= self._ping_every:
+            self._ping(now)
 
     def report(self, report: Report) -> None:
         self._own = report
@@ -102,6 +112,19 @@ class Member:
         self._link = self._silent = None
 
     # The connection.
+
+    @property
+    def _try_for(self) -> float:
+        """Not longer than need be where the way to the hub is known: after a cut each attempt may be the first to get
+        through."""
+        trip = self._offset.quickest
+        return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
+
+    def _ping(self, now: float) -> None:
+        """Between reports: who has been heard just before a cut bears a longer one."""
+        self._pinged = now
+        if self._proven is not None and not self._proven.waiting:
+            self._proven.send({"ping": 1})
 
     def _connect(self) -> None:
         self._forget_attempt()
@@ -185,12 +208,12 @@ class Member:
             shown = proof(token, "member", k, self._hub_nonce, link.nonce)
             link.send({"node_rank": k, "nonce": link.nonce, "proof": shown})
         elif proven(message["proof"], token, "hub", k, self._hub_nonce, link.nonce):
-            link.node_rank = 0
+            link.node_rank = self.meeting.hub
             self._drop_silent()
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError("what listens there is not node0 of this run")
+            raise ValueError(f"what listens there is not node{meeting.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven
@@ -201,12 +224,15 @@ class Member:
     def _news(self, message: Message) -> None:
         now = self._clock()
         self._heard = time.monotonic()
+        if "pong" in message:
+            return
         if "t0" in message:
             self._offset.add(float(message["t0"]), float(message["t1"]), float(message["t2"]), now)
         if message["peers"] is not None:
             self._peers, self._peers_told = dict(message["peers"]), self._heard
         self._known_final = self._known_final or bool(message["known_final"])
         self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
+        self.team = message["team"] or self.team
         behind = (float(message["t2"]) - now) if self.offset is None else -self.offset
         self.cause = received_cause(message["cause"], behind)
         if message["stop"]:
@@ -236,9 +262,9 @@ class Member:
         return "", 0.0
 
     def _lose(self, why: str, since: float) -> None:
-        self.lost["0"] = {"since": since, "why": why}
+        self.lost[str(self.meeting.hub)] = {"since": since, "why": why}
         if self.order is None:
-            self.cause = make_cause(0, "node", "lost", why, since)
+            self.cause = make_cause(self.meeting.hub, "node", "lost", why, since)
             self.order = Order(self.cause)
 
 

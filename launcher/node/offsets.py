@@ -23,6 +23,11 @@ class ClockOffset:
         """None before the first round trip."""
         return min(self._trips)[1] if self._trips else None
 
+    @property
+    def quickest(self) -> float | None:
+        """Seconds the quickest round trip took."""
+        return min(self._trips)[0] if self._trips else None
+
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
         """Take in a round trip; one that contradicts those before means that a clock was set."""
         on_the_way = (t3 - t0) - (t2 - t1)

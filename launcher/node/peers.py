@@ -1,16 +1,18 @@
-"""What the supervisors of one run know of each other: node 0's is the hub, the others are its members.
+"""What the supervisors of one run know of each other: the lead node's is the hub, the others are its members.
 
 Each member connects to the hub and says each second how its node is; the hub answers each time. What ends the run
 travels at once: the first failure or stop anywhere becomes an order for all. Silence counts as well: who is not heard
-for ``peer_timeout`` seconds is lost, and a lost node ends the run too. Every message repeats all that matters, so that
-a connection may break and be made anew without harm.
+for ``peer_timeout`` seconds is lost, and a lost node ends the run too, unless the run can do without it (``Crew``).
+Every message repeats all that matters, so that a connection may break and be made anew without harm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+from launcher.node.crew import Crew
 
 EOF_PATIENCE = 2.0  #: seconds a closed connection has to come back; that of a killed supervisor never does
 _MAX_TEXT = 2000  # characters of a reason
@@ -20,7 +22,9 @@ Cause = dict[str, Any]
 #: "asked": {"by", "why", "now"} of a stop, else null}``
 Report = dict[str, Any]
 #: ``{"state", "trained": None where nothing trains, "final": state of result.json, "cause", "ranks", "findings",
-#: "stacks": {rank: [summary]} once asked for}``
+#: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node], "begun": whether one has started}``
+Team = dict[str, Any]
+#: ``team.json``: {"generation": 1 and up, "ranks": [that go on], "lost": [{"node_rank", "ranks", "why"}]}
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,17 @@ class Meeting:
     token: str
     node_rank: int
     labels: tuple[str, ...]  #: by node_rank
-    address: str  #: of node 0, for members
+    address: str  #: of the hub, for members
     bind: str  #: what the hub listens on
     port: int
     start_timeout: float
     peer_timeout: float
+    crew: Crew = field(default_factory=lambda: Crew(0))
+
+    @property
+    def hub(self) -> int:
+        """Node rank of the lead node."""
+        return self.crew.lead
 
 
 class Order(NamedTuple):
@@ -48,7 +58,9 @@ class Peers(Protocol):
 
     order: Order | None
     cause: Cause | None  #: what ended the run first, wherever that was
-    lost: dict[str, dict[str, Any]]  #: by node_rank: {"since", "why"}
+    lost: dict[str, dict[str, Any]]  #: by node_rank: {"since", "why"}; which ended the run
+    gone: dict[str, dict[str, Any]]  #: the same of nodes that the run does without; also "t", "how", "kind", "text"
+    team: Team | None  #: the ranks that go on, once some do not any more
 
     def open(self) -> None:
         """Begin; raises OSError when the hub cannot listen."""
@@ -67,11 +79,15 @@ class Peers(Protocol):
 
     @property
     def offset(self) -> float | None:
-        """This clock minus node 0's, in seconds."""
+        """This clock minus the hub's, in seconds."""
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
         """The others by node_rank: {"state", "age": seconds since they were heard}."""
+
+    @property
+    def spare(self) -> list[int]:
+        """Nodes of which the run could do without any one."""
 
 
 class Alone:
@@ -81,6 +97,9 @@ class Alone:
         self.order: Order | None = None
         self.cause: Cause | None = None
         self.lost: dict[str, dict[str, Any]] = {}
+        self.gone: dict[str, dict[str, Any]] = {}
+        self.team: Team | None = None
+        self.spare: list[int] = []
         self.offset = 0.0
         self.table: dict[str, dict[str, Any]] = {}
 

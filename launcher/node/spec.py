@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from launcher.node import procs
+from launcher.node.crew import Crew
 from launcher.node.peers import Meeting
 from launcher.node.record import read_json
 
@@ -33,6 +36,11 @@ class NodeSpec:
     on_stall: str = "stop"
     stall_after: float | str = "auto"
     on_nan: str = "warn"
+    role: str = "worker"  #: worker, server or client
+    roles: tuple[str, ...] = ()  #: of every node, by node_rank
+    parts: tuple[tuple[int, ...], ...] = ()  #: that every node holds, by node_rank
+    server_restarts: int = 3
+    on_client_loss: str = "stop"
 
     @staticmethod
     def read(path: str) -> NodeSpec:
@@ -42,10 +50,24 @@ class NodeSpec:
             if values is None:
                 raise SystemExit(f"supervisor: no such file: {path}")
             known = {field.name: values[field.name] for field in fields(NodeSpec) if field.name in values}
-            lists = {name: tuple(known.get(name, ())) for name in ("ranks", "labels", "leases")}
-            return NodeSpec(**{**known, **lists})
+            lists = {name: tuple(known.get(name, ())) for name in ("ranks", "labels", "leases", "roles")}
+            parts = tuple(map(tuple, known.get("parts", ())))
+            return NodeSpec(**{**known, **lists, "parts": parts})
         except (ValueError, TypeError) as error:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
+
+    def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
+        """For one of the node's own processes: ours, the command's, and what rank runners and leftover hunts go by."""
+        return {
+            **os.environ,
+            **command.get("env", {}),
+            procs.TOKEN: procs.node_token(self.token, self.node_rank),
+            "GNNFLEET_RUN_ID": self.run_id,
+            "GNNFLEET_RUN_DIR": self.run_dir,
+            "GNNFLEET_GRACE": str(self.grace),
+            "GNNFLEET_SUPERVISOR": supervisor,
+            "NODE_RANK": str(self.node_rank),
+        }
 
     @property
     def label(self) -> str:
@@ -70,4 +92,7 @@ class NodeSpec:
             port=int(self.control["port"]),
             start_timeout=self.start_timeout,
             peer_timeout=self.peer_timeout,
+            crew=Crew(
+                int(self.control.get("node_rank", 0)), self.roles, self.parts, go_on=self.on_client_loss == "go-on"
+            ),
         )

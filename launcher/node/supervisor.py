@@ -22,11 +22,13 @@ if not __package__:  # run as a file: make the package above importable
 from launcher.node import lease, procs
 from launcher.node.book import Book, Mailbox
 from launcher.node.child import Child, Loop, outcome, signal_name
+from launcher.node.departed import Departed
 from launcher.node.ended import Ended, conflicts, who_holds
 from launcher.node.ending import end_processes
 from launcher.node.health import Finding, Health
 from launcher.node.hub import Hub
 from launcher.node.journal import Journal, stop_request
+from launcher.node.keeper import Keeper
 from launcher.node.member import Member
 from launcher.node.memory import OomWatch
 from launcher.node.peers import Alone, Cause, Order, Peers, make_cause, sentence
@@ -48,7 +50,6 @@ class Supervisor:
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.children: list[Child] = []
-        self.server: Child | None = None
         self.launcher: Child | None = None
         self.state, self.final = "starting", ""
         self.trained: bool | None = None if spec.trainer is None else False
@@ -56,11 +57,14 @@ class Supervisor:
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
+        self.me = f"{os.getpid()}:{self.start_ticks}"
         self.book = Book(self.journal, spec.node_rank, spec.ranks)
-        self.mailbox = Mailbox(self.loop, self.book, self.token, f"{os.getpid()}:{self.start_ticks}")
+        self.mailbox = Mailbox(self.loop, self.book, self.token, self.me)
         self.peers = self.meet()
         self.health = Health(spec, self.book, self.peers, self.idle)
         self.oom = OomWatch()
+        self.keeper = Keeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
+        self.departed = Departed(self.journal, self.peers)
         self._next_heartbeat = 0.0
 
     def meet(self) -> Peers:
@@ -68,7 +72,7 @@ class Supervisor:
         meeting = self.spec.meeting
         if meeting is None:
             return Alone()
-        return Hub(meeting, self.loop) if self.spec.node_rank == 0 else Member(meeting, self.loop)
+        return Hub(meeting, self.loop) if self.spec.node_rank == meeting.hub else Member(meeting, self.loop)
 
     # The run, top to bottom.
 
@@ -121,17 +125,10 @@ class Supervisor:
         """Start the graph server, if any, and wait until its ready file is there."""
         if self.spec.server is None:
             return
-        if os.path.exists(self.spec.ready_file):
-            os.remove(self.spec.ready_file)
-        self.server = self.start("server", self.spec.server)
-        deadline = time.monotonic() + self.spec.start_timeout
-        while not os.path.exists(self.spec.ready_file):
-            if time.monotonic() > deadline:
-                late = f"was not ready within {self.spec.start_timeout:g} s (run.start_timeout)"
-                self.fail_server(f"{late}: it has not written {self.spec.ready_file}")
+        self.keeper.begin()
+        while not self.keeper.ready:
             self.turn()
         self.set_state("serving")
-        self.journal.event("server-ready", seconds=round(time.time() - self.server.started, 3))
 
     def train(self) -> None:
         """Run the trainer, if any, to its end."""
@@ -141,15 +138,18 @@ class Supervisor:
         self.set_state("training")
         while self.launcher.running():
             self.turn()
+            self.departed.release(self.launcher, self.book)
         self.check_ranks()
         status, _ = self.launcher.status
-        if status != 0:
-            self.fail_launcher()
+        if status != 0 and not self.launcher.asked:
+            self.fail_own("launcher", self.launcher, "torch.distributed.run failed though no rank on this node did")
         self.trained = True
 
     def serve_others(self) -> None:
-        """Go on while other nodes train: they sample from our server, and meet at node 0."""
-        if self.trained is None or (self.spec.control is not None and (self.server or self.spec.node_rank == 0)):
+        """Go on while other nodes train: they sample from our server, and meet at the lead node."""
+        if self.trained is None or (
+            self.spec.control is not None and (self.spec.server or isinstance(self.peers, Hub))
+        ):
             self.set_state("serving")
             while True:
                 self.turn()
@@ -160,7 +160,8 @@ class Supervisor:
         """Start one of the node's own processes with its log."""
         log = self.journal.path("logs", f"{name}.log")
         try:
-            child = Child(name, command["argv"], log, env=self.environment(command), cwd=command.get("cwd"))
+            env = self.spec.environment(command, self.me)
+            child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"))
         except OSError as error:
             where = command.get("cwd") or os.getcwd()
             note = f"cannot start {command['argv'][0]} in {where}: {error.strerror}"
@@ -171,27 +172,14 @@ class Supervisor:
         self.journal.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
         return child
 
-    def environment(self, command: Mapping[str, Any]) -> dict[str, str]:
-        """Our own environment, the command's, and what rank runners and leftover hunts go by."""
-        return {
-            **os.environ,
-            **command.get("env", {}),
-            procs.TOKEN: self.token,
-            "GNNFLEET_RUN_ID": self.spec.run_id,
-            "GNNFLEET_RUN_DIR": self.spec.run_dir,
-            "GNNFLEET_GRACE": str(self.spec.grace),
-            "GNNFLEET_SUPERVISOR": f"{os.getpid()}:{self.start_ticks}",
-            "NODE_RANK": str(self.spec.node_rank),
-        }
-
     def turn(self) -> None:
         """Wait a moment; raises Ended when there is a reason to end."""
         self.idle()
         self.check_requests()
-        if self.server is not None and not self.server.running():
-            ready = os.path.exists(self.spec.ready_file)
-            self.fail_server("ended while it was needed" if ready else "ended before it was ready")
+        if self.spec.server is not None:
+            self.check_server()
         self.check_ranks()
+        self.departed.heed_team()
         if self.peers.order is not None:
             raise self.ordered(self.peers.order)
         self.check_health()
@@ -200,6 +188,7 @@ class Supervisor:
         """Wait a moment, taking in output and messages, and keeping the heartbeat."""
         self.loop.turn(timeout)
         self.peers.look()
+        self.health.findings += self.departed.news()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
 
@@ -219,6 +208,17 @@ class Supervisor:
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
 
+    def check_server(self) -> None:
+        """Raises Ended when the graph server has failed for good."""
+        restarts = len(self.keeper.findings)
+        trouble = self.keeper.look()
+        if trouble and self.keeper.child is not None:
+            self.fail_own("server", self.keeper.child, trouble)
+        self.health.findings += self.keeper.findings[restarts:]
+        state = "restarting" if self.keeper.restarting else "serving"
+        if self.state in ("serving", "restarting") and self.state != state:
+            self.set_state(state)
+
     def check_ranks(self) -> None:
         """Raises Ended for a rank that failed by itself."""
         self.book.look()
@@ -227,7 +227,7 @@ class Supervisor:
             raise self.failed(first["name"], self.with_trouble(describe(first)), float(first["ended"]))
 
     def check_health(self) -> None:
-        """Raises Ended for a finding that ends the run; collects stacks for node 0, which may be about to end it."""
+        """Raises Ended for a finding that ends the run; collects stacks for the hub, which may be about to end it."""
         if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
             self.health.show_stacks()
             self.report()
@@ -246,7 +246,7 @@ class Supervisor:
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
         """Told to stop; that is no harm to a node which only serves, any more."""
-        needless = self.trained if self.trained is not None else self.state == "serving"
+        needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
@@ -255,19 +255,9 @@ class Supervisor:
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
 
-    def fail_server(self, note: str) -> None:
-        """Record the graph server as failed, ended or not, and raise Ended."""
-        assert self.server is not None
-        self.server.pump()
-        self.fail_own("server", self.server, note)
-
-    def fail_launcher(self) -> None:
-        """Record torch.distributed.run itself as failed: it ended although no rank failed."""
-        assert self.launcher is not None
-        self.launcher.pump()
-        self.fail_own("launcher", self.launcher, "torch.distributed.run failed though no rank on this node did")
-
     def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
+        """Record one of the node's own processes as failed, ended or not, and raise Ended."""
+        child.pump()
         record = self.record(name, child, note=note)
         how = describe({**record, "note": record["note"] if record["oom"] else ""})
         raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
@@ -321,7 +311,8 @@ class Supervisor:
         self.journal.settle(_LEAVING)
         cause = self.peers.cause or self.cause
         result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
-        result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "findings": self.health.findings}
+        result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "gone": self.peers.gone}
+        result |= {"findings": self.health.findings}
         self.journal.put_last("result.json", result)
         self.leave()
 
@@ -330,15 +321,18 @@ class Supervisor:
             child.running()
             child.close()
         self.book.look()
-        if self.server is not None and "server" not in self.book.outcomes:
-            self.book.record(outcome("server", self.spec.node_rank, None, self.server))
+        server = self.keeper.child
+        if server is not None and "server" not in self.book.outcomes:
+            self.book.record(outcome("server", self.spec.node_rank, None, server))
+        elif self.keeper.waiting is not None:
+            self.book.record(self.keeper.waiting)
         if self.launcher is not None and "launcher" not in self.book.outcomes:
             status, signaled = self.launcher.status
             told = {"name": "launcher", "rank": None, "pid": self.launcher.pid}
             self.journal.event("process-exit", **told, returncode=status, signal=signaled)
 
     def part(self) -> None:
-        """Have the others know how this node ended; node 0 stays until all have ended."""
+        """Have the others know how this node ended; the hub stays until all have ended."""
         self.report()
         deadline = time.monotonic() + self.spec.grace + _LEAVING
         while not self.peers.parted() and time.monotonic() < deadline:
@@ -372,6 +366,8 @@ class Supervisor:
             "processes": self.book.running(self.children),
             "clock_offset": self.peers.offset,
             "peers": self.peers.table,
+            "spare": self.peers.spare,
+            "gone": self.peers.gone,
             "ranks": self.health.ranks,
             "findings": self.health.told,
         }
@@ -382,7 +378,8 @@ class Supervisor:
         """Tell the other supervisors how this node is."""
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
         signs = {"ranks": self.health.ranks, "findings": self.health.told, "stacks": self.health.stacks}
-        self.peers.report({**own, **signs})
+        team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}
+        self.peers.report({**own, **signs, **team})
 
 
 def main() -> int:

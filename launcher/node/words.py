@@ -12,7 +12,6 @@ _CRASHES = {
     "SIGILL": "illegal instruction; often a build for another processor",
     "SIGFPE": "arithmetic fault",
 }
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def describe(record: Mapping[str, Any]) -> str:
@@ -65,8 +64,10 @@ def asked(request: Mapping[str, Any]) -> str:
 
 
 def size(count: float) -> str:
-    """``2.0 GB`` (of 1000 MB)."""
-    unit = 0
-    while count >= 1000 and unit < len(_UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.1f} {_UNITS[unit]}" if unit else f"{count:.0f} bytes"
+    """Bytes for a person, e.g. ``1.5 GB``."""
+    unit = "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if count < 1000:
+            break
+        count, unit = count / 1000, larger
+    return f"{count:.1f} {unit}" if count < 10 and unit != "B" else f"{count:.0f} {unit}"

@@ -39,6 +39,11 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
     found = run.found
     if found.plan_is_missing:
         raise UsageError(found.without_plan)
+    if found.plan is not None and found.plan.serve_only:
+        raise UsageError(
+            f"{found.run_id} is a serving cluster, not a training run; `gnnfleet serve --config FILE --name "
+            f"{found.run_id}` starts again what is down"
+        )
     notes: tuple[str, ...] = ()
     if not needs_no_node(found):
         views = run.look()
@@ -106,7 +111,8 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
 
 
 def _is_bundled(plan: LaunchPlan) -> bool:
-    return "-m trainer train" in " ".join(plan.nodes[0].trainer.argv)
+    trainer = plan.nodes[plan.lead].trainer
+    return trainer is not None and "-m trainer train" in " ".join(trainer.argv)
 
 
 def go_to(cwd: Path | None) -> None:

@@ -59,7 +59,7 @@ def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = Non
         where = progress_words(run.found, alive)
         told = f"run {run_id} still runs{f' ({where})' if where else ''}; what there is by now is in {folder}"
         return Brought(folder, None, told, collected.notes, 0)
-    if away and not _known_by_others(views):
+    if away and not _known_by_others(views, run.found.needed_plan.lead):
         told = _unknown_end(run_id, views, folder)
         return Brought(folder, None, told, collected.notes, 1)
     report = written(report_of(run, views, collected, folder))
@@ -104,9 +104,9 @@ def folder_for(run: OpenRun, runs_dir: Path) -> Path:
     return run.found.folder or runs_dir / run.found.run_id
 
 
-def _known_by_others(views: Mapping[int, NodeView]) -> bool:
-    """Whether the nodes in reach know how those out of reach ended: node 0 ends last, and says who was lost."""
-    hub = views.get(0)
+def _known_by_others(views: Mapping[int, NodeView], lead: int) -> bool:
+    """Whether the nodes in reach know how those out of reach ended: the hub ends last, and says who was lost."""
+    hub = views.get(lead)
     return hub is not None and hub.result is not None
 
 

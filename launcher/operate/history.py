@@ -107,7 +107,10 @@ def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan
 
 def _size(folder: Path) -> str:
     plan = read_plan(folder)
-    return f"{count(len(plan.nodes), 'node')} × {count(plan.world_size, 'rank')}" if plan else ""
+    if plan is None:
+        return ""
+    nodes = count(len(plan.nodes), "node")
+    return f"{nodes} serving" if plan.serve_only else f"{nodes} × {count(plan.world_size, 'rank')}"
 
 
 def _first_note(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from operator import attrgetter
 from pathlib import Path
@@ -41,6 +41,11 @@ class Wanted:
     since: float | None = None  #: seconds since the epoch, by this machine's clock
     last: int | None = None  #: only so many last lines
     every: bool = False  #: also those of supervisors, graph servers and torch.distributed.run
+    servers: bool = False  #: those of graph servers, as there are no ranks
+
+    def of(self, plan: LaunchPlan) -> Wanted:
+        """What it means for this run."""
+        return replace(self, servers=True) if plan.serve_only else self
 
     def nodes(self, plan: LaunchPlan) -> list[int]:
         """Ranks of the nodes that are concerned; raises UsageError when there is no such node or rank."""
@@ -48,7 +53,8 @@ class Wanted:
         if self.node is not None and self.node not in ranks:
             raise UsageError(f"--node {self.node}: the run has nodes 0 to {len(ranks) - 1}")
         if self.rank is not None and self.rank >= plan.world_size:
-            raise UsageError(f"--rank {self.rank}: the run has ranks 0 to {plan.world_size - 1}")
+            has = "no ranks: it only serves" if plan.serve_only else f"ranks 0 to {plan.world_size - 1}"
+            raise UsageError(f"--rank {self.rank}: the run has {has}")
         found = [node for node in plan.nodes if self.node in (None, node.node_rank)]
         found = [node for node in found if self.rank is None or self.rank in node.ranks]
         if not found:
@@ -61,7 +67,7 @@ class Wanted:
         """Of the log files."""
         if self.rank is not None:
             return [f"logs/rank{self.rank}.log"]
-        return ["logs/*.log"] if self.every else ["logs/rank*.log"]
+        return ["logs/*.log"] if self.every else ["logs/server.log" if self.servers else "logs/rank*.log"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,8 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
     missing: dict[int, str] = {}
     sources: list[Iterator[Line]] = []
     remote = []
-    for k in wanted.nodes(plan):
+    ranks, wanted = wanted.nodes(plan), wanted.of(plan)
+    for k in ranks:
         folder = collected_logs(run.found, k)
         if folder is not None:
             sources += _lines_here(folder, k, wanted)
@@ -89,7 +96,7 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
     if remote:
         views = _ask(run, wanted, remote)
         missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
-        sources += [lines for view in views.values() for lines in _lines_of(view, views)]
+        sources += [lines for view in views.values() for lines in _lines_of(view, views.get(plan.lead))]
     merged: Iterable[Line] = heapq.merge(*sources, key=attrgetter("when"))
     if wanted.last is not None:
         merged = list(merged)[-wanted.last :] if wanted.last else []
@@ -106,7 +113,7 @@ def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int,
     first = wanted.last if wanted.last is not None else None if wanted.since is not None else _FIRST_LINES
     stop = threading.Event()
     plan = run.found.needed_plan
-    ranks = wanted.nodes(plan)
+    ranks, wanted = wanted.nodes(plan), wanted.of(plan)
     offsets = _clock_offsets(run, wanted, ranks)
     timeout = run.found.needed_config.run.connect_timeout
     followers = [
@@ -207,16 +214,16 @@ def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
     return words + (["--tail", str(tail)] if tail is not None else [])
 
 
-def _lines_of(view: NodeView, views: Mapping[int, NodeView]) -> list[Iterator[Line]]:
-    """One iterator per log, times by this machine's clock: to node 0 as the nodes measured, from there as seen now."""
+def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
+    """One iterator per log, times by this machine's clock: to the hub as the nodes measured, from there as seen now."""
     offset = view.offset
-    if 0 in views and views[0].now and (view.node.node_rank == 0 or view.cluster_offset):
-        offset = view.cluster_offset + views[0].offset
+    if hub is not None and hub.now and (hub is view or view.cluster_offset):
+        offset = view.cluster_offset + hub.offset
     return [parsed(lines, view.node.node_rank, process_name(file), offset) for file, lines in view.lines.items()]
 
 
 def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[Line]]:
-    """The same from collected files; by node 0's clock, which is the best that is known of it later."""
+    """The same from collected files; by the lead node's clock, which is the best that is known of it later."""
     result = json.loads((folder / "result.json").read_text())
     offset = float(result.get("clock_offset") or 0.0)
     files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
@@ -249,8 +256,9 @@ class LinePrinter:
     def __init__(self, console: Console, plan: LaunchPlan, *, times: bool, every: bool):
         self.console, self.times = console, times
         names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
+        names += [f"node{node.node_rank}/server" for node in plan.nodes if node.server and plan.serve_only]
         names += [f"node{node.node_rank}/supervisor" for node in plan.nodes] if every else []
-        self._width = max(map(len, names))
+        self._width = max(map(len, names), default=0)
         self._lock = threading.Lock()
 
     def put(self, line: Line) -> None:

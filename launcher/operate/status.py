@@ -115,13 +115,15 @@ def rendered(status: Status) -> Group:
 
 
 def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
-    """One row for each rank; of one that has not told a step, the node's state alone."""
+    """One row for each rank; of one that has not told a step, and of a graph server, the node's state alone."""
     state = Text(view.word, _NODE_STYLES.get(view.word, ""))
     age = view.heartbeat_age
     beat = f"{age:.1f} s ago" if age is not None else "–"
     for i, rank in enumerate(view.node.ranks):
         step = view.ranks.get(str(rank), {})
         yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
+    if not view.node.ranks:
+        yield (view.node.label, "–", state, *_step_cells({}), beat)
 
 
 def _step_cells(step: Mapping[str, Any]) -> tuple[str, str, str, str, str]:

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.followed import node0_was_cut_off
+from launcher.followed import hub_was_cut_off
 from launcher.node import peers
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView
+from launcher.plan import LaunchPlan
 from launcher.registry import BEFORE_NODES, LaunchFile, last_sign
 from launcher.words import count
 
@@ -96,20 +97,23 @@ def judge(found: FoundRun, views: Views) -> Verdict:
 
 
 def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], away: list[NodeView]) -> Verdict:
-    broken = any(view.reached and view.word in ("failed", "lost") for view in everyone)  # the others notice in seconds
+    plan = found.needed_plan
+    spare = done_without(everyone, plan.lead)
+    broken = not plan.serve_only and any(
+        view.reached and view.word in ("failed", "lost") for view in everyone if view.node.node_rank not in spare
+    )
     state: State = "stopping" if broken or any(view.word == "stopping" for view in alive) else "running"
     if state == "stopping":
         verb = "is failing" if broken else "is stopping"
     else:
-        verb = "trains" if any(view.word == "training" for view in alive) else "is starting"
-    plan = found.needed_plan
-    size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
+        verb = _what_it_does(alive)
     where = progress_words(found, alive)
-    told = f"run {found.run_id} {verb}: {size}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
+    told = f"run {found.run_id} {verb}: {_size(plan)}" + (f", {where}" if where else "") + f"; {launcher_words(found)}"
     notes = [*_away_notes(away, alive), *(_ended_note(view) for view in everyone if view.reached and not view.alive)]
     here = found.words
+    watch = f"gnnfleet serve status {found.run_id}" if plan.serve_only else f"gnnfleet follow {here}"
     following = () if state == "stopping" else (f"gnnfleet logs {here} -f", f"gnnfleet stop {here}")
-    return Verdict(state, told, tuple(notes), (f"gnnfleet follow {here}", *following))
+    return Verdict(state, told, tuple(notes), (watch, *following))
 
 
 def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]) -> Verdict:
@@ -126,16 +130,16 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     if found.result is not None and found.result["state"] in _FROM_RESULT:
         return _over_by_result(found, found.result)
-    words = {view.word for view in everyone}
     plan = found.needed_plan
-    size = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}"
+    size, gone = _size(plan), done_without(everyone, plan.lead, only_gone=True)
+    words = {view.word for view in everyone if view.node.node_rank not in gone}
     if words == {"done"}:
         state, told = "done", f"run {found.run_id} is done ({size})"
     elif words & {"failed", "lost", "not started"}:
         state, told = "failed", f"run {found.run_id} has failed ({size})"
     else:
         state, told = "stopped", f"run {found.run_id} was stopped ({size})"
-    why = first_cause(everyone)
+    why = first_cause(everyone, plan.lead)
     untold = [view for view in everyone if _why_ended(view) not in why and view.node.label not in why]
     notes = [_ended_note(view) for view in untold if view.word != "done"]
     told += f": {why}" if why else ""
@@ -155,6 +159,8 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any]) -> Verdict:
 
 def _after(found: FoundRun, state: State, *, collected: bool = False) -> tuple[str, ...]:
     bring = () if collected else (f"gnnfleet collect {found.words}",)
+    if found.plan is not None and found.plan.serve_only:
+        return (*bring, f"gnnfleet serve --config FILE --name {found.run_id}")
     return bring if state == "done" else (*bring, f"gnnfleet resume {found.words}")
 
 
@@ -166,7 +172,7 @@ def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
 
 def _never_started(found: FoundRun, nodes: str) -> Verdict:
     told = f"run {found.run_id} never started: {launcher_words(found)}; {nodes}"
-    return Verdict("never started", told, (), (f"gnnfleet resume {found.words}",))
+    return Verdict("never started", told, (), _after(found, "failed", collected=True))
 
 
 def launcher_words(found: FoundRun) -> str:
@@ -212,18 +218,40 @@ def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     return (at[0], at[1]) if at else (rank["epoch"], rank["step"])
 
 
-def first_cause(views: Sequence[NodeView]) -> str:
+def first_cause(views: Sequence[NodeView], hub: int) -> str:
     """Why the run ended, by the words of the node where it began; '' when all went well. ``views``: of all nodes."""
+    gone = done_without(views, hub, only_gone=True)
     labels = tuple(view.node.label for view in views)
     results = {view.node.node_rank: view.result for view in views if view.result is not None}
-    if node0_was_cut_off(results, len(views)):  # what it says of the others is not so
-        views = [view for view in views if view.node.node_rank != 0]
+    if hub_was_cut_off(results, len(views), hub):  # what it says of the others is not so
+        views = [view for view in views if view.node.node_rank != hub]
     for view in views:
         cause = (view.result or {}).get("cause")
         if cause:
             return str(cause["reason"]) if cause["kind"] == "stop" else peers.sentence(cause, labels)
-    told = [f"node{view.node.node_rank}: {why}" for view in views if (why := _why_ended(view))]
+    needed = [view for view in views if view.node.node_rank not in gone]
+    told = [f"node{view.node.node_rank}: {why}" for view in needed if (why := _why_ended(view))]
     return told[0] if told else ""
+
+
+def done_without(views: Sequence[NodeView], hub: int, *, only_gone: bool = False) -> set[int]:
+    """Nodes that the run has gone on without, and those that it could: by the hub's word."""
+    told = next((view.result or view.state or {} for view in views if view.node.node_rank == hub), {})
+    gone = set(map(int, told.get("gone") or ()))
+    return gone if only_gone else gone | set(told.get("spare") or ())
+
+
+def _size(plan: LaunchPlan) -> str:
+    nodes = count(len(plan.nodes), "node")
+    return nodes if plan.serve_only else f"{nodes}, {count(plan.world_size, 'rank')}"
+
+
+def _what_it_does(alive: Sequence[NodeView]) -> str:
+    words = {view.word for view in alive}
+    if "training" in words:
+        return "trains"
+    trainers = [view for view in alive if view.node.ranks]
+    return "serves" if not trainers and words <= {"serving", "restarting"} else "is starting"
 
 
 def result_words(result: Mapping[str, Any]) -> str:

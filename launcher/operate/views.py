@@ -69,7 +69,7 @@ class NodeView:
 
     @property
     def cluster_offset(self) -> float:
-        """Its clock minus node 0's, as the nodes have measured it; 0 when they have not."""
+        """Its clock minus the lead node's, as the nodes have measured it; 0 when they have not."""
         told = (self.result or {}).get("clock_offset")
         return float(told if told is not None else (self.state or {}).get("clock_offset") or 0.0)
 

@@ -57,6 +57,7 @@ __all__ = ["Host", "Machine", "NetCluster", "NetnsError", "Process", "remove_lef
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = ("/tmp", "/run", "/dev/shm")
 DISK = "/tmp/gnnfleet"  # a folder of every host that a power cut leaves, at a path that no cluster's name is part of
+BRIDGE_MAC = "02:00:00:00:00:01"  # else that of some host, and another's once that host is powered off
 PASSWORD = "correct-horse-9"  # of root and PASSWORD_USER on hosts made with password=True
 PASSWORD_HASH = "$6$gnnfleet$FlffmUHd8jMB5CKYvAOydeqTZ7F3umb87lM.c5Ncj4IHPUIzRpEmm7D7gtgJtNGHzGI6C06R8pYVBocfx9FuS1"
 PASSWORD_USER = "worker"
@@ -347,7 +348,7 @@ class NetCluster:
         written = self.folder / "owner.new"
         written.write_text(f"{self.owner} {start_ticks(self.owner)}")
         written.rename(self.folder / "owner")  # whole at once: others look at it in remove_leftovers
-        ip(f"link add {self.bridge} type bridge")
+        ip(f"link add {self.bridge} address {BRIDGE_MAC} type bridge")
         ip(f"addr add {self.prefix}.1/24 dev {self.bridge}")
         ip(f"link set {self.bridge} up")
         keygen(self.identity, "operator")

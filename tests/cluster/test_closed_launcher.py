@@ -55,10 +55,10 @@ def project(cluster: NetCluster, tmp_path: Path) -> Path:
     return folder
 
 
-SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("partition", "start")]
+SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("preflight", "partition", "sync", "start", "collect")]
 
 
-@pytest.mark.parametrize("stage", ["preflight", "sync", "train", "collect", *SLOW])
+@pytest.mark.parametrize("stage", ["train", *SLOW])
 def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, stage: str) -> None:
     """Nothing runs on the nodes yet: the launch ends; afterwards the run goes on, or is collected to its end."""
     if stage in ("sync", "collect"):

@@ -50,7 +50,8 @@ def made_parts(scene: Scene) -> None:
     subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), *words], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize(("size", "place"), [("1000k", "code"), ("2M", "data")])
+# Code takes 1.1 MB, and 1.6 MB in pages: it passes the look before, and does not fit.
+@pytest.mark.parametrize(("size", "place"), [("1200k", "code"), ("2M", "data")])
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, size: str, place: str) -> None:
     scene.parts = scene.folder / "parts"  # not made yet, so that preflight cannot know their size
     scene.data = {"options": {"num_nodes": 40_000}}  # parts larger than the code
@@ -64,6 +65,7 @@ def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, size: str, plac
     assert done.result["state"] == "failed" and scene.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
     """What went wrong is known though its node could write no more. A disk that is the cause: see test_faults."""
     host = scene.cluster.hosts[1]
@@ -83,6 +85,7 @@ def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
     assert "step 3" in (done.run_dir / first["log"]).read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_sync_leaves_only_what_the_next_sync_takes_up(scene: Scene) -> None:
     scene.parts = scene.folder / "parts"
     scene.data = {"options": {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 500}}

@@ -32,6 +32,7 @@ def test_from_nothing_to_a_collected_result_with_the_loss_curve_of_one_process(c
     assert left_behind(cluster3) == []
 
 
+@pytest.mark.slow
 def test_a_second_launch_sends_no_part_again(cluster3, tmp_path):
     config = write_config(tmp_path, ssh_nodes(cluster3, (1, 1)))
     for run_id in ("first", "second"):

@@ -91,6 +91,7 @@ def nodes_of(cluster: NetCluster) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_unlike_machines_work_together_in_one_run(mixed: NetCluster, agent: str, tmp_path: Path) -> None:
     """1, 2 and 3 processes; two nodes on one host; a jump host; password, key and agent; conda prefix and venv;
     another interface name."""

@@ -72,6 +72,7 @@ DOING = {"connect": "connecting to its nodes", "preflight": "checking its nodes"
 DOING["sync"] = "sending files to its nodes"
 
 
+@pytest.mark.slow
 def test_from_another_machine_and_resumed_where_it_was_launched(
     cluster: NetCluster, config: Path, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def processes(cluster: NetCluster, run_id: str) -> list[str]:
     return [str(each) for host in cluster.hosts for each in host.processes() if f"/runs/{run_id}/" in each.cmdline]
 
 
+@pytest.mark.slow
 def test_ending_one_run_leaves_the_others_alone(
     cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_failing_run_fails_alone(cluster: NetCluster, here: Operator, tmp_path
     assert kept.send(signal.SIGINT).end().status == 130
 
 
+@pytest.mark.slow
 def test_a_held_device_is_refused_with_who_holds_it_and_since_when(
     cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
 ) -> None:

@@ -18,6 +18,8 @@ from launcher.nodecall import MARKER, join_request, split_request
 from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
+_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together (gh-106905)
+
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
 
@@ -178,7 +180,8 @@ class FakeTalk(Talk):
         self._lost: TransportError | None = None
 
     def send(self, line: str) -> None:
-        asked = literal_eval(line)
+        with _PARSING:
+            asked = literal_eval(line)
         if isinstance(asked, str):
             return  # the agent itself
         if not asked["program"]:

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,4 +139,5 @@ class RunFolder:
             self.supervisor.kill()
             self.supervisor.wait()
         for process in procs.with_token(procs.node_token(self.token, self.spec["node_rank"])):
-            os.kill(process.pid, 9)
+            with suppress(ProcessLookupError):  # it died with the supervisor
+                os.kill(process.pid, 9)

@@ -28,19 +28,38 @@ def free_port() -> int:
 
 
 class Run:
-    """One run over ``count`` nodes, each with a supervisor, a rank and perhaps a server; no launcher."""
+    """One run over ``count`` nodes, each with a supervisor, a rank and perhaps a server; no launcher.
 
-    def __init__(self, folder: Path, count: int, *, argv: list[str] | None = None, **more: Any) -> None:
+    ``roles``: a letter for each node (worker, server, client), ``parts`` what each holds then.
+    """
+
+    def __init__(
+        self, folder: Path, count: int, *, argv: list[str] | None = None, roles: str = "", parts: Any = (), **more: Any
+    ) -> None:
         self.port = free_port()
+        self.lead = next((k for k, role in enumerate(roles) if role != "s"), 0)
         self.nodes: list[RunFolder] = []
         for k in range(count):
             node = RunFolder(folder / f"node{k}", node_rank=k, num_nodes=count, **more)
             node.token = node.spec["token"] = self.nodes[0].token if k else node.token
-            node.spec["control"] = {"address": "127.0.0.1", "bind": "127.0.0.1", "port": self.port}
+            control = {"node_rank": self.lead, "address": "127.0.0.1", "bind": "127.0.0.1", "port": self.port}
+            node.spec["control"] = control
             node.spec["labels"] = [f"node{i} (gpu{i})" for i in range(count)]
             node.spec.setdefault("peer_timeout", 3.0)
             self.rank(node, argv or [PYTHON, "-c", SLEEP])
+            if roles:
+                self.give_role(node, roles, parts)
             self.nodes.append(node)
+
+    def give_role(self, node: RunFolder, roles: str, parts: Any) -> None:
+        """Servers serve and have no rank, clients the other way round."""
+        names = [{"w": "worker", "s": "server", "c": "client"}[letter] for letter in roles]
+        role = names[node.spec["node_rank"]]
+        node.spec |= {"role": role, "roles": names, "parts": parts}
+        if role == "server":
+            node.spec |= {"trainer": None, "ranks": []}
+        if role != "client":
+            node.spec["server"] = {"argv": [PYTHON, "-c", SERVE], "env": {}, "cwd": str(node.path)}
 
     def rank(self, node: RunFolder, argv: list[str]) -> None:
         """The node's rank, of the same number."""
@@ -63,14 +82,16 @@ class Run:
 
     def wait_up(self) -> None:
         for k, node in enumerate(self.nodes):
-            wait_until(node.says(f"rank{k}", "up"))
+            if node.spec["trainer"]:
+                wait_until(node.says(f"rank{k}", "up"))
         wait_until(lambda: self.met())
 
     def met(self) -> bool:
-        """Whether the nodes know each other, by node 0's state.json."""
-        path = self.nodes[0].path / "state.json"
-        peers = self.nodes[0].json("state.json")["peers"] if path.exists() else {}
-        return len(peers) == len(self.nodes) - 1 and all(peer["state"] == "training" for peer in peers.values())
+        """Whether the nodes know each other, by the hub's state.json."""
+        hub = self.nodes[self.lead]
+        peers = hub.json("state.json")["peers"] if (hub.path / "state.json").exists() else {}
+        there = ("training", "serving", "failed")
+        return len(peers) == len(self.nodes) - 1 and all(peer["state"] in there for peer in peers.values())
 
     def ends(self, since: float, within: float = 10.0) -> list[dict[str, Any]]:
         """The results of all nodes that still can give one; all must be clean within so many seconds."""

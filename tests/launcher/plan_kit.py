@@ -11,9 +11,19 @@ from typing import Any
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.manifest import PartitionFiles, read_partition_files
 from launcher.plan import LaunchPlan, NodeFacts, make_plan
+from launcher.roles import GraphServer, ServingCluster
 from launcher.script import Secret
 
 TOKEN = Secret("5ecret5ecret")
+PRODUCTS = ServingCluster(
+    "products",
+    4,
+    (
+        GraphServer(0, "g1", "tcp://10.1.0.1:29600", (0, 1, 2)),
+        GraphServer(1, "g2", "tcp://10.1.0.2:29601", (2, 3)),
+    ),
+    encrypted=True,
+)
 
 
 def facts_of(count: int, **changes: Any) -> dict[int, NodeFacts]:

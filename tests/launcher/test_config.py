@@ -51,7 +51,7 @@ MISTAKES = {
     "": ["1: the file is empty; start from templates/cluster.yml"],
     "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
     "name: x\n": [
-        "1: missing key `nodes`: the machines, in node_rank order; the first one is the master",
+        "1: missing key `nodes`: the machines, in node_rank order; the first one that trains is the master",
         "1: missing section `data`: the graph and where its parts live",
     ],
     TWO + "data: {}\n": ["3: key `data` is given twice; first on line 2"],
@@ -66,7 +66,7 @@ MISTAKES = {
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [
         "2: missing key `dataset` in data: `synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as "
-        "`Planetoid:Cora`"
+        "`Planetoid:Cora`; not needed where `serving` names a cluster that has the graph"
     ],
     NODES + "  - a\n  - port: 3\n": [
         "4: missing key `host` in nodes.1: host name, IP address or ~/.ssh/config alias; `localhost` when "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +147,75 @@ def test_a_node_that_failed_before_it_had_processes_says_why() -> None:
     reason = "CUDA device 0 is held by run x of alice since 2026-11-21 12:03:11 UTC (pid 123)"
     made = report(result(0, "failed", reason=reason), result(1, "stopped", stopped(1, 95.0)))
     assert made.first_failure is not None and made.first_failure.sentence == f"node0 (local): {reason}"
+
+
+# Nodes that the run goes on without
+
+
+def without(k: int, how: str = "lost") -> dict[str, Any]:
+    """What the hub says of it."""
+    text = f"server node{k} (local) was lost at 12:00:00 UTC: part 0 is served by node1 (local)"
+    told = {"since": 50.0, "t": 50.0, "why": "no sign of life", "how": how, "kind": "server-lost", "text": text}
+    return {"gone": {str(k): told}}
+
+
+@pytest.mark.parametrize("how", ["lost", "failure", "out of reach"])
+def test_a_run_that_could_do_without_a_node_is_done(how: str) -> None:
+    hub = result(0, "done", record(0, 95.0), **without(2, how.replace("out of reach", "lost")))
+    others = [result(1, "done", record(1, 95.0))]
+    others += [result(2, "failed", failed(2, 50.0))] if how == "failure" else []
+    lost = {} if how == "failure" else {2: Lost("no contact", 60.0, out_of_reach=how == "out of reach")}
+    made = report(hub, *others, nodes=3, lost=lost)
+    assert (made.state, made.exit_status, made.first_failure) == ("done", 0, None)
+    (gone,) = (outcome for outcome in made.outcomes if outcome.done_without and outcome.failed)
+    assert gone.node_rank == 2 and made.to_json()["nodes"][2]["outcomes"][0]["done_without"]
+
+
+def test_what_ended_the_run_leads_though_a_node_was_lost_before() -> None:
+    hub = result(0, "failed", failed(0, 95.0, returncode=4, traceback=[], tail=["no such column"]), **without(2))
+    made = report(hub, result(1, "stopped", stopped(1, 96.0)), nodes=3, lost={2: Lost("gone", 50.0)})
+    assert made.first_failure is not None and made.first_failure.rank == 0
+    assert made.exit_status == 4
+
+
+def test_a_loss_that_the_others_could_not_bear_after_all_is_the_first_cause() -> None:
+    """Their ranks fell by its echo."""
+    hub = result(0, "failed", failed(0, 51.0, tail=["Connection closed by peer"]), **without(1, "failure"))
+    made = report(hub, result(1, "failed", failed(1, 50.0, returncode=7)))
+    assert made.first_failure is not None and made.first_failure.rank == 1
+
+
+def test_the_hub_may_be_any_node() -> None:
+    """Clocks and losses are told by it."""
+    plan = replace(make_launch([make_node(Path("/w"), k, []) for k in range(2)]), lead=1)
+    lost = {"0": {"since": 90.0, "why": "no sign of life for 6 s"}}
+    followed = Followed({1: result(1, "failed", stopped(1, 95.0), lost=lost, clock_offset=0.0)})
+    followed.lost[0] = Lost("no contact for 60 s", 160.0, out_of_reach=True)
+    made = Ending(plan, followed, Collected(Metrics(), {0: (), 1: ()}, ()), {1: 40.0}).report(FOLDER, 1.0)
+    assert made.first_failure is not None
+    assert (made.first_failure.node_rank, made.first_failure.ended) == (0, 90.0 - 40.0)
+
+
+def test_a_serving_cluster_that_was_stopped_is_done() -> None:
+    plan = replace(make_launch([make_node(Path("/w"), k, []) for k in range(2)]), world_size=0)
+    asked = {"asked": {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}}
+    server = record(0, 95.0, stopped=True) | {"name": "server", "rank": None}
+    results = {k: result(k, "done", server, clock_offset=0.0, **asked) for k in range(2)}
+    made = Ending(plan, Followed(results), Collected(Metrics(), {0: (), 1: ()}, ()), {0: 5.0, 1: 7.0}).report(FOLDER, 1)
+    assert (made.state, made.exit_status) == ("done", 0)
+    assert [outcome.ended for outcome in made.outcomes] == [90.0, 88.0], "they do not know of each other's clocks"
+
+
+@pytest.mark.parametrize("how", ["failed", "lost"])
+def test_parts_that_nobody_holds_any_more_are_named(how: str) -> None:
+    """Servers are node 1, which had left before, and node 2, which has the only other copy of part 1."""
+    held: list[tuple[int, ...]] = [(), (1,), (0, 1)]
+    nodes = [replace(make_node(Path("/w"), k, []), role="server" if k else "client", parts=held[k]) for k in range(3)]
+    own = failed(2, 90.0, returncode=137, signal="SIGKILL", note="ended") | {"name": "server", "rank": None}
+    results = {0: result(0, "stopped", stopped(0, 95.0), clock_offset=0.0, **without(1))}
+    followed = Followed(results | ({2: result(2, "failed", own)} if how == "failed" else {}))
+    followed.lost.update({2: Lost("no sign of life", 90.0)} if how == "lost" else {})
+    made = Ending(make_launch(nodes), followed, Collected(Metrics(), dict.fromkeys(range(3), ()), ()), {})
+    first = made.report(FOLDER, 1.0).first_failure
+    assert first is not None and first.node_rank == 2
+    assert first.sentence.endswith("; nobody holds parts 0, 1 any more, as node1 (local) was lost before")

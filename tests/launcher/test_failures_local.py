@@ -195,6 +195,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(made: Path) -> None:
     assert "Interrupted after" in done.output
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_leaves_the_run_to_itself(made: Path) -> None:
     """Closing the window hangs up on launch.py and takes away what it prints to; the run belongs to the nodes."""
     terminal, side = pty.openpty()
@@ -230,6 +231,7 @@ def _take_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_any_more_stops_the_run(made: Path) -> None:
     """launch.py … | head: the run does not go on unseen."""
     process = start(made, "--", "python", "waits.py", "talks")

@@ -10,7 +10,8 @@ import pytest
 
 from findings_kit import GB, cluster, found, gpu, survey_of, versions, with_gpus
 from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
-from launcher.findings import Finding, GraphSize, Survey, all_findings, size
+from launcher.findings import Finding, GraphSize, Survey, all_findings
+from launcher.node.words import size
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,3 +219,44 @@ def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_fill
     monkeypatch.setattr(scene.live, "metric", slow)
     assert scene.follow().results[0]["state"] == "done"
     assert len(waiting) == 50 and max(waiting) <= 10
+
+
+# Nodes that the run can do without
+
+
+def finding(k: int) -> dict[str, Any]:
+    text = f"server node{k} (local) failed at 12:00:00 UTC: part 0 is served by node2 (local)"
+    return {"t": 1.0, "kind": "server-lost", "node_rank": k, "rank": None, "text": text, "stop": False}
+
+
+def test_a_node_that_can_be_done_without_ends_nobody(tmp_path: Path) -> None:
+    """Neither when it fails, nor when its supervisor is gone; the hub says what becomes of it."""
+    crash = event("process-exit", 1, name="server", rank=None, failed=True, returncode=1)
+    going = threading.Event()
+    hub = FakeNode(0, [state(spare=[1, 2]), going, state(spare=[], gone={"1": {}}, findings=[finding(1)])])
+    hub.scripts[0] += [lambda: time.sleep(1.0), ended(0, more={"gone": {"1": {}}})]
+    failing = FakeNode(1, [state(spare=[1, 2]), crash, lambda: going.set(), ended(1, "failed", failed=True)])
+    scene = Scene(tmp_path, hub, failing, FakeNode(2, [state(), ended(2)]))
+    followed = scene.follow()
+    assert {k: result["state"] for k, result in followed.results.items()} == {0: "done", 1: "failed", 2: "done"}
+    assert "a process failed: server of node1 (local)\n" in scene.said and "every node stops" not in scene.said
+    assert f"server-lost: {finding(1)['text']}" in scene.said
+    assert "stop" not in scene.kinds[: scene.kinds.index("process-exit") + 1], "swept at the end alone"
+
+
+def test_a_lost_supervisor_of_a_spare_node_is_swept_there_alone(tmp_path: Path) -> None:
+    lost = line(lost={"reason": "the supervisor is gone", "state": None})
+    hub = FakeNode(0, [state(spare=[1]), lambda: time.sleep(1.0), ended(0, more={"gone": {"1": {}}})])
+    gone = FakeNode(1, [state(), lambda: time.sleep(0.3), lost])
+    scene = Scene(tmp_path, hub, gone)
+    followed = scene.follow()
+    assert followed.results[0]["state"] == "done" and followed.lost[1].why == "the supervisor is gone"
+    stops = [json.loads(text) for text in scene.events.read_text().splitlines() if '"stop"' in text]
+    assert [told["reason"] for told in stops] == ["all nodes have ended"]
+
+
+def test_our_line_to_the_rest_lost_after_a_spare_node_has_ended_leaves_the_run_to_itself(tmp_path: Path) -> None:
+    hub = FakeNode(0, [state(spare=[], gone={"1": {}}), lambda: time.sleep(0.3), BROKEN])
+    scene = Scene(tmp_path, hub, FakeNode(1, [ended(1, "failed", failed=True)]), lost_after=0.4)
+    followed = scene.follow()
+    assert followed.detached == "unreachable" and 0 not in followed.lost

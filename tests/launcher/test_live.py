@@ -103,6 +103,16 @@ def test_the_time_left_follows_from_the_pace_so_far() -> None:
     assert shown(board)[0].endswith("about 3:30 left") or shown(board)[0].endswith("about 3:29 left")
 
 
+def test_ranks_that_the_run_goes_on_without_hold_nothing_up() -> None:
+    board = board_of(3, 1)
+    board.finding({"kind": "client-lost", "node_rank": 2, "text": "client node2 was lost"})
+    for rank in (0, 1):
+        board.metric(step(rank, 41, t=9.0))
+    assert board.in_one_line() == "epoch 3 step 42/50  loss 0.4512  4,068 seeds/s on 2 of 2 ranks"
+    assert shown(board)[0].split(" · ")[2:4] == ["epoch 3/10 step 42/50", "4,068 seeds/s"]
+    assert board.what_runs() == "2 nodes, 2 ranks; epoch 3 of 10, step 42 of 50"
+
+
 def test_older_lines_do_not_overwrite_newer_ones() -> None:
     board = board_of(1, 1)
     board.state(0, {"state": "training", "ranks": {"0": {"epoch": 3, "step": 40, "steps": 50, "t": 5.0}}})

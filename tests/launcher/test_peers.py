@@ -31,6 +31,8 @@ IDLE = {
     "ranks": {},
     "findings": [],
     "stacks": None,
+    "own_ranks": [],
+    "begun": False,
 }
 TOKEN = "5ecret"
 LABELS = ("node0 (a)", "node1 (b)", "node2 (c)")

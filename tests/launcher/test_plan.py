@@ -22,13 +22,14 @@ from rich.console import Console
 from launcher.codefiles import CODE_ROOT, code_digest
 from launcher.config import NodeConfig, RunConfig, TrainConfig
 from launcher.nodespec import train_flags
-from launcher.placement import candidate_ports, interpreter, part_block
+from launcher.placement import candidate_ports, interpreter
 from launcher.plan import LaunchPlan, to_json
 from launcher.planview import print_placement, print_plan
+from launcher.roles import part_block
 from launcher.script import Command, render
 from launcher.stopping import how_to_stop
 from launcher.yaml_schema import load_config
-from plan_kit import TOKEN, cluster, facts_of, parts_folder, plan_of
+from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -43,6 +44,9 @@ GOLDEN_CASES: dict[str, dict[str, Any]] = {
     "two_nodes_on_one_host": {"facts": facts_of(2)},
     "local": {},
     "own_command": {"own_command": ("python", "train.py", "--lr", "0.01", "conf.json"), "facts": facts_of(1)},
+    "server_client": {"facts": facts_of(5), "parts": 6},
+    "serving": {"facts": facts_of(2), "parts": 4, "serve_only": True},
+    "attached": {"facts": facts_of(2), "serving": PRODUCTS},
 }
 
 
@@ -233,7 +237,9 @@ def test_a_single_node_serves_nothing() -> None:
     node = plan_of(cluster(NodeConfig("a"))).nodes[0]
     assert node.server is None and not any("service.key" in file.dest for file in node.files)
     described = next(json.loads(file.content) for file in node.files if file.dest.endswith("cluster.json"))
-    assert described["nodes"] == [{"node_rank": 0, "host": "a", "endpoint": None, "parts": [0], "ranks": [0]}]
+    assert described["nodes"] == [
+        {"node_rank": 0, "host": "a", "role": "worker", "endpoint": None, "parts": [0], "ranks": [0]}
+    ]
 
 
 def test_ipv6_endpoints_have_brackets() -> None:

@@ -80,7 +80,8 @@ def test_node_json_says_where_the_nodes_meet_and_what_each_takes() -> None:
     plan = plan_of(cluster(*hosts), facts=facts_of(2, free_ports=(29402, 29501, 29600, 29601)), operator="al@laptop")
     specs = [spec_of(node) for node in plan.nodes]
     assert plan.control_port == 29402
-    assert [spec["control"] for spec in specs] == [{"address": "10.0.0.1", "bind": "10.0.0.1", "port": 29402}] * 2
+    meeting = {"node_rank": 0, "address": "10.0.0.1", "bind": "10.0.0.1", "port": 29402}
+    assert [spec["control"] for spec in specs] == [meeting] * 2
     assert [spec["labels"] for spec in specs] == [["node0 (a)", "node1 (ann@b)"]] * 2
     assert specs[0]["leases"] == ["cuda:0", "cuda:2", "port:29501", "port:29402", "port:29600"]
     assert specs[1]["leases"] == ["cuda:1", "port:29601"] and specs[1]["operator"] == "al@laptop"
@@ -106,6 +107,13 @@ def test_plan_json_is_the_whole_plan_with_what_nodes_share_written_once() -> Non
         node["files"] = code + own
     assert {**record, "code": 0, "contents": 0} == {**json.loads(to_json(plan)), "code": 0, "contents": 0}
     assert TOKEN.reveal() not in text and text.count("num_parts") < 5
+
+
+def test_plan_json_has_the_code_also_where_the_first_node_goes_on_and_is_sent_none() -> None:
+    plan = plan_of(cluster(NodeConfig("h0"), NodeConfig("h1")), facts=facts_of(2))
+    code = json.loads(plan_record(plan))["code"]
+    kept = dataclasses.replace(plan.nodes[0], files=plan.nodes[0].files[-1:])
+    assert code and json.loads(plan_record(dataclasses.replace(plan, nodes=(kept, *plan.nodes[1:]))))["code"] == code
 
 
 def test_plan_json_grows_with_the_nodes_and_not_with_their_square() -> None:

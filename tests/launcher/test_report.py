@@ -279,3 +279,12 @@ def test_a_node_whose_session_was_closed_comes_before_the_ranks_that_missed_it()
     follower = outcome(0, 110.5, traceback=["Traceback (most recent call last):", "  File", CLOSED_BY_PEER])
     assert first_failure([follower, closed]) is closed
     assert closed.reason == "its supervisor got SIGHUP: its tmux session was closed"
+
+
+def test_a_done_run_tells_what_it_has_done_without(tmp_path: Path) -> None:
+    text = "server node1 (g2) was lost at 12:00:00 UTC (no sign of life): parts 2, 3 are served by node0 (g1)"
+    finding = {"t": 1.0, "kind": "server-lost", "node_rank": 1, "rank": None, "text": text, "stop": False}
+    gone = replace(outcome(2, 110.0, returncode=137, signal="SIGKILL"), done_without=True)
+    made = replace(report("done", [outcome(0, 120.0, returncode=0, failed=False), gone], tmp_path), findings=(finding,))
+    assert made.exit_status == 0 and made.first_failure is None
+    assert f"server-lost: {text}" in printed(made).replace("\n", " ") and "failed" not in printed(made)

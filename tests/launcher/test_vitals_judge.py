@@ -165,3 +165,16 @@ def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
     for second in range(2000):
         assert not list(seen.look(float(second), {0: {**entry, "t": second * 1e-6}}))
     assert len(seen._lines[0]) < 100
+
+
+def test_a_pause_in_which_ranks_regroup_is_no_stall() -> None:
+    """Nor does it make later ones take longer to be told."""
+    run = Cluster(stall_after=20.0)
+    run.steps(0, 10)
+    del run.ranks[3]
+    run.generation = 1
+    assert run.wait(200) == [], "the others wait for each other"
+    run.ranks[0]["at"] = [2, 11, "load"]
+    run.wait(320)
+    assert [finding["kind"] for finding in run.said] == ["stall"]
+    assert "the longest pause before was 1.00 s" in run.said[0]["text"]

@@ -16,6 +16,7 @@ class Cluster:
         self.judge = Judge(stall_after, LABELS, **more)
         self.at, self.now, self.said = at, 1000.0, list[dict[str, Any]]()
         self.ranks: dict[int, dict[str, Any]] = {}
+        self.generation = 0  # of the team
 
     def rank(self, rank: int, step: int, phase: str = "load", **more: Any) -> None:
         at = [2, step, phase] if self.at else None
@@ -32,7 +33,7 @@ class Cluster:
         for _ in range(round(seconds)):
             self.now += 1
             nodes = {node: {str(rank): self.ranks[rank] for rank in self.ranks if rank // 2 == node} for node in (0, 1)}
-            found += self.judge.look(self.now, nodes)
+            found += self.judge.look(self.now, nodes, self.generation)
         self.said += found
         return found
 

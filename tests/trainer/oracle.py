@@ -10,6 +10,7 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from load_kit import parts_of
+from service_kit import place_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.load.open import Graph
 from trainer.load.seeds import RankLayout
@@ -29,7 +30,9 @@ def hosts_of(data, num_parts, keys=None, make=parts_of):
         graphs = []
         for own, store in enumerate(stores):
             clients = {
-                part: stack.enter_context(contextlib.closing(HostClient(end, part, "loop", (part,), 60.0, keys)))
+                part: stack.enter_context(
+                    contextlib.closing(HostClient(place_of(end, part, "loop", (part,)), 60.0, keys))
+                )
                 for part, end in enumerate(ends)
                 if part != own
             }

@@ -19,6 +19,7 @@ from trainer.sample.types import HopRequest, HopSample, RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys, read_key_file
+from trainer.service.places import ServerPlace
 from trainer.service.protocol import HelloInfo
 from trainer.service.server import GraphServer
 
@@ -52,6 +53,8 @@ class ArithmeticGraph:
     def _column(self, name, nodes):
         if name == "x":
             return np.stack([nodes, nodes + 0.5], axis=1).astype(np.float32)
+        if name == "wide":  # 4 KiB a row
+            return np.repeat(nodes.astype(np.float32)[:, None], 1024, axis=1)
         if name.startswith("sleep"):
             time.sleep(float(name.removeprefix("sleep")))
             return nodes
@@ -87,9 +90,14 @@ def serving(graph=None, keys=None, **options):
         server.stop()
 
 
+def place_of(endpoint, node_rank=INFO.node_rank, host=INFO.host, parts=INFO.part_ids):
+    """Where a server of these tests is."""
+    return ServerPlace(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
+
+
 @contextlib.contextmanager
-def client_of(endpoint, deadline=5.0, keys=None):
-    client = HostClient(endpoint, INFO.node_rank, INFO.host, INFO.part_ids, deadline, keys)
+def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options):
+    client = HostClient(place_of(endpoint, parts=parts), deadline, keys, **options)
     try:
         yield client
     finally:
@@ -132,10 +140,17 @@ def write_cluster(path, *nodes, num_parts=None):
 
 
 @contextlib.contextmanager
-def serve_process(folder, parts, own, bind, cluster, key_file=None):
-    """``python -m trainer serve`` as a process, and the file that says it is ready."""
-    ready = folder / f"ready{own[0]}.json"
+def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=None, **more):
+    """``python -m trainer serve`` as a process, and the file that says it is ready.
+
+    ``node_rank``: default: the node of the cluster file with just these parts.
+    """
+    if node_rank is None:
+        nodes = json.loads(Path(cluster).read_text())["nodes"]
+        node_rank = next((node["node_rank"] for node in nodes if set(node["parts"]) == set(own)), 0)
+    ready = folder / f"ready{node_rank}.json"
     options = {"parts": parts, "own": ",".join(map(str, own)), "bind": bind, "cluster": cluster, "ready-file": ready}
+    options |= {"node-rank": node_rank, **{name.replace("_", "-"): value for name, value in more.items()}}
     if key_file is not None:
         options["key-file"] = key_file
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]

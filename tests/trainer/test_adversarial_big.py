@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 import trainer
 from load_kit import opened
 from oracle import assert_identical, hosts_of, loader_of
-from service_kit import INFO, serving
+from service_kit import place_of, serving
 from trainer.data.memory import dataset_of
 from trainer.load.open import Graph
 from trainer.partition.assign import assign_parts
@@ -154,7 +154,7 @@ def far_store():
 def far():
     store = far_store()
     with serving(FarGraph()) as server:
-        client = HostClient(server.endpoint, INFO.node_rank, INFO.host, (0,), 20.0, None)
+        client = HostClient(place_of(server.endpoint, parts=(0,)), 20.0)
         yield Graph(store, DistGraph(LocalGraph(store), {1: client}), {1: client})
         client.close()
 

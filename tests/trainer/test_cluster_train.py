@@ -119,10 +119,12 @@ def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path)
     assert told["accuracy"] == pytest.approx(dict(alone.accuracy))
 
 
-def test_a_graph_server_killed_in_mid_epoch_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_rank(tmp_path: Path) -> None:
     endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
     with two_nodes(tmp_path / "nodes") as nodes:
-        processes = start(nodes, lambda node: [command_line(node.job(tmp_path, **endless))])
+        processes = start(
+            nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), server_wait=3.0))]
+        )  # fmt: skip
         until = time.monotonic() + 60
         while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():
             assert time.monotonic() < until, "the run did not get going"
@@ -130,10 +132,11 @@ def test_a_graph_server_killed_in_mid_epoch_ends_every_rank_with_one_line(tmp_pa
         nodes[1].server.kill()
         killed = time.monotonic()
         asker, other = (finish(process, timeout=50) for process in processes)
-        assert time.monotonic() - killed < 30, "the deadline of 60 s is not for a server known to be gone"
+        assert time.monotonic() - killed < 30, "the deadline of 60 s is not for a server that was given up"
     assert asker.returncode == other.returncode == 1
     errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]
     assert len(errors[0]) == len(errors[1]) == 1, asker.output + other.output
-    assert "graph server of node1 (host1, tcp://127.0.0.1:" in errors[0][0] and "(connection lost)" in errors[0][0]
+    assert "part 1: no graph server that holds it came back within 3 s" in errors[0][0]
+    assert "\ngraph server of node1 (host1) at tcp://127.0.0.1:" in asker.output and "(connection lost)" in asker.output
     assert "rank 1 (node1" in errors[1][0] and "lost another rank" in errors[1][0]
     assert "Traceback" not in asker.output + other.output

@@ -80,7 +80,7 @@ def test_the_page_runs_every_example() -> None:
     assert {Path(words[1]).stem for words in RUNS} == set(BARS) == {name[:-3] for name in scripts} - NOT_ALONE
 
 
-NOT_ALONE = {"common", "prepare_debian"}
+NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
 @pytest.mark.parametrize("words", RUNS, ids=lambda words: " ".join(words[1:4]))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from launching import REPOSITORY, launch, local_config
 
 EXAMPLES = REPOSITORY / "examples"
 PAPERS = {"num_nodes": 2000, "homophily": 0.9, "noise": 0.5, "hold_out": "paper__cites__paper"}
 
 
+@pytest.mark.slow
 def test_links_and_rows_of_featureless_types_over_two_ranks(tmp_path, local_workdirs):
     config = local_config(
         tmp_path, [1, 1], local_workdirs, data={"dataset": "synthetic-hetero", "options": PAPERS},

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from load_kit import CITES, REV, WRITES, assert_same_blocks, hetero_data, parts_of
 from partitions import random_graph, store_of
+from service_kit import place_of
 from trainer import DistNeighborLoader
 from trainer.errors import PartitionError, ServiceError, SettingsError
 from trainer.load.loader import BatchLoader, LoaderSettings
@@ -55,7 +56,7 @@ def opened(num_parts, here):
             server = GraphServer(served, "tcp://127.0.0.1:*", HelloInfo(part, "test", (part,), "digest"), threads=2)
             server.start()
             stack.callback(server.stop)
-            clients[part] = HostClient(server.endpoint, part, "test", (part,), deadline=20)
+            clients[part] = HostClient(place_of(server.endpoint, part, "test", (part,)), deadline=20)
             stack.callback(clients[part].close)
         yield Graph(store, DistGraph(LocalGraph(store), clients), clients)
 
@@ -285,7 +286,7 @@ def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path
     from trainer.load import open as opening
 
     store, closed = graph_store(3, only=[0]), []
-    client = HostClient("tcp://127.0.0.1:9", 1, "b", (1,), deadline=1)
+    client = HostClient(place_of("tcp://127.0.0.1:9", 1, "b", (1,)), deadline=1)
     monkeypatch.setattr(opening, "open_parts", lambda *_: store)
     monkeypatch.setattr(opening, "_connect", lambda *_: {1: client})
     monkeypatch.setattr(client, "close", lambda: closed.append(client))
@@ -336,7 +337,7 @@ def test_a_lost_server_fails_the_epoch_with_its_name():
     store = graph_store(2, only=[0])
     with opened(2, [0]) as graph:
         host = graph.clients[1]
-        gone = HostClient("tcp://127.0.0.1:9", 1, "dead.example", (1,), deadline=0.5)
+        gone = HostClient(place_of("tcp://127.0.0.1:9", 1, "dead.example", (1,)), deadline=0.5)
         broken = Graph(store, DistGraph(LocalGraph(store), {1: gone}), {1: gone})
         assert host.part_ids == gone.part_ids
         with broken, pytest.raises(ServiceError, match=r"node1 \(dead.example"):

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,16 @@ def test_a_step_log_outside_of_a_run_writes_nothing(tmp_path: Path, monkeypatch:
     with trainer.StepLog(model, torch.optim.SGD(model.parameters(), lr=0.1), environ={}) as log:
         log.step(1, 0, 1, torch.tensor(0.5), 3)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_carries_gradients_is_logged_without_a_warning(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    environ = {"GNNFLEET_RUN_DIR": str(tmp_path)}
+    with trainer.StepLog(model, torch.optim.SGD(model.parameters(), lr=0.1), environ=environ) as log:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            log.step(1, 0, 1, model(torch.zeros(1, 2)).sum() * 0 + 0.5, 3)
+    assert [line["loss"] for line in metrics(tmp_path, "step")] == [0.5]
 
 
 def test_a_pace_leaves_no_hooks_behind() -> None:

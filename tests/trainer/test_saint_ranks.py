@@ -20,12 +20,13 @@ SCRIPT = """
     import torch.distributed as dist
     import trainer
     from trainer.load import saint_norm
+    from trainer.sample.sampler import SubgraphSampler
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     graph, drawn, anew = trainer.open("parts"), [], []
-    sample, estimate = saint_norm.SubgraphSampler.sample, saint_norm._estimated
-    saint_norm.SubgraphSampler.sample = lambda self, seeds, key: drawn.append(key) or sample(self, seeds, key)
+    sample, estimate = SubgraphSampler.sample, saint_norm._estimated
+    SubgraphSampler.sample = lambda self, seeds, key: drawn.append(key) or sample(self, seeds, key)
     saint_norm._estimated = lambda *given: anew.append(given) or estimate(*given)
 
     def made():

@@ -213,6 +213,13 @@ def test_ids_beyond_the_reach_of_32_bits():
         assert sorted(subgraph.edges[HOMO_EDGE].edge.tolist()) == [start + 8, start + 9]
 
 
+def test_an_induced_subgraph_without_hops_is_that_of_the_seeds():
+    store = store_of(np.array([[0, 1, 2, 3], [1, 2, 3, 0]]), 4)
+    subgraph = sample_homo(store, np.array([1, 2, 0]), (), edge_ids=True, induced=True)
+    assert orig_nodes(store, subgraph).tolist() == [1, 2, 0]
+    assert sorted(orig_edges(store, subgraph).tolist()) == [0, 1]
+
+
 def test_a_hub_in_every_tree():
     """Twenty seeds around one node with 100,000 neighbours, temporal: each has its own draw."""
     size = 100_000

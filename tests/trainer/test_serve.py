@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from service_kit import (
     new_keys,
     rows_of,
     serve_process,
+    server_environment,
     serving,
     wait_for,
     write_cluster,
@@ -32,7 +36,7 @@ from trainer.sample.types import HopRequest, RowRequest, TimeBound
 from trainer.schema import HOMO_EDGE
 from trainer.service.cluster import connect_cluster, read_cluster
 from trainer.service.keys import read_key_file, write_key_file
-from trainer.service.serve import warm_up
+from trainer.service.warm import warm_up
 from trainer.store.part import open_parts
 
 
@@ -82,7 +86,7 @@ def test_parts_that_no_node_owns(tmp_path, parts) -> None:
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]), (1, None, [2, 3]))
     with serve_process(tmp_path, parts, [0, 3], "tcp://127.0.0.1:0", cluster) as (process, _):
         output, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "owns exactly the parts [0, 3]" in output
+    assert process.returncode == 2 and "node 0 has parts [0, 1], not [0, 3]" in output
 
 
 def test_a_ready_file_that_cannot_be_is_one_line(tmp_path, parts) -> None:
@@ -121,7 +125,7 @@ def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
     assert len(lines) == 3
     assert lines[0].startswith("manifest.json of node1 (host1) differs: d1d1d1d1d1d1 there, a7a7a7a7a7a7 here")
     assert "answers node1 (10.0.0.2) with parts [1, 3]; cluster.json says node2 with parts [2]" in lines[1]
-    assert f"node4 (host4, {absent}, parts 4): no answer within 1 s to hello (no connection)" in lines[2]
+    assert f"node4 (host4) at {absent}, parts 4: no answer within 1 s to hello (no connection)" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
         ("{", "is not a cluster.json"),
         ("[]", "is not a cluster.json"),
         ('{"run_id": "r", "num_parts": 1}', "is not a cluster.json"),
-        ('{"run_id": "r", "num_parts": 2, "nodes": []}', r"own parts \[\]; each of 2"),
+        ('{"run_id": "r", "num_parts": 2, "nodes": []}', r"parts \[0, 1\] of 2 are on none"),
     ],
 )
 def test_bad_cluster_files(tmp_path, text: str | None, cause: str) -> None:
@@ -190,3 +194,50 @@ def test_no_request_waits_for_the_compiler(tmp_path) -> None:
     graph.sample_hops([replace(plain, sources=nodes), replace(plain, replace=True)])
     graph.gather([RowRequest(HOMO_EDGE, nodes, tuple(edge_attrs))])
     assert [len(kernel.signatures) for kernel in kernels] == compiled
+
+
+def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
+    """In a process of its own, where nothing has been compiled yet."""
+    rng = np.random.default_rng(0)
+    edge_index, num_nodes = random_graph(3, 4000, 20_000)
+    attrs = {"x": rng.random((4000, 3)), "y": rng.integers(0, 5, 4000), "half": rng.random(4000).astype(np.float16)}
+    write_store(tmp_path, store_of(edge_index, num_nodes, 2, attrs=attrs))
+    program = """if True:
+        import sys
+        import numpy as np
+        from numba.core.dispatcher import Dispatcher
+        from dataclasses import replace
+        from service_kit import client_of, serving
+        from trainer.sample import candidates, kernels, pairs
+        from trainer.sample.one_hop import LocalGraph
+        from trainer.sample.routing import DistGraph
+        from trainer.sample.sampler import SubgraphSampler
+        from trainer.sample.subgraph import SampleSettings, SeedSet
+        from trainer.schema import HOMO_EDGE, HOMO_NODE
+        from trainer.service.warm import warm_up, warm_up_batches
+        from trainer.store.part import open_parts
+
+        def compiled():
+            found = [each for module in (candidates, kernels, pairs) for each in vars(module).values()]
+            return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
+
+        graph, other = (LocalGraph(open_parts(sys.argv[1], [part])) for part in (0, 1))
+        warm_up(graph)
+        warm_up_batches(graph)
+        before = compiled()
+        plain = SampleSettings({HOMO_EDGE: (15, 10)}, edge_ids=True)
+        attrs = {HOMO_NODE: ("x", "y", "half")}
+        with serving(other) as server, client_of(server.endpoint) as client:
+            client.place = replace(client.place, parts=(1,))
+            for settings in (plain, replace(plain, disjoint=True), replace(plain, induced=True)):
+                sampler = SubgraphSampler(DistGraph(graph, {1: client}), graph.store.manifest, settings, attrs)
+                for size in (10, 1500):
+                    sampler.sample(SeedSet({HOMO_NODE: np.arange(1000, 1000 + size * 2, 2)}), 7)
+        assert compiled() == before, (before, compiled())
+    """
+    kit = str(Path(__file__).parent)
+    environment = {**server_environment(), "PYTHONPATH": f"{server_environment()['PYTHONPATH']}:{kit}"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr

@@ -39,7 +39,7 @@ def test_a_homogeneous_graph_answers_the_same_over_the_wire() -> None:
         for name in names:
             np.testing.assert_array_equal(there[name], here[name])
         foreign = HopRequest(HOMO_EDGE, np.array([whole.books[HOMO_NODE].range_of(0)[0]]), 3, 2, 1)
-        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2, .*parts 1,3\): sample failed: asked for ids"):
+        with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) .*parts 1,3: sample failed: asked for ids"):
             client.sample_hops([foreign])
         with pytest.raises(ServiceError, match="no attribute 'z' of 'node'"):
             rows_of(client, nodes[:0], ["z"])

@@ -197,7 +197,7 @@ def test_unknown_names_and_ids_are_named(hosts) -> None:
 def test_a_server_names_what_it_does_not_have(whole, hosts) -> None:
     client, mine = hosts.remotes[1], np.arange(*whole.books["paper"].range_of(1))
     plain = replace(PLAIN, edge_type=WRITES, nodes=mine)
-    who = r"graph server of node1 \(host1, tcp://.*, parts 1,2\): "
+    who = r"graph server of node1 \(host1\) at tcp://.*, parts 1,2: "
     for ask, words in [
         (lambda: client.sample_hops([replace(plain, edge_type=("a", "b", "c"))]), "sample failed: no edge type"),
         (lambda: client.sample_hops([replace(plain, weight="price")]), "sample failed: no attribute 'price'"),
@@ -245,9 +245,8 @@ class Lying:
 @pytest.mark.parametrize("rows", [np.zeros(1, np.int32), np.zeros((1, 2), np.int64), np.zeros(2, np.int64)])
 def test_rows_of_another_kind_are_refused(whole, rows) -> None:
     one = whole.books["paper"].range_of(3)[0]
-    with serving(Lying(rows)) as server, client_of(server.endpoint) as client:
+    with serving(Lying(rows)) as server, client_of(server.endpoint, parts=(3,)) as client:
         graph = DistGraph(LocalGraph(papers_parts(only=[0, 1, 2])), {1: client})
-        client.part_ids = (3,)
         with pytest.raises(
             ServiceError, match="graph server of node1 .*(the manifest says int64|nonsense: y of shape)"
         ):

@@ -109,7 +109,7 @@ def test_refuses_to_send_other_arrays(array: np.ndarray) -> None:
 
 def test_refuses_to_send_beyond_the_limit() -> None:
     with pytest.raises(WireError, match="fewer nodes"):
-        encode(message(np.zeros(101, np.uint8)), max_frame=100)
+        encode(message(np.zeros(101, np.uint8)), max_array=100)
 
 
 def damaged() -> dict[str, list[bytes]]:
@@ -142,14 +142,15 @@ def damaged() -> dict[str, list[bytes]]:
         "fewer arrays": patched(16, b"\x01"),
         "records length": patched(20, b"\xff\xff\xff\xff"),
         "text length": patched(24, b"\xff\xff\xff\xff"),
-        "header padding": patched(28, b"\x01"),
+        "unknown flag": patched(28, b"\x04"),
         "text not UTF-8": patched(header + 2 * descriptor, b"\xff"),
         "dtype code": of_array(0, 0, b"\x7f"),
         "ndim": of_array(0, 1, b"\x09"),
         "place": of_array(0, 2, b"\x02"),
         "large one in the head": of_array(0, 2, b"\x01"),
         "small one in a frame": of_array(1, 2, b"\x00"),
-        "padding": of_array(0, 3, b"\x01"),
+        "compressed size of a plain one": of_array(0, 3, b"\x01"),
+        "compressed request": of_array(0, 2, b"\x02\x01"),
         "shape": of_array(0, 8, b"\x05"),
         "small shape": of_array(1, 8, b"\x05"),
         "huge shape": of_array(0, 8, b"\xff" * 8),
@@ -168,9 +169,9 @@ def test_damaged_messages_raise_wire_error(name: str) -> None:
 
 def test_larger_than_allowed_is_refused() -> None:
     frames = sent(message(np.zeros(1000, np.uint8)))
-    assert len(decode(frames, max_frame=1000).arrays[0]) == 1000
+    assert len(decode(frames, max_array=1000).arrays[0]) == 1000
     with pytest.raises(WireError):
-        decode(frames, max_frame=999)
+        decode(frames, max_array=999)
 
 
 def test_random_damage_never_raises_anything_else() -> None:

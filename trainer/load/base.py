@@ -25,9 +25,10 @@ from trainer.load.inputs import as_array
 from trainer.load.join import Attrs, gathered_attrs, join_of
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.sampler import Sampled, SubgraphSampler
+from trainer.load.samplers import Sampler
 from trainer.load.seeds import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
 from trainer.rng import batch_key
+from trainer.sample.sampler import Sampled
 from trainer.sample.subgraph import SampleSettings, SeedSet
 
 _CALLED = -2  #: the step of batches that are asked for by ``loader(index)``
@@ -51,8 +52,6 @@ class _Made:
 class PyGLoader(ABC):
     """Yields this rank's ``Data`` or ``HeteroData`` of every step; each iteration is the next epoch."""
 
-    sampler_class = SubgraphSampler  #: what finds the subgraph of a batch
-
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
@@ -64,10 +63,14 @@ class PyGLoader(ABC):
         self.order = SeedOrder(
             num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
         )
-        self.sampler = self.sampler_class(graph, settings, gathered_attrs(graph, attrs))
+        self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
         self._join = join_of(graph, attrs, output.custom_cls)
         self._same = SameOnAllRanks(_digest(digest, settings, self.order), self.rank, world)
         self._epoch = 0
+
+    def make_sampler(self, attrs: Attrs) -> Sampler:
+        """What finds the subgraph of a batch."""
+        return self.graph.sampler(self.settings, attrs)
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
@@ -135,8 +138,9 @@ class PyGLoader(ABC):
 
     def _batches(self, epoch: int) -> Iterator[Any]:
         work, o = self.shares(epoch), self.options
-        patience = o.deadline * self.num_requests
-        for made in ordered_ahead(self._worked, work, threads=o.threads, ahead=o.prefetch, deadline=patience):
+        threads = self.graph.threads(o.threads, o.prefetch)
+        patience = self.graph.patience(o.deadline, self.num_requests)
+        for made in ordered_ahead(self._worked, work, threads=threads, ahead=o.prefetch, deadline=patience):
             yield self._finished(made)
 
     @property

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
+from trainer import slabs
 from trainer.arrays import Array
 from trainer.batch import Block
-from trainer.load.sampler import Sampled
 from trainer.partition.format import AttrSpec
 from trainer.sample.multi_hop import cut_block
+from trainer.sample.sampler import Sampled
 from trainer.sample.subgraph import EdgeSet, NodeSet, SampledSubgraph
 from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType
 
@@ -58,9 +59,9 @@ def sampler_output(sampled: Sampled, hetero: bool, induced: bool) -> Output:
     subgraph, rows = sampled.subgraph, sampled.rows
     node = {of: _original(rows[of]) for of in subgraph.nodes}
     edge = {of: _original(rows[of]) for of in subgraph.edges}
-    row = {of: torch.from_numpy(edges.src.astype(np.int64)) for of, edges in subgraph.edges.items()}
-    col = {of: torch.from_numpy(edges.dst().astype(np.int64)) for of, edges in subgraph.edges.items()}
-    batch = {of: torch.from_numpy(n.tree.astype(np.int64)) for of, n in subgraph.nodes.items() if n.tree is not None}
+    row = {of: _wide(edges.src) for of, edges in subgraph.edges.items()}
+    col = {of: _wide(edges.dst()) for of, edges in subgraph.edges.items()}
+    batch = {of: _wide(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
     num_nodes, num_edges = None, None
     if not induced:
         num_nodes, num_edges = _per_hop(subgraph.nodes), _per_hop(subgraph.edges)
@@ -73,7 +74,11 @@ def sampler_output(sampled: Sampled, hetero: bool, induced: bool) -> Output:
 
 
 def _original(rows: Mapping[str, Array]) -> Tensor:
-    return torch.from_numpy(rows["orig_id"].astype(np.int64))
+    return _wide(rows["orig_id"])  # a copy: transforms may write to it
+
+
+def _wide(array: Array) -> Tensor:
+    return torch.from_numpy(slabs.cast(array, np.int64))
 
 
 def _per_hop(sets: Mapping[Any, NodeSet] | Mapping[Any, EdgeSet]) -> dict[Any, list[int]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import SettingsError
+from trainer.load.attach import open_client
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
 from trainer.ranks import Ranks
+from trainer.sample.holders import SERVER_WAIT
 from trainer.service.cluster import read_cluster
 
 _RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
@@ -24,36 +26,62 @@ def open_any(
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
     """``trainer.open``: see there."""
+    if path is not None:
+        _check_path(path)
+    ranks = this_process(environ)
+    ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
+    cluster, key_file = cluster or environ.get("GNNFLEET_CLUSTER"), key_file or environ.get("GNNFLEET_SERVICE_KEY")
+    if path is None and part is None and is_client(cluster, ranks.node_rank):
+        assert cluster is not None
+        return open_client(
+            read_cluster(cluster), ranks, key_file=key_file, deadline=deadline, server_wait=server_wait(environ),
+            compress=compresses(environ), placed=_placed(cluster, ranks),
+        )  # fmt: skip
     if path is None:
         _check_in_run(environ)
         path = environ["GNNFLEET_PARTS"]
-    _check_path(path)
-    ranks = this_process(environ)
-    ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
-    cluster = cluster or environ.get("GNNFLEET_CLUSTER")
     placed = _placed(cluster, ranks) if cluster else None
     if part is not None:
         part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
     else:
         part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
     return open_graph(
-        path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank,
-        key_file=key_file or environ.get("GNNFLEET_SERVICE_KEY"), deadline=deadline, ranks=ranks, placed=placed,
+        path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
+        ranks=ranks, placed=placed, server_wait=server_wait(environ),
     )  # fmt: skip
 
 
 def open_run(environ: Mapping[str, str] = os.environ, deadline: float = 120.0) -> tuple[Graph, Ranks, RankLayout]:
     """This node's parts opened, the other nodes connected to, and where this process stands.
 
-    Reads what the launcher sets: GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER,
-    GNNFLEET_SERVICE_KEY and torchrun's variables. Close the graph when all ranks are done.
-    Raises ``SettingsError`` outside a run, ``PartitionError`` and ``ServiceError`` as
-    ``open_graph`` does.
+    On a client node, which has no parts, the graph is that of the graph servers. Reads what the launcher sets:
+    GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER, GNNFLEET_SERVICE_KEY and torchrun's variables.
+    Close the graph when all ranks are done. Raises ``SettingsError`` outside a run, ``PartitionError`` and
+    ``ServiceError`` as ``open_graph`` does.
     """
+    if is_client(environ.get("GNNFLEET_CLUSTER"), this_process(environ).node_rank):
+        graph = open_any(deadline=deadline, environ=environ)
+        return graph, graph.ranks, graph.layout
     _check_in_run(environ)
     part_ids = [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part]
     graph = open_any(part=part_ids, deadline=deadline, environ=environ)
     return graph, graph.ranks, graph.layout
+
+
+def is_client(cluster: str | Path | None, node_rank: int) -> bool:
+    """Whether a node of a run holds no part and asks graph servers. Raises ``SettingsError`` for a bad cluster file."""
+    nodes = read_cluster(cluster).nodes if cluster else ()
+    return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
+
+
+def server_wait(environ: Mapping[str, str] = os.environ) -> float:
+    """GNNFLEET_SERVER_WAIT: seconds that a lost graph server may take to come back."""
+    return float(environ.get("GNNFLEET_SERVER_WAIT") or SERVER_WAIT)
+
+
+def compresses(environ: Mapping[str, str] = os.environ) -> bool:
+    """GNNFLEET_COMPRESS: whether batches travel compressed."""
+    return environ.get("GNNFLEET_COMPRESS", "") not in ("", "0")
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:

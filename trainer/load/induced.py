@@ -10,14 +10,14 @@ import torch
 from trainer.arrays import Array
 from trainer.errors import SettingsError
 from trainer.load.open import Graph
-from trainer.partition.format import Manifest
 from trainer.sample.subgraph import SampleSettings
+from trainer.sample.types import GraphSchema
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 
-def induced_settings(manifest: Manifest) -> SampleSettings:
+def induced_settings(schema: GraphSchema) -> SampleSettings:
     """The seeds, after one hop to nobody, and all edges between them with their ids."""
-    return SampleSettings(dict.fromkeys(manifest.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
+    return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
 
 
 def check_homogeneous(graph: Graph, what: str) -> None:

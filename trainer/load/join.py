@@ -23,8 +23,8 @@ from trainer.errors import SettingsError
 from trainer.load.convert import Output, as_label, as_tensor
 from trainer.load.inputs import checked_ids
 from trainer.load.open import Graph
-from trainer.load.sampler import Rows, Sampled
 from trainer.partition.format import AttrSpec
+from trainer.sample.sampler import Rows, Sampled
 from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
 

@@ -27,8 +27,8 @@ from trainer.load.link_inputs import canonical, labels_with_negatives, link_inpu
 from trainer.load.links import LinkBatch, LinkIndex, excluded, seeds_of
 from trainer.load.memory import as_graph
 from trainer.load.negatives import draw_negatives
-from trainer.load.sampler import Sampled
 from trainer.load.seeds import OTHER_STREAM, RankLayout, Share
+from trainer.sample.sampler import Sampled
 from trainer.schema import EdgeType
 
 _NONE = np.empty(0, np.int64)

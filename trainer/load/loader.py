@@ -17,9 +17,9 @@ from trainer.load.arguments import time_level
 from trainer.load.convert import as_label, as_tensor, hetero_blocks, homo_blocks
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.sampler import Sampled, SubgraphSampler
 from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.sample.multi_hop import check_settings
+from trainer.sample.sampler import Sampled
 from trainer.sample.subgraph import SampleSettings, SeedSet, TimeRule
 from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
@@ -68,8 +68,8 @@ class BatchLoader:
             raise SettingsError(
                 f"seeds, of type {settings.target!r}, have no {settings.time_attr!r} to compare times with"
             )
-        self._patience = settings.deadline * (sampling.num_hops + 2)  # every request has its own deadline
-        self.sampler = SubgraphSampler(graph, sampling, _attrs(graph, settings), _labels(graph, settings))
+        self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
+        self.sampler = graph.sampler(sampling, _attrs(graph, settings), _labels(graph, settings))
 
     def __len__(self) -> int:
         return self.order.num_steps
@@ -77,7 +77,8 @@ class BatchLoader:
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Batches of one epoch from ``first_step`` on. Raises ``ServiceError``."""
         s, work = self.settings, self.shares(epoch, first_step)
-        return ordered_ahead(self.load, work, threads=s.threads, ahead=s.prefetch, deadline=self._patience)
+        threads = self.graph.threads(s.threads, s.prefetch)
+        return ordered_ahead(self.load, work, threads=threads, ahead=s.prefetch, deadline=self._patience)
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
         """This rank's seeds, step by step."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from trainer.errors import PartitionError, SettingsError
+from trainer.load.samplers import RemoteSampler, Sampler
 from trainer.load.seeds import RankLayout
 from trainer.partition.format import Manifest, manifest_digest
 from trainer.ranks import Ranks
+from trainer.sample.holders import SERVER_WAIT
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
-from trainer.schema import HOMO_NODE, EdgeType, NodeType
+from trainer.sample.sampler import SubgraphSampler
+from trainer.sample.subgraph import SampleSettings
+from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.service.client import HostClient
+from trainer.service.gateway import Gateway
 from trainer.store.part import PartStore, open_parts
 
 
@@ -24,12 +29,20 @@ class Graph:
     """An opened graph; close it, or use it as a context manager."""
 
     store: PartStore
-    access: DistGraph
+    access: DistGraph | Gateway  #: a gateway where this process is a client and holds no part
     clients: dict[int, HostClient] = field(default_factory=dict)
     ranks: Ranks = Ranks()  #: this process among those that load from the graph
     placed: RankLayout | None = None  #: ranks beside each part; default: every rank reads every part
     #: The user's ``Data``, ``HeteroData`` or (feature store, graph store) when the graph was made from one.
     source: Any = None
+
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it."""
+        here = ", ".join(map(str, self.store.parts))
+        where = f"served by {self.gateway.home.name}" if self.gateway else f"parts here: {here or 'none'}"
+        manifest = self.manifest
+        size = f"{manifest.num_nodes:,} nodes, {manifest.num_edges:,} edges, {manifest.num_parts} parts"
+        return f"Graph({manifest.dataset}: {size}; {where})"
 
     @property
     def manifest(self) -> Manifest:
@@ -39,6 +52,38 @@ class Graph:
     def layout(self) -> RankLayout:
         """Which ranks sit beside which part."""
         return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
+
+    @property
+    def gateway(self) -> Gateway | None:
+        """Where this process is a client: what asks the graph servers."""
+        return self.access if isinstance(self.access, Gateway) else None
+
+    @property
+    def digest(self) -> str:
+        """sha256 of ``manifest.json``, hex: equal digests mean equal partitions. Raises ``PartitionError``."""
+        return self.gateway.digest if self.gateway else manifest_digest(self.store.folder)
+
+    @property
+    def near_parts(self) -> tuple[int, ...]:
+        """Parts that are opened here, or that this client's home server has."""
+        return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
+
+    def sampler(
+        self, settings: SampleSettings, attrs: Mapping[AnyType, tuple[str, ...]],
+        labels: tuple[NodeType, tuple[str, ...]] = ("", ()),
+    ) -> Sampler:  # fmt: skip
+        """What makes batches: the rows of ``attrs`` besides ``orig_id``; ``labels`` are those of the seeds only."""
+        if self.gateway:
+            return RemoteSampler(self.gateway, settings, attrs, labels)
+        return SubgraphSampler(self.access, self.manifest, settings, attrs, labels)
+
+    def threads(self, threads: int, prefetch: int) -> int:
+        """Sampler threads of a loader: in a client each only waits for the batch it has asked for."""
+        return max(threads, prefetch) if self.gateway else threads
+
+    def patience(self, deadline: float, num_requests: int) -> float:
+        """Seconds that a batch of several requests, one after the other, may take."""
+        return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
     def node_types(self) -> list[NodeType]:
@@ -91,6 +136,8 @@ class Graph:
         """Let the connections go; waiting requests raise ``ServiceError``."""
         for client in self.clients.values():
             client.close()
+        if self.gateway:
+            self.gateway.close()
 
     def __enter__(self) -> Graph:
         return self
@@ -104,16 +151,18 @@ class Graph:
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
-    placed: RankLayout | None = None,
+    placed: RankLayout | None = None, server_wait: float = SERVER_WAIT,
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
+    ``server_wait``: seconds that a lost host may take to come back while no other one has its parts.
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
     store = open_parts(parts, part_ids)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
-    graph = Graph(store, DistGraph(LocalGraph(store), clients), clients, ranks or Ranks(), placed)
+    access = DistGraph(LocalGraph(store), clients, server_wait=server_wait, turn=node_rank)
+    graph = Graph(store, access, clients, ranks or Ranks(), placed)
     try:
         _check_complete(graph)
     except PartitionError:

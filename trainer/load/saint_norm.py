@@ -21,7 +21,6 @@ from trainer.errors import SettingsError
 from trainer.exchange import wire_device
 from trainer.load.induced import Ends
 from trainer.load.prefetch import ordered_ahead
-from trainer.load.sampler import SubgraphSampler
 from trainer.sample.subgraph import SeedSet
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 
@@ -67,17 +66,17 @@ def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, team: _Team
     """Subgraphs are drawn in rounds of one epoch's over all ranks, until they have enough nodes."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = np.zeros(num_nodes, np.int32), np.zeros(len(ends.src), np.int32)
-    sampler = SubgraphSampler(loader.graph, loader.settings, {})
+    sampler = loader.graph.sampler(loader.settings, {})
 
     def found(number: int) -> tuple[Ids, Ids]:
         key = loader.key(_NORM_EPOCH, number)
         rows = sampler.sample(SeedSet({HOMO_NODE: loader.draw_nodes(key)}), key).rows
         return rows[HOMO_NODE]["orig_id"], rows[HOMO_EDGE]["orig_id"]
 
-    o, num_subgraphs, total = loader.options, 0, 0
+    o, graph, num_subgraphs, total = loader.options, loader.graph, 0, 0
     work = ordered_ahead(
-        found, count(team.rank, team.size), threads=o.threads, ahead=o.prefetch,
-        deadline=o.deadline * loader.num_requests,
+        found, count(team.rank, team.size), threads=graph.threads(o.threads, o.prefetch), ahead=o.prefetch,
+        deadline=graph.patience(o.deadline, loader.num_requests),
     )  # fmt: skip
     while total < num_nodes * coverage:
         own = 0

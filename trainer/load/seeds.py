@@ -65,7 +65,8 @@ class SeedOrder:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Which ranks sit beside which part: ``ranks_of_part[p]`` train on the host that owns part p."""
+    """Which ranks sit beside which part: ``ranks_of_part[p]`` are on a host that has part p, or that asks such a host
+    first."""
 
     world_size: int
     ranks_of_part: tuple[tuple[int, ...], ...]
@@ -83,9 +84,7 @@ class RankLayout:
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
         """As ``cluster.json`` places ranks and parts."""
-        ranks_of_part = {part: node.ranks for node in cluster.nodes for part in node.parts}
-        world_size = sum(len(node.ranks) for node in cluster.nodes)
-        return cls(world_size, tuple(ranks_of_part[part] for part in range(cluster.num_parts)))
+        return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
         """int64 [num_parts, most ranks of a part], padded with -1."""

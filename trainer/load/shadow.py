@@ -30,10 +30,13 @@ from trainer.load.base import PyGLoader, Seeded
 from trainer.load.convert import Output
 from trainer.load.induced import check_homogeneous, induced_settings, tensor_of
 from trainer.load.inputs import node_inputs, split_name
+from trainer.load.join import Attrs
 from trainer.load.memory import as_graph
-from trainer.load.sampler import Sampled, SubgraphSampler
+from trainer.load.open import Graph
+from trainer.load.samplers import Sampler
 from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, Share
-from trainer.sample.subgraph import Positions, SampledSubgraph, SeedSet
+from trainer.sample.sampler import Sampled
+from trainer.sample.subgraph import NodeSet, Positions, SampledSubgraph, SampleSettings, SeedSet
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 
@@ -45,17 +48,34 @@ class Neighbourhoods(SampledSubgraph):
     root: Positions = field(kw_only=True)  #: int32 [m] the root that has it
 
 
-class NeighbourhoodSampler(SubgraphSampler):
+class NeighbourhoodSampler:
     """Draws by disjoint sampling, then asks for edges and rows of a node once, however many roots have it."""
 
-    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        drawn = super().subgraph(seeds, key).nodes[HOMO_NODE]
-        assert drawn.tree is not None
+    def __init__(self, graph: Graph, settings: SampleSettings, attrs: Attrs):
+        self._draw = graph.sampler(settings, {})
+        self._join = graph.sampler(induced_settings(graph.manifest), attrs)
+
+    def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
+        """The neighbourhoods without rows."""
+        drawn, distinct, member = self._drawn(seeds, key)
+        return _joined(drawn, member, self._join.subgraph(distinct, key))
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """The neighbourhoods, and rows of their distinct nodes and edges."""
+        drawn, distinct, member = self._drawn(seeds, key)
+        sampled = self._join.sample(distinct, key)
+        return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
+
+    def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
+        """The nodes drawn, the distinct ones among them, and each one's place among those."""
+        drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
-        union = self.multi_hop(SeedSet({HOMO_NODE: distinct}), induced_settings(self.graph.manifest), key)
-        return Neighbourhoods(
-            union.num_hops, union.nodes, union.edges, True, member=member.astype(np.int32), root=drawn.tree
-        )
+        return drawn, SeedSet({HOMO_NODE: distinct}), member.astype(np.int32)
+
+
+def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighbourhoods:
+    assert drawn.tree is not None
+    return Neighbourhoods(union.num_hops, union.nodes, union.edges, True, member=member, root=drawn.tree)
 
 
 class DistShaDowKHopSampler(PyGLoader):
@@ -80,8 +100,6 @@ class DistShaDowKHopSampler(PyGLoader):
     another host fails.
     """
 
-    sampler_class = NeighbourhoodSampler
-
     def __init__(
         self, data: Any, depth: int, num_neighbors: int, node_idx: Any = None, replace: bool = False, *,
         transform: Callable[[Any], Any] | None = None, attrs: AttrNames | None = None, seed: int | None = None,
@@ -105,6 +123,9 @@ class DistShaDowKHopSampler(PyGLoader):
                 f"{len(inputs)} roots for {self.layout.world_size} ranks: some batches have none",
                 stacklevel=2,
             )
+
+    def make_sampler(self, attrs: Attrs) -> Sampler:
+        return NeighbourhoodSampler(self.graph, self.settings, attrs)
 
     @property
     def num_requests(self) -> int:

@@ -114,7 +114,15 @@ def read_manifest(folder: str | Path) -> Manifest:
     Raises ``PartitionError`` when it is missing, invalid, or of another format or version.
     """
     path = Path(folder) / MANIFEST
-    raw = _read_json(path)
+    return parse_manifest(_read_bytes(path), path)
+
+
+def parse_manifest(text: bytes, path: str | Path) -> Manifest:
+    """The manifest in a ``manifest.json``; ``path`` says in errors where it is. Raises as ``read_manifest`` does."""
+    try:
+        raw = json.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise PartitionError(f"{path} is not a {FORMAT} manifest; point to a folder that `partition make` wrote")
     if raw.get("version") != VERSION:
@@ -158,13 +166,6 @@ def _read_bytes(path: Path) -> bytes:
         raise PartitionError(f"{path} is missing: {where}; make one with `partition make`") from None
     except OSError as error:
         raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(_read_bytes(path).decode("utf-8"))
-    except ValueError as error:
-        raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:

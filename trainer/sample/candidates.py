@@ -18,6 +18,7 @@ from trainer.sample.kernels import first_at_least
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
+TOO_MANY = -2  #: in place of a slot: there are more picks than allowed
 _ROUNDING = 1.0 + 1e-12
 
 
@@ -46,11 +47,12 @@ class Draws(NamedTuple):
 
 @_jit
 def pick_candidates(
-    indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, must: Any, how: Any, longest: int, counts: Any
-) -> Any:
+    indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, must: Any, how: Any, longest: int, counts: Any,
+    most: int,
+) -> Any:  # fmt: skip
     """(slots taken, int64; -1), grouped by row, or (none, slot) for an edge whose weight is none.
 
-    Fills ``counts`` int32 [n]. ``longest`` is the highest degree of a row.
+    (none, ``TOO_MANY``) for more than ``most``. Fills ``counts`` int32 [n]. ``longest`` is the highest degree of a row.
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
@@ -62,6 +64,8 @@ def pick_candidates(
         count = found
         if how.fanout >= 0 and found > 0 and (found > how.fanout or (how.replace and not how.last)):
             count = how.fanout
+        if used + count > most:
+            return out[:0], TOO_MANY
         counts[i] = count
         out = _with_room(out, used, count)
         drawn = node_key(how.key, orig_id[rows[i]])

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer.arrays import Array, Ids, read_only
 from trainer.errors import DataError, PartitionError
 from trainer.sample import kernels
-from trainer.sample.candidates import Conditions, Draws, allow, pick_candidates
+from trainer.sample.candidates import TOO_MANY, Conditions, Draws, allow, pick_candidates
 from trainer.sample.grouping import cut_request
 from trainer.sample.subgraph import Positions
 from trainer.sample.types import HopRequest, HopSample
 from trainer.store.part import EdgePart, NodePart
+
+MOST_EDGES = 1 << 28  #: of one answer: more sources do not fit into an array on the wire
 
 
 def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
     """The edges that ``request`` asks for; its nodes are owned by the part.
 
     Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
-    attribute that is not there or of the wrong kind.
+    attribute that is not there or of the wrong kind, and for more than ``MOST_EDGES``.
     """
     counts, picks = _pick(nodes, edges, request, num_sources)
     return HopSample(counts, edges.indices[picks], _edge_ids(edges, picks) if request.with_edge else None)
@@ -58,7 +60,10 @@ def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> tuple[Posit
     rows = request.nodes - nodes.start
     counts = np.empty(len(rows), np.int32)
     longest = kernels.count_picks(edges.indptr, rows, request.fanout, request.replace, counts)
-    picks = np.empty(int(counts.sum(dtype=np.int64)), np.int64)
+    total = int(counts.sum(dtype=np.int64))
+    if total > MOST_EDGES:
+        raise _too_many(request)
+    picks = np.empty(total, np.int64)
     kernels.pick_positions(
         edges.indptr, rows, nodes.orig_id, _trees(request), counts, request.replace, request.fanout,
         request.shuffle, np.uint64(request.key), longest, picks,
@@ -77,8 +82,10 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
     )  # fmt: skip
     picks, wrong = pick_candidates(
         edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
-        how, longest, counts,
+        how, longest, counts, MOST_EDGES,
     )  # fmt: skip
+    if wrong == TOO_MANY:
+        raise _too_many(request)
     if wrong >= 0:
         assert request.weight is not None
         raise DataError(
@@ -86,6 +93,13 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
             f"in {request.weight!r}; weights must be finite numbers from 0 on"
         )
     return counts, picks
+
+
+def _too_many(request: HopRequest) -> PartitionError:
+    return PartitionError(
+        f"over {MOST_EDGES} neighbours by {request.edge_type} of {len(request.nodes)} nodes with fanout "
+        f"{request.fanout}; ask for fewer at once"
+    )
 
 
 def _trees(request: HopRequest) -> Ids:
@@ -96,21 +110,14 @@ def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Condi
     bound = request.bound
     barred, begin, end = _barred(request)
     return Conditions(
-        times=_frozen(np.empty(0, np.int64) if bound is None else _times(edges, request)),
-        bounds=_frozen(np.empty(0, np.int64) if bound is None else bound.times),
-        barred=_frozen(barred),
-        barred_begin=_frozen(begin),
-        barred_end=_frozen(end),
-        allowed=_frozen(_allowed(request, num_sources)),
-        weights=_frozen(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
+        barred=read_only(barred),
+        barred_begin=read_only(begin),
+        barred_end=read_only(end),
+        allowed=read_only(_allowed(request, num_sources)),
+        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
     )
-
-
-def _frozen(array: Array) -> Array:
-    """A read-only view, as memory maps are: kernels are compiled for one kind only."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _times(edges: EdgePart, request: HopRequest) -> Array:

@@ -9,19 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer import slabs
+from trainer.arrays import Array, Ids, read_only
 from trainer.sample import kernels
 from trainer.sample.types import HopRequest, HopSample
 
 
 def group_by(owners: Ids) -> dict[int, Ids]:
-    """Positions of each owner, ascending within an owner; int64 arrays keyed by owner."""
+    """Positions of each owner, ascending within an owner; int64 arrays keyed by owner, a small number."""
     if len(owners) == 0:
         return {}
-    order = np.argsort(owners, kind="stable")
-    ordered = owners[order]
-    cuts = np.flatnonzero(np.diff(ordered)) + 1
-    return {int(owners[run[0]]): run for run in np.split(order, cuts)}
+    low = int(owners.min())
+    ends = np.cumsum(kernels.count_numbers(owners, low, int(owners.max()) - low + 1))
+    begins = np.concatenate([[0], ends[:-1]])
+    order = kernels.order_by_number(owners, low, begins.copy())
+    runs = enumerate(zip(begins, ends, strict=True), low)
+    return {owner: order[begin:end] for owner, (begin, end) in runs if begin < end}
 
 
 def cut_request(request: HopRequest, at: Ids) -> HopRequest:
@@ -51,14 +54,15 @@ def merge_samples(num_rows: int, answers: Sequence[tuple[Ids, HopSample]], with_
     src = _merge_runs([(at, sample.counts, sample.src) for at, sample in answers], begins)
     if not with_edge:
         return HopSample(counts, src, None)
-    return HopSample(counts, src, _merge_runs([(at, sample.counts, sample.edge) for at, sample in answers], begins))
+    edges = [(at, sample.counts, sample.edge) for at, sample in answers if sample.edge is not None]
+    return HopSample(counts, src, _merge_runs(edges, begins))
 
 
-def _merge_runs(runs: Sequence[tuple[Ids, Array, Array | None]], begins: Ids) -> Array:
-    dtypes = [values.dtype for _, _, values in runs if values is not None]
+def _merge_runs(runs: Sequence[tuple[Ids, Array, Array]], begins: Ids) -> Array:
+    dtypes = [values.dtype for _, _, values in runs]
     out: Array = np.empty(int(begins[-1]), np.result_type(np.int32, *dtypes))
     for positions, counts, values in runs:
-        kernels.scatter_runs(values, counts, positions, begins, out)
+        kernels.scatter_runs(read_only(values), read_only(counts), positions, begins, out)
     return out
 
 
@@ -66,9 +70,9 @@ def merge_rows(
     num_rows: int, answers: Sequence[tuple[Ids, Array, Ids]], dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Array:
     """[num_rows, *shape] with ``out[positions] = source[rows]`` for each (positions, source, rows)."""
-    out = np.empty((num_rows, *shape), dtype)
+    out = slabs.empty((num_rows, *shape), dtype)
     for positions, source, rows in answers:
-        kernels.take_rows(_as_words(source, dtype), rows, positions, _as_words(out, dtype))
+        kernels.take_rows(read_only(_as_words(source, dtype)), rows, positions, _as_words(out, dtype))
     return out
 
 

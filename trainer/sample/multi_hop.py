@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer.arrays import Array, Ids, read_only
 from trainer.errors import DataError, SettingsError
 from trainer.partition.format import EdgeSpec
 from trainer.sample import kernels
@@ -62,7 +62,9 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
     if edges.whole is not None and fanout < 0:
         begin, count = edges.whole.begin, edges.whole.count
     indptr = np.empty(num_dst + 1, np.int32)
-    indices = kernels.block_rows(begin[:num_dst], count[:num_dst], fanout, edges.src, indptr)
+    indices = kernels.block_rows(
+        read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(edges.src), indptr
+    )
     return indptr, indices, num_src
 
 
@@ -131,7 +133,7 @@ class _Growth:
             )
             for of in asked
         ]  # fmt: skip
-        self._edges = {of: _EdgeGrowth((-1,) * self._settings.num_hops) for of in self._edges}
+        self._edges = {of: _EdgeGrowth((-1,) * max(1, self._settings.num_hops)) for of in self._edges}
         for of, sample in zip(asked, graph.sample_hops(requests), strict=True):
             local = self._nodes[of[0]].meet(sample.src, sample.counts, None)
             self._edges[of].add(_Question(of, -1, 0, 0, False), 0, sample, local)

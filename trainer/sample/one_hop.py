@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids
+from trainer import slabs
+from trainer.arrays import Array, Ids, read_only
 from trainer.errors import PartitionError
 from trainer.sample import kernels
 from trainer.sample.draw import sample_rows
@@ -17,6 +18,9 @@ from trainer.sample.specs import check_type, row_spec
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 from trainer.store.part import EdgePart, NodePart, Part, PartStore
+
+_FEW_PARTS = 4  #: all of which are looked into for every id
+_LINEAR_PARTS = 16  #: among which an id's is found without a binary search
 
 
 class LocalGraph:
@@ -84,13 +88,34 @@ class LocalGraph:
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
         check_type(self.store, request.of)
+        if request.attrs == ("orig_id",) and len(self.store.parts) <= _FEW_PARTS:
+            found = self._orig_ids_of_few(request)
+            if found is not None:
+                return {"orig_id": found}
         groups = self._by_part(request.of, request.ids)
         return {name: self._rows(request, name, groups) for name in request.attrs}
 
     def _rows(self, request: RowRequest, name: str, groups: Mapping[int, Ids]) -> Array:
+        if name == "orig_id":
+            return self._orig_ids(request, groups)
         dtype, shape = row_spec(self.store, request.of, name)
         answers = [(at, *_column(self.store.parts[p], request.of, name, request.ids[at])) for p, at in groups.items()]
         return merge_rows(len(request.ids), answers, dtype, shape)
+
+    def _orig_ids(self, request: RowRequest, groups: Mapping[int, Ids]) -> Ids:
+        out = slabs.empty(len(request.ids), np.int64)
+        for part_id, at in groups.items():
+            table = _table(self.store.parts[part_id], request.of)
+            kernels.take_numbers(read_only(table.orig_id), table.start, request.ids, at, out)
+        return out
+
+    def _orig_ids_of_few(self, request: RowRequest) -> Ids | None:
+        """Without finding out each id's part first; None when some are of other parts."""
+        out, taken = slabs.empty(len(request.ids), np.int64), 0
+        for part in self.store.parts.values():
+            table = _table(part, request.of)
+            taken += kernels.take_numbers_between(read_only(table.orig_id), table.start, request.ids, out)
+        return out if taken == len(out) else None
 
     def _by_part(self, of: AnyType, ids: Ids) -> dict[int, Ids]:
         if len(self.store.parts) == 1:
@@ -98,7 +123,9 @@ class LocalGraph:
             start, end = self.books[of].range_of(part_id)
             if len(ids) == 0 or (ids.min() >= start and ids.max() < end):
                 return {part_id: np.arange(len(ids))}
-        groups = group_by(self.books[of].part_of(ids))
+        book = self.books[of]
+        few = book.num_parts <= _LINEAR_PARTS
+        groups = group_by(kernels.owners(book.offsets, ids) if few else book.part_of(ids))
         if foreign := set(groups) - set(self.store.parts):
             raise self._foreign(of, foreign)
         return groups
@@ -121,13 +148,15 @@ def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
 
 def _column(part: Part, of: AnyType, name: str, ids: Ids) -> tuple[Array, Ids]:
     """The array to take from and the rows to take."""
-    table = part.nodes[of] if isinstance(of, str) else part.edges[of]
+    table = _table(part, of)
     rows = ids - table.start
-    if name == "orig_id":
-        return table.orig_id[rows].astype(np.int64, copy=False), np.arange(len(rows))
     if name == "in_degree":
         return _in_degree(part, of, rows), np.arange(len(rows))
     return table.attrs[name], rows
+
+
+def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
+    return part.nodes[of] if isinstance(of, str) else part.edges[of]
 
 
 def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids
+from trainer.arrays import Array, Ids, read_only
 from trainer.sample import kernels, pairs
 from trainer.sample.subgraph import NodeSet, Positions
 from trainer.sample.types import GraphSchema
@@ -46,13 +46,13 @@ class NodeGrowth:
     def enter(self, seeds: Ids, _first_tree: int) -> None:
         """Take in the seeds; a repeated one is met at its first place."""
         self._add_chunk(seeds)
-        kernels.enter_seeds(seeds, self._tables.table(self._of))
+        kernels.enter_seeds(read_only(seeds), self._tables.table(self._of))
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
         """Positions of ``src`` (int32), new nodes being appended."""
         local = np.empty(len(src), np.int32)
         new = np.empty(len(src), np.int64)
-        found = kernels.relabel(src, self._tables.table(self._of), self._count, local, new)
+        found = kernels.relabel(read_only(src), self._tables.table(self._of), self._count, local, new)
         self._add_chunk(new[:found])
         return local
 
@@ -70,7 +70,7 @@ class NodeGrowth:
 
     def clean(self) -> None:
         for chunk in self._ids:
-            kernels.forget(chunk, self._tables.table(self._of))
+            kernels.forget(read_only(chunk), self._tables.table(self._of))
 
     def finish(self) -> NodeSet:
         per_hop = tuple(int(count) for count in np.diff(self.level_starts))
@@ -97,7 +97,10 @@ class TreeGrowth(NodeGrowth):
         self._pairs = pairs.with_room(self._pairs, self._count, len(src))
         local = np.empty(len(src), np.int32)
         new, new_trees = np.empty(len(src), np.int64), np.empty(len(src), np.int32)
-        found = pairs.relabel(src, counts, trees, self._pairs, self._count, local, new, new_trees)
+        assert trees is not None
+        found = pairs.relabel(
+            read_only(src), read_only(counts), read_only(trees), self._pairs, self._count, local, new, new_trees
+        )
         self._add_chunk(new[:found])
         self._trees.append(new_trees[:found])
         return local

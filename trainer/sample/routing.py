@@ -5,51 +5,37 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
-from trainer.errors import PartitionError, ServiceError
+from trainer.errors import PartitionError, ServerGone, ServiceError
 from trainer.sample.edge_slice import EDGES_AT_ONCE, edge_slice
-from trainer.sample.grouping import group_by, merge_rows, merge_samples
+from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
+from trainer.sample.holders import HERE, NOBODY, SERVER_WAIT, Holders, Pending, RemoteHost
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.specs import check_type, row_spec
 from trainer.sample.split import Groups, Split
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 
-_HERE, _NOBODY = -1, -2  #: instead of a node rank
-
-T = TypeVar("T", HopRequest, RowRequest)
 _RowSpec = tuple[np.dtype[Any], tuple[int, ...]]  #: dtype and shape of one row
 
 
-class Pending(Protocol):
-    """An answer under way; ``result`` waits at most the client's deadline."""
+@dataclass(frozen=True)
+class _Pairs:
+    """Which of these edges exist?"""
 
-    def result(self) -> Any: ...
+    edge_type: EdgeType
+    src: Ids
+    dst: Ids
 
 
-class RemoteHost(Protocol):
-    """What routing needs of ``service.client.HostClient``."""
-
-    @property
-    def part_ids(self) -> Sequence[int]: ...
-
-    @property
-    def name(self) -> str: ...
-
-    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending: ...
-
-    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending: ...
-
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending: ...
-
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending: ...
+T = TypeVar("T", HopRequest, RowRequest, _Pairs)
 
 
 @dataclass(frozen=True)
@@ -64,13 +50,81 @@ class _Share(Generic[T]):
 _Shares = dict[int, list[_Share[T]]]  #: by host
 
 
-class DistGraph:
-    """Routes each row to its owner: one message per remote host and call, local work meanwhile."""
+@dataclass(frozen=True)
+class _Question(Generic[T]):
+    """How requests of one kind are put to a host, to the own parts, and again for some of their rows."""
 
-    def __init__(self, local: LocalGraph, remotes: Mapping[int, RemoteHost]):
-        self.local, self.remotes, self.books = local, remotes, local.books
-        self._host_of_part = _host_of_part(local, remotes)
+    submit: Callable[[RemoteHost, Sequence[T]], Pending]
+    local: Callable[[Sequence[T]], Sequence[Any]]
+    rows: Callable[[T], tuple[AnyType, Ids]]
+    cut: Callable[[T, Ids], T]
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """An answer as the only one of a list."""
+
+    pending: Pending
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        return [self.pending.result()]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Some edges of a part that lie next to each other."""
+
+    at: int  #: global id of the first
+    part_id: int
+    first: int  #: slot of the first
+    count: int
+
+
+class DistGraph:
+    """Routes each row to its owner: one message per remote host and call, local work meanwhile.
+
+    With replicas a part has several owners, which answer alike: rows that were asked of a host that is lost
+    (``ServerGone``) are asked again of the next one, or of the same one once it is back, up to ``server_wait`` seconds.
+    ``turn`` is a number of this process's node, so that several nodes do not all ask the same owner.
+    """
+
+    def __init__(
+        self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *, server_wait: float = SERVER_WAIT, turn: int = 0
+    ):
+        self.local, self.books = local, local.books
+        self._holders = Holders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
+        self._hops = _Question[HopRequest](
+            lambda host, asked: host.submit_sample(asked),
+            lambda asked: self.local.sample_hops(asked),
+            lambda request: (request.edge_type[2], request.nodes),
+            cut_request,
+        )
+        self._rows = _Question[RowRequest](
+            lambda host, asked: host.submit_gather(asked),
+            lambda asked: self.local.gather(asked),
+            lambda request: (request.of, request.ids),
+            lambda request, at: replace(request, ids=request.ids[at]),
+        )
+        self._pairs = _Question[_Pairs](
+            lambda host, asked: _Alone(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
+            lambda asked: [self.local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
+            lambda pairs: (pairs.edge_type[2], pairs.dst),
+            lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
+        )
         self._count = threading.local()
+
+    @property
+    def remotes(self) -> Mapping[int, RemoteHost]:
+        """The other hosts by node rank."""
+        return self._holders.remotes
+
+    def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
+        """Ask these hosts from now on; calls under way go on with whom they asked, or with these."""
+        self._holders.set_remotes(remotes)
+
+    def lost(self) -> frozenset[int]:
+        """Node ranks of the hosts that do not answer just now."""
+        return self._holders.lost_hosts()
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Neighbours of any nodes, in request order. Raises ``ServiceError`` and ``PartitionError``."""
@@ -83,8 +137,8 @@ class DistGraph:
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
                 shares[host].append(_Share(number, at, split.hop(request, host, at)))
         answers: list[list[tuple[Ids, HopSample]]] = [[] for _ in requests]
-        for host, share, sample in self._ask(shares, lambda at, asked: at.submit_sample(asked), self.local.sample_hops):
-            if host != _HERE:
+        for host, share, sample in self._ask(shares, self._hops):
+            if host != HERE:
                 self._add_bytes(sample.counts, sample.src, sample.edge)
             answers[share.number].append((share.at, sample))
         return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
@@ -98,12 +152,12 @@ class DistGraph:
         shares: _Shares[RowRequest] = defaultdict(list)
         for number, request in enumerate(requests):
             for host, at in self._owners(split, request.of, request.ids).items():
-                self._add_rows(len(at), host != _HERE)
                 mine = RowRequest(request.of, split.cut(request.ids, at), request.attrs)
                 shares[host].append(_Share(number, at, mine))
         answers: list[list[tuple[Ids, Mapping[str, Array]]]] = [[] for _ in requests]
-        for host, share, rows in self._ask(shares, lambda at, asked: at.submit_gather(asked), self.local.gather):
-            if host != _HERE:
+        for host, share, rows in self._ask(shares, self._rows):
+            self._add_rows(len(share.at), host != HERE)
+            if host != HERE:
                 self._add_bytes(*rows.values())
                 self._check_rows(host, rows, specs[share.number])
             answers[share.number].append((share.at, rows))
@@ -115,17 +169,15 @@ class DistGraph:
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Which of any edges exist: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
         check_type(self.local.store, edge_type)
-        groups = dict(self._owners(Split(self._by_host), edge_type[2], dst))
-        here = groups.pop(_HERE, None)
-        under_way = [
-            (at, self.remotes[host].submit_has_edges(edge_type, src[at], dst[at])) for host, at in groups.items()
-        ]
+        shares: _Shares[_Pairs] = {
+            host: [_Share(0, at, _Pairs(edge_type, src[at], dst[at]))]
+            for host, at in self._owners(Split(self._by_host), edge_type[2], dst).items()
+        }
         found = np.zeros(len(dst), np.bool_)
-        if here is not None:
-            found[here] = self.local.has_edges(edge_type, src[here], dst[here])
-        for at, pending in under_way:
-            found[at] = pending.result()
-            self._add_bytes(found[at])
+        for host, share, answer in self._ask(shares, self._pairs):
+            found[share.at] = answer
+            if host != HERE:
+                self._add_bytes(answer)
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
@@ -134,20 +186,31 @@ class DistGraph:
         Memory: 24 bytes an edge. Raises ``ServiceError`` and ``PartitionError``.
         """
         check_type(self.local.store, edge_type)
-        book = self.books[edge_type]
-        whole = EdgeList(*(np.empty(book.size, np.int64) for _ in range(3)))
-        under_way: deque[tuple[int, Pending]] = deque()
-        for host, part_id, first, count in self._slices(edge_type):
-            at = book.range_of(part_id)[0] + first
-            if host == _HERE:
-                _put(whole, at, edge_slice(self.local.store, part_id, edge_type, first, count))
+        whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
+        under_way: deque[tuple[_Slice, int, Pending]] = deque()
+        for piece in self._slices(edge_type):
+            host = int(self._holders.table()[piece.part_id + 1])
+            if host == HERE:
+                _put(whole, piece.at, edge_slice(self.local.store, piece.part_id, edge_type, piece.first, piece.count))
                 continue
-            under_way.append((at, self.remotes[host].submit_edges(part_id, edge_type, first, count)))
+            under_way.append((piece, host, self._ask_slice(piece, edge_type, host)))
             if len(under_way) > 2 * len(self.remotes):
-                self._put_received(whole, *under_way.popleft())
-        for at, pending in under_way:
-            self._put_received(whole, at, pending)
+                asked, host, pending = under_way.popleft()
+                _put(whole, asked.at, self._received(asked, edge_type, host, pending))
+        for piece, host, pending in under_way:
+            _put(whole, piece.at, self._received(piece, edge_type, host, pending))
         return whole
+
+    def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
+        """Edges ``first`` to ``first + count`` of any part, by slot. Raises ``ServiceError`` and ``PartitionError``."""
+        check_type(self.local.store, edge_type)
+        if not 0 <= part_id < self.local.store.manifest.num_parts:
+            raise PartitionError(f"no part {part_id}; they go from 0 to {self.local.store.manifest.num_parts - 1}")
+        host = int(self._holders.table()[part_id + 1])
+        if host == HERE:
+            return edge_slice(self.local.store, part_id, edge_type, first, count)
+        piece = _Slice(first, part_id, first, count)
+        return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_remote_bytes(self) -> int:
         """Payload bytes this thread received from other hosts since it last asked."""
@@ -161,46 +224,62 @@ class DistGraph:
         self._count.rows = (0, 0)
         return rows
 
-    def _ask(
-        self, shares: _Shares[T], submit: Callable[[RemoteHost, Sequence[T]], Pending], local: Callable[..., Any]
-    ) -> Iterator[tuple[int, _Share[T], Any]]:
+    def _ask(self, shares: _Shares[T], question: _Question[T]) -> Iterator[tuple[int, _Share[T], Any]]:
         """Each share with its host and answer; the remote hosts work while this one does."""
-        asked = {host: [share.request for share in mine] for host, mine in shares.items()}
-        under_way = {host: submit(self.remotes[host], requests) for host, requests in asked.items() if host != _HERE}
-        if _HERE in shares:
-            for share, answer in zip(shares[_HERE], local(asked[_HERE]), strict=True):
-                yield _HERE, share, answer
-        for host, pending in under_way.items():
-            for share, answer in zip(shares[host], pending.result(), strict=True):
-                yield host, share, answer
+        while shares:
+            asked = {host: [share.request for share in mine] for host, mine in shares.items()}
+            under_way = {
+                host: question.submit(self.remotes[host], requests) for host, requests in asked.items() if host != HERE
+            }
+            if HERE in shares:
+                for share, answer in zip(shares[HERE], question.local(asked[HERE]), strict=True):
+                    yield HERE, share, answer
+            unanswered: list[_Share[T]] = []
+            for host, pending in under_way.items():
+                try:
+                    answers = pending.result()
+                except ServerGone as error:
+                    self._holders.lost(host, error)
+                    unanswered += shares[host]
+                    continue
+                for share, answer in zip(shares[host], answers, strict=True):
+                    yield host, share, answer
+            shares = self._again(unanswered, question)
 
-    def _slices(self, edge_type: EdgeType) -> Iterator[tuple[int, int, int, int]]:
-        """Host, part, first slot and number of edges of every slice, the parts taking turns."""
+    def _again(self, unanswered: Sequence[_Share[T]], question: _Question[T]) -> _Shares[T]:
+        """The same rows for those who hold them now, once there is somebody for each."""
+        shares: _Shares[T] = defaultdict(list)
+        if not unanswered:
+            return shares
+        rows = [question.rows(share.request) for share in unanswered]
+        self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
+        for share, (of, ids) in zip(unanswered, rows, strict=True):
+            for host, at in self._by_host(of, ids).items():
+                shares[host].append(_Share(share.number, share.at[at], question.cut(share.request, at)))
+        return shares
+
+    def _slices(self, edge_type: EdgeType) -> Iterator[_Slice]:
+        """All slices of a type, the parts taking turns."""
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
             begin, end = book.range_of(part_id)
-            host = int(self._host_of_part[part_id + 1])
-            of_parts.append(
-                [
-                    (host, part_id, first, min(EDGES_AT_ONCE, end - begin - first))
-                    for first in range(0, end - begin, EDGES_AT_ONCE)
-                ]
-            )
+            firsts = range(0, end - begin, EDGES_AT_ONCE)
+            of_parts.append([_Slice(begin + at, part_id, at, min(EDGES_AT_ONCE, end - begin - at)) for at in firsts])
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
     def _owners(self, split: Split, of: AnyType, ids: Ids) -> Groups:
         """Rows by host. Raises ``PartitionError`` for an id nobody owns."""
         groups = split.groups(of, ids)
-        if _NOBODY in groups:
-            wrong = int(ids[groups[_NOBODY][0]])
+        if NOBODY in groups:
+            wrong = int(ids[groups[NOBODY][0]])
             raise PartitionError(f"asked for {of!r} {wrong}; its ids go from 0 to {self.books[of].size - 1}")
         return groups
 
     def _by_host(self, of: AnyType, ids: Ids) -> Groups:
         if not self.remotes or len(ids) == 0:
-            return {_HERE: np.arange(len(ids))}
-        return group_by(self._host_of_part[self.books[of].part_of(ids) + 1])
+            return {HERE: np.arange(len(ids))}
+        return group_by(self._holders.table()[self.books[of].part_of(ids) + 1])
 
     def _check_hop(self, request: HopRequest) -> None:
         """Raise ``PartitionError`` for an unknown type or attribute, whoever owns the rows."""
@@ -224,10 +303,22 @@ class DistGraph:
                     f"the manifest says {dtype} {shape}; do both nodes have the same partition?"
                 )
 
-    def _put_received(self, whole: EdgeList, at: int, pending: Pending) -> None:
-        edges: EdgeList = pending.result()
-        self._add_bytes(edges.src, edges.dst, edges.orig_id)
-        _put(whole, at, edges)
+    def _ask_slice(self, piece: _Slice, edge_type: EdgeType, host: int) -> Pending:
+        return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
+
+    def _received(self, piece: _Slice, edge_type: EdgeType, host: int, pending: Pending) -> EdgeList:
+        """The slice that ``host`` was asked for, or from whoever has it after that one is lost."""
+        while True:
+            try:
+                edges: EdgeList = pending.result()
+            except ServerGone as error:
+                self._holders.lost(host, error)
+                self._holders.wait_for([piece.part_id])
+                host = int(self._holders.table()[piece.part_id + 1])
+                pending = self._ask_slice(piece, edge_type, host)
+                continue
+            self._add_bytes(edges.src, edges.dst, edges.orig_id)
+            return edges
 
     def _add_rows(self, number: int, remote: bool) -> None:
         gathered, from_others = getattr(self._count, "rows", (0, 0))
@@ -257,14 +348,3 @@ def _merged_rows(
 def _put(whole: EdgeList, at: int, edges: EdgeList) -> None:
     end = at + len(edges.src)
     whole.src[at:end], whole.dst[at:end], whole.orig_id[at:end] = edges.src, edges.dst, edges.orig_id
-
-
-def _host_of_part(local: LocalGraph, remotes: Mapping[int, RemoteHost]) -> Array:
-    """int16 [num_parts + 2]: node rank serving part p at p + 1, ``_HERE`` for opened ones; the ends are no part."""
-    hosts = np.full(local.store.manifest.num_parts + 2, _HERE, np.int16)  # 16 bits are sorted by radix
-    hosts[0] = hosts[-1] = _NOBODY
-    for node_rank, client in remotes.items():
-        for part_id in client.part_ids:
-            if part_id not in local.store.parts:
-                hosts[part_id + 1] = node_rank
-    return hosts

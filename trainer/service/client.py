@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -12,15 +13,17 @@ import numpy.typing as npt
 import zmq
 
 from trainer.arrays import Array, Ids
-from trainer.errors import ServiceError, WireError
+from trainer.errors import ServerGone, ServiceError, WireError
+from trainer.sample.sampler import BatchWork, Sampled
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.schema import EdgeType
-from trainer.service import hops, protocol
+from trainer.schema import EdgeType, NodeType
+from trainer.service import batches, hops, protocol
 from trainer.service.channel import Call, Channel
 from trainer.service.keys import CurveKeys
 from trainer.service.limits import client_context
-from trainer.service.protocol import HelloInfo, ServerStats
-from trainer.service.wire import Kind, Message, Status
+from trainer.service.places import ServerPlace
+from trainer.service.protocol import ClientName, HelloInfo, ServerStats, SharedSlice
+from trainer.service.wire import Flag, Kind, Message, Status
 
 T = TypeVar("T")
 
@@ -35,13 +38,18 @@ class Pending(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait at most ``timeout`` seconds (default: the client's deadline) from now.
 
-        Raises ``ServiceError`` naming the server and the cause.
+        Raises ``ServiceError`` naming the server and the cause, ``ServerGone`` where another one may answer.
         """
         patience = self._client.deadline if timeout is None else timeout
         kind = self._call.request.kind.name.lower()
         reply = self._channel.wait(self._call, time.monotonic() + patience, self._client.check_open)
         if reply is None:
-            raise self._client.no_answer(kind, time.monotonic() - self._asked_at, self._channel.state)
+            waited = time.monotonic() - self._asked_at
+            if self._call.request.kind == Kind.BATCH:
+                self._channel.abandon(self._call)
+            raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
+        if reply.kind == Kind.BATCH:
+            self._channel.tell(protocol.taken(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
@@ -51,7 +59,7 @@ class Pending(Generic[T]):
 
 
 class HostClient:
-    """Asks one host's graph server; safe to use from several threads.
+    """Asks one graph server; safe to use from several threads.
 
     Each thread has a connection of its own: measured, that halves the time of a small request
     against one shared connection behind an I/O thread. Requests may be sent again after a lost
@@ -59,28 +67,44 @@ class HostClient:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        node_rank: int,
-        host: str,
-        part_ids: Sequence[int],
-        deadline: float,
-        keys: CurveKeys | None = None,
-    ):
-        self.endpoint, self.node_rank, self.host = endpoint, node_rank, host
-        self.part_ids = tuple(part_ids)
+        self, place: ServerPlace, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
+        compress: bool = False, gone_after: float | None = None,
+    ):  # fmt: skip
+        """``route``: ask for the whole graph, not only for the server's own parts; ``compress``: large arrays of
+        answers may come compressed; ``gone_after``: seconds of a lost server until ``ServerGone``; None: as the
+        channel has it."""
+        self.place = place
         self.deadline = deadline  #: seconds
-        self._keys = keys
+        self._keys, self._gone_after = keys, gone_after
+        self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress)
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._own = threading.local()
         self._closed = False
 
     @property
+    def endpoint(self) -> str:
+        return self.place.endpoint
+
+    @property
+    def node_rank(self) -> int:
+        return self.place.node_rank
+
+    @property
+    def host(self) -> str:
+        return self.place.host
+
+    @property
+    def part_ids(self) -> tuple[int, ...]:
+        return self.place.parts
+
+    @property
     def name(self) -> str:
         """The server in words, for messages."""
+        if not self.place.name:
+            return f"graph server at {self.endpoint}"
         parts = ",".join(map(str, self.part_ids))
-        return f"graph server of node{self.node_rank} ({self.host}, {self.endpoint}, parts {parts})"
+        return f"graph server of {self.place.name} at {self.endpoint}, parts {parts}"
 
     @property
     def bytes_received(self) -> int:
@@ -109,6 +133,24 @@ class HostClient:
         return self._submit(
             lambda: protocol.edges_request(part_id, edge_type, first, count),
             lambda reply: protocol.read_edges(reply, count),
+        )
+
+    def submit_batch(self, work: BatchWork, client: ClientName) -> Pending[Sampled]:
+        """Ask for a whole batch; the server is told when it has come."""
+        return self._submit(lambda: batches.batch_request(work, client), lambda reply: batches.read_batch(reply, work))
+
+    def submit_manifest(self) -> Pending[bytes]:
+        """Ask for the bytes of ``manifest.json``."""
+        return self._submit(protocol.manifest_request, protocol.read_manifest_text)
+
+    def submit_shared(self, asked: SharedSlice) -> Pending[Array]:
+        """Ask for rows of an array that all parts share."""
+        return self._submit(lambda: protocol.shared_request(asked), lambda reply: protocol.read_shared(reply, asked))
+
+    def submit_to_global(self, of: NodeType, orig_ids: Ids) -> Pending[Ids]:
+        """Ask for the global ids of original ids: int64 [n]."""
+        return self._submit(
+            lambda: protocol.to_global_request(of, orig_ids), lambda reply: protocol.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> Pending[HelloInfo]:
@@ -148,12 +190,16 @@ class HostClient:
         if self._closed:
             raise ServiceError(f"{self.name}: the client was closed")
 
-    def no_answer(self, kind: str, seconds: float, state: str) -> ServiceError:
-        """The error of a deadline that passed."""
-        return ServiceError(
-            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); "
-            f"is its process alive? see logs/server.log of node{self.node_rank}"
+    def no_answer(self, kind: str, seconds: float, state: str, gone: bool) -> ServiceError:
+        """The error of a deadline that passed, or of a server that is gone."""
+        return (ServerGone if gone else ServiceError)(
+            f"{self.name}: no answer within {round(seconds, 1):g} s to {kind} ({state}); " + self._advice()
         )
+
+    def _advice(self) -> str:
+        if not self.place.name:
+            return "is a graph server running there, and is the key one that it admits (gnnfleet serve key)?"
+        return f"is its process alive? see logs/server.log of node{self.node_rank}"
 
     def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:
         channel: Channel | None = getattr(self._own, "channel", None)
@@ -161,7 +207,7 @@ class HostClient:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            return Pending(self, channel, channel.submit(build()), read)
+            return Pending(self, channel, channel.submit(replace(build(), flags=self._flags)), read)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
         except zmq.ZMQError:
@@ -176,5 +222,5 @@ class HostClient:
                 if not channel.owner.is_alive():
                     channel.owner = threading.current_thread()
                     return channel
-            self._channels.append(Channel(client_context(), self.endpoint, self._keys))
+            self._channels.append(Channel(client_context(), self.endpoint, self._keys, self._gone_after))
             return self._channels[-1]

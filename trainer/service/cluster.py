@@ -1,18 +1,26 @@
-"""``cluster.json``: who serves which parts, and the connections to them."""
+"""``cluster.json``: the nodes of a run, and the graph servers they ask."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import ServiceError, SettingsError
+from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys
+from trainer.service.places import ServerPlace
 from trainer.service.protocol import HelloInfo
+
+ROLES = ("worker", "server", "client")
+_GLANCE = 0.1  #: seconds
+_FOR_COPIES = 3.0  #: seconds that a node without a part of its own has to answer
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,9 @@ class ClusterNode:
 
     node_rank: int
     host: str
+    role: str  #: worker: parts and trainers; server: parts; client: trainers
     endpoint: str | None  #: of its graph server; None when it serves nothing
-    parts: tuple[int, ...]
+    parts: tuple[int, ...]  #: on its disk; with replicas a part is on several nodes
     ranks: tuple[int, ...]  #: of the trainer processes on it
 
 
@@ -32,39 +41,125 @@ class Cluster:
 
     run_id: str
     num_parts: int
+    version: int  #: rises when servers join
     nodes: tuple[ClusterNode, ...]
+    serving: str | None = None  #: name of the serving cluster that this run is attached to
+    attached: tuple[ServerPlace, ...] = ()  #: its servers
 
-    def owner_of(self, part_ids: set[int]) -> ClusterNode | None:
-        """The node whose parts are exactly these."""
-        return next((node for node in self.nodes if set(node.parts) == part_ids), None)
+    @cached_property
+    def servers(self) -> tuple[ServerPlace, ...]:
+        """All graph servers that this run may ask, in node order."""
+        return self.attached if self.serving is not None else tuple(map(_place, filter(_serves, self.nodes)))
+
+    def node(self, node_rank: int) -> ClusterNode:
+        """Raises ``SettingsError`` where there is none of that rank."""
+        for node in self.nodes:
+            if node.node_rank == node_rank:
+                return node
+        known = ", ".join(str(node.node_rank) for node in self.nodes)
+        raise SettingsError(
+            f"run {self.run_id} has no node {node_rank}; its cluster.json lists {known}:"
+            " set node_rank (NODE_RANK) to one of them"
+        )
+
+    def gateways(self) -> tuple[ServerPlace, ...]:
+        """Whom clients ask: nodes that do nothing but serve, or all servers where there are none of those."""
+        only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
+        chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
+        return self.servers if self.serving is not None or not chosen else chosen
+
+    def peers_of(self, node_rank: int) -> tuple[ServerPlace, ...]:
+        """The servers of all other nodes."""
+        return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
+
+    def home_of(self, node_rank: int) -> ServerPlace:
+        """The gateway that a client node asks first; clients take turns. Raises ``SettingsError`` without servers."""
+        gateways = self.gateways()
+        if not gateways:
+            raise SettingsError(f"run {self.run_id} has no graph server for the client node {node_rank}")
+        clients = [node.node_rank for node in self.nodes if node.role == "client"]
+        return gateways[clients.index(node_rank) % len(gateways)]
+
+    def ranks_of_part(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks beside each part: those on a node that holds it, and on clients whose home server does."""
+        beside: list[list[int]] = [[] for _ in range(self.num_parts)]
+        for node in self.nodes:
+            for part in self.home_of(node.node_rank).parts if node.role == "client" else node.parts:
+                beside[part].extend(node.ranks)
+        return tuple(map(tuple, beside))
+
+
+def _serves(node: ClusterNode) -> bool:
+    return node.endpoint is not None and bool(node.parts)
+
+
+def _place(node: ClusterNode) -> ServerPlace:
+    assert node.endpoint is not None
+    return ServerPlace(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
 
 
 def read_cluster(path: str | Path) -> Cluster:
     """Read ``cluster.json``. Raises ``SettingsError`` when it is missing, incomplete or contradicts itself."""
     try:
-        raw = json.loads(Path(path).read_text())
-        nodes = tuple(map(_node, raw["nodes"]))
-        cluster = Cluster(str(raw["run_id"]), int(raw["num_parts"]), nodes)
+        cluster = _parse(json.loads(Path(path).read_text()))
     except OSError as error:
         raise SettingsError(f"cluster file {path} cannot be read: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SettingsError(f"cluster file {path} is not a cluster.json (docs/ARCHITECTURE.md): {error!r}") from None
-    _check(path, cluster)
+    if problem := _problem(cluster):
+        raise SettingsError(f"cluster file {path}: {problem}")
     return cluster
+
+
+def _parse(raw: Mapping[str, Any]) -> Cluster:
+    serving = raw.get("serving")
+    return Cluster(
+        str(raw["run_id"]),
+        int(raw["num_parts"]),
+        int(raw.get("version", 1)),
+        tuple(map(_node, raw["nodes"])),
+        None if serving is None else str(serving["name"]),
+        () if serving is None else tuple(_attached(str(serving["name"]), place) for place in serving["servers"]),
+    )
 
 
 def _node(raw: Mapping[str, Any]) -> ClusterNode:
     endpoint = None if raw["endpoint"] is None else str(raw["endpoint"])
-    parts, ranks = (tuple(int(item) for item in raw[key]) for key in ("parts", "ranks"))
-    return ClusterNode(int(raw["node_rank"]), str(raw["host"]), endpoint, parts, ranks)
+    role = str(raw.get("role", "worker"))
+    return ClusterNode(int(raw["node_rank"]), str(raw["host"]), role, endpoint, _ids(raw["parts"]), _ids(raw["ranks"]))
 
 
-def _check(path: str | Path, cluster: Cluster) -> None:
-    parts = sorted(part for node in cluster.nodes for part in node.parts)
-    if parts != list(range(cluster.num_parts)):
-        raise SettingsError(f"cluster file {path}: its nodes own parts {parts}; each of {cluster.num_parts} needs one")
-    if len({node.node_rank for node in cluster.nodes}) != len(cluster.nodes):
-        raise SettingsError(f"cluster file {path}: two nodes have the same node_rank")
+def _attached(name: str, raw: Mapping[str, Any]) -> ServerPlace:
+    node_rank, host = int(raw["node_rank"]), str(raw["host"])
+    return ServerPlace(f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"]))
+
+
+def _ids(raw: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(int(item) for item in raw)
+
+
+def _problem(cluster: Cluster) -> str:
+    """What is wrong with it, in words; "" when nothing is."""
+    nodes, attached = cluster.nodes, cluster.attached
+    for numbers in ([node.node_rank for node in nodes], [place.node_rank for place in attached]):
+        if len(set(numbers)) != len(numbers):
+            return "two nodes have the same node_rank"
+    for node in nodes:
+        if node.role not in ROLES:
+            return f"node {node.node_rank} has role {node.role!r}; there are {', '.join(ROLES)}"
+        if node.role == "client" and (node.parts or node.endpoint):
+            return f"node {node.node_rank} is a client and cannot hold parts {list(node.parts)} or serve"
+        if node.role == "server" and node.ranks:
+            return f"node {node.node_rank} is a server and cannot have ranks {list(node.ranks)}"
+    holders = [node.parts for node in nodes] + [place.parts for place in attached]
+    held = {part for parts in holders for part in parts}
+    if foreign := sorted(held - set(range(cluster.num_parts))):
+        return f"parts {foreign} are on its nodes; with num_parts {cluster.num_parts} they go from 0 on"
+    if missing := sorted(set(range(cluster.num_parts)) - held):
+        return f"parts {missing} of {cluster.num_parts} are on none of its nodes"
+    if any(node.role == "client" for node in cluster.nodes) and not cluster.servers:
+        return "it has clients, but no graph server for them"
+    return ""
 
 
 def connect_cluster(
@@ -77,40 +172,48 @@ def connect_cluster(
 ) -> dict[int, HostClient]:
     """Clients of all other nodes that serve parts, by node_rank, each having said hello.
 
-    A peer may start late, up to ``start_deadline`` seconds (default: ``deadline``); ``deadline`` is that
-    of every later request. Raises ``ServiceError`` with one line per node that does not answer, holds
-    another partition, or other parts.
+    A peer may start late, up to ``start_deadline`` seconds (default: ``deadline``); one all of whose parts are here or
+    with others that have answered is not waited for. ``deadline`` is that of every later request. Raises
+    ``ServiceError`` with one line per node that is missing, holds another partition, or other parts.
     """
-    peers = [node for node in read_cluster(path).nodes if node.node_rank != own_node_rank]
-    clients = {
-        node.node_rank: HostClient(node.endpoint, node.node_rank, node.host, node.parts, deadline, keys)
-        for node in peers
-        if node.endpoint is not None
-    }
-    problems = _greet(clients, manifest_digest, deadline if start_deadline is None else start_deadline)
+    cluster = read_cluster(path)
+    own = {part for node in cluster.nodes if node.node_rank == own_node_rank for part in node.parts}
+    peers = cluster.peers_of(own_node_rank)
+    with contextlib.ExitStack() as closing:
+        greeters = [HostClient(place, deadline, keys) for place in peers]
+        for client in greeters:
+            closing.callback(client.close)
+        until = time.monotonic() + (deadline if start_deadline is None else start_deadline)
+        problems = _greet(greeters, own, manifest_digest, until)
     if problems:
-        for client in clients.values():
-            client.close()
         raise ServiceError("\n".join(problems))
-    return clients
+    return {place.node_rank: HostClient(place, deadline, keys, gone_after=GONE_AFTER) for place in peers}
 
 
-def _greet(clients: Mapping[int, HostClient], manifest_digest: str, deadline: float) -> list[str]:
-    """What is wrong with each peer, within one deadline for all."""
-    until = time.monotonic() + deadline
-    hellos = [(client, client.submit_hello()) for client in clients.values()]
-    problems = []
-    for client, hello in hellos:
-        try:
-            problem = _differs(client, hello.result(max(0.0, until - time.monotonic())), manifest_digest)
-        except ServiceError as error:
-            problem = str(error)
-        if problem:
-            problems.append(problem)
-    return problems
+def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:
+    """What is wrong with each peer that is needed."""
+    enough_at = time.monotonic() + _FOR_COPIES
+    hellos = {client: client.submit_hello() for client in clients}
+    problems: dict[HostClient, str] = {}
+    while hellos:
+        left = until - time.monotonic()
+        for client, hello in list(hellos.items()):
+            try:
+                problems[client] = greeting_problem(client, hello.result(max(0.0, min(left, _GLANCE))), manifest_digest)
+                del hellos[client]
+            except ServiceError as error:
+                problems[client] = str(error)
+        held = own.union(*(client.part_ids for client in clients if not problems[client]))
+        dispensable = [client for client in hellos if held.issuperset(client.part_ids)]
+        if len(dispensable) == len(hellos) and time.monotonic() >= min(enough_at, until):
+            return [problem for client, problem in problems.items() if problem and client not in hellos]
+        if left <= 0:
+            break
+    return [problem for problem in problems.values() if problem]
 
 
-def _differs(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
+def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
+    """How a server differs from the one that ``client`` is meant for; "" when it does not."""
     who = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

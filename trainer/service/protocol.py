@@ -16,13 +16,16 @@ from trainer.arrays import Array, Ids
 from trainer.errors import WireError
 from trainer.sample.edge_slice import EDGES_AT_ONCE
 from trainer.sample.types import EdgeList, RowRequest
-from trainer.schema import EdgeType
-from trainer.service.tables import TableReader, TableWriter
-from trainer.service.wire import MAX_ARRAYS, Kind, Message, check_ids, narrow_ids, widen_ids
+from trainer.schema import EdgeType, NodeType
+from trainer.service.places import ServerPlace
+from trainer.service.tables import NONE, TableReader, TableWriter
+from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, check_ids, narrow_ids, widen_ids
 
 _ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
 _PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
 _SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number of edges
+_SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
+_IDS_RECORD = struct.Struct("<ii")  # node type, ids
 _MAX_SLOT = 1 << 62
 
 
@@ -34,6 +37,26 @@ class HelloInfo:
     host: str
     part_ids: tuple[int, ...]
     manifest_digest: str  #: sha256 of its manifest.json, hex
+    version: int = 1  #: of the cluster.json it has read last
+    servers: tuple[ServerPlace, ...] = ()  #: all graph servers, as written there
+
+
+@dataclass(frozen=True)
+class ClientName:
+    """Who asks for batches: one training process, over all its connections."""
+
+    number: int  #: uint64, drawn at random: what shares and buffers are counted by
+    name: str  #: for people: ``run-7/rank3 on gpu2 (pid 811)``
+
+
+@dataclass(frozen=True)
+class SharedSlice:
+    """Some rows of an array that all parts share."""
+
+    of: NodeType | None  #: the type whose split it is; None: ``name`` is an attribute of the graph as a whole
+    name: str
+    first: int
+    count: int  #: an array without dimensions is one row
 
 
 @dataclass(frozen=True)
@@ -141,6 +164,72 @@ def read_edges(message: Message, count: int) -> EdgeList:
     return EdgeList(src, dst, orig_id)
 
 
+def manifest_request() -> Message:
+    """The message asking for ``manifest.json``."""
+    return Message(Kind.MANIFEST, Status.REQUEST, 0)
+
+
+def read_manifest_text(message: Message) -> bytes:
+    """The file as it is. Raises ``WireError`` for anything else than bytes."""
+    if len(message.arrays) != 1 or message.arrays[0].dtype != np.uint8 or message.arrays[0].ndim != 1:
+        raise WireError("a manifest that is not one run of bytes")
+    return message.arrays[0].tobytes()
+
+
+def shared_request(asked: SharedSlice) -> Message:
+    """The message asking for some rows of a shared array."""
+    table = TableWriter()
+    of = NONE if asked.of is None else table.type(asked.of)
+    return table.message(Kind.SHARED, _SHARED_RECORD.pack(of, table.name(asked.name), asked.first, asked.count))
+
+
+def read_shared_request(message: Message) -> SharedSlice:
+    """Raises ``WireError`` unless the message is a complete request."""
+    table = TableReader(message)
+    of, name, first, count = _only(table.records(_SHARED_RECORD))
+    if not 0 <= first <= _MAX_SLOT or not 0 <= count <= _MAX_SLOT:
+        raise WireError(f"rows {first} to {first + count}")
+    return SharedSlice(None if of == NONE else table.node_type(of), table.name(name), first, count)
+
+
+def read_shared(message: Message, asked: SharedSlice) -> Array:
+    """Raises ``WireError`` unless the answer is one array of as many rows."""
+    rows = [array.shape[0] if array.ndim else 1 for array in message.arrays]
+    if rows != [asked.count]:
+        raise WireError(f"arrays of {rows} rows for {asked}")
+    return message.arrays[0]
+
+
+def to_global_request(of: NodeType, orig_ids: Ids) -> Message:
+    """The message asking for the global ids of original ids."""
+    table = TableWriter()
+    return table.message(Kind.TO_GLOBAL, _IDS_RECORD.pack(table.type(of), table.ids(orig_ids)))
+
+
+def read_to_global_request(message: Message) -> tuple[NodeType, Ids]:
+    """Node type and original ids. Raises ``WireError`` unless the message is a complete request."""
+    table = TableReader(message)
+    of, ids = _only(table.records(_IDS_RECORD))
+    return table.node_type(of), table.ids(ids)
+
+
+def read_ids(message: Message, count: int) -> Ids:
+    """int64 [count]. Raises ``WireError`` for another answer."""
+    if len(message.arrays) != 1 or message.arrays[0].shape != (count,):
+        raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} ids")
+    return widen_ids(message.arrays[0])
+
+
+def taken(request_id: int) -> Message:
+    """Tells the server that the batch of this request has arrived; nobody answers."""
+    return Message(Kind.TAKEN, Status.REQUEST, request_id)
+
+
+def alive() -> Message:
+    """Tells a client that its server is still at work on its batches; nobody answers."""
+    return Message(Kind.ALIVE, Status.OK, 0)
+
+
 def _only(records: Iterator[tuple[Any, ...]]) -> tuple[Any, ...]:
     first = next(records, None)
     if first is None or next(records, None) is not None:
@@ -158,9 +247,21 @@ def read_hello(message: Message) -> HelloInfo:
     fields = _json_object(message)
     try:
         parts = tuple(int(part) for part in fields["part_ids"])
-        return HelloInfo(int(fields["node_rank"]), str(fields["host"]), parts, str(fields["manifest_digest"]))
+        return HelloInfo(
+            node_rank=int(fields["node_rank"]),
+            host=str(fields["host"]),
+            part_ids=parts,
+            manifest_digest=str(fields["manifest_digest"]),
+            version=int(fields["version"]),
+            servers=tuple(map(_place, fields["servers"])),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a hello that cannot be understood: {error!r}") from None
+
+
+def _place(raw: Mapping[str, Any]) -> ServerPlace:
+    name, host, endpoint = (str(raw[key]) for key in ("name", "host", "endpoint"))
+    return ServerPlace(name, int(raw["node_rank"]), host, endpoint, tuple(map(int, raw["parts"])))
 
 
 def read_stats(message: Message) -> ServerStats:

@@ -6,16 +6,19 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
+from trainer import slabs
 from trainer.arrays import Array, Ids
 from trainer.errors import DataError, WireError
-from trainer.schema import AnyType, EdgeType, type_name, type_of
-from trainer.service.wire import Kind, Message, Status, narrow_ids, widen_ids
+from trainer.schema import AnyType, EdgeType, NodeType, type_name, type_of
+from trainer.service.wire import Kind, Message, Status, narrow, narrow_ids, widen_ids
 
 NONE = -1  #: the place of what is not there
 
 
 class TableWriter:
-    """Collects the arrays and names of a request."""
+    """Collects the arrays and names of a message."""
 
     def __init__(self) -> None:
         self._arrays: list[Array] = []
@@ -30,6 +33,13 @@ class TableWriter:
             self._places[id(array)] = len(self._arrays), array
             self._arrays.append(narrow_ids(array))
         return self._places[id(array)][0]
+
+    def array(self, array: Array | None) -> int:
+        """What ``TableReader.array`` takes: an array of any dtype, int64 travelling as int32 where it fits."""
+        if array is None:
+            return NONE
+        self._arrays.append(sent := narrow(array))
+        return 2 * (len(self._arrays) - 1) + (sent.dtype != array.dtype)
 
     def name(self, name: str | None) -> int:
         """The place of a name. Raises ``WireError`` for one with a line break, since these end names."""
@@ -47,9 +57,13 @@ class TableWriter:
         """The request; its request id is still 0."""
         return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
 
+    def reply_to(self, request: Message, records: bytes) -> Message:
+        """The answer to a request."""
+        return request.reply(self._arrays, "\n".join(self._names), records)
+
 
 class TableReader:
-    """The arrays and names of a received request. All methods raise ``WireError`` for places that are not there."""
+    """The arrays and names of a received message. All methods raise ``WireError`` for places that are not there."""
 
     def __init__(self, message: Message):
         self._message = message
@@ -69,6 +83,13 @@ class TableReader:
             self._wide[place] = widen_ids(self._message.arrays[self._check(place, len(self._message.arrays), "array")])
         return self._wide[place]
 
+    def array(self, place: int) -> Array:
+        """An array as it was, in dtype and shape."""
+        sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
+        if place % 2 and sent.dtype != np.int32:
+            raise WireError(f"array {place // 2} of dtype {sent.dtype} in place of int32")
+        return slabs.cast(sent, np.int64) if place % 2 else sent
+
     def name(self, place: int) -> str:
         return self._names[self._check(place, len(self._names), "name")]
 
@@ -85,6 +106,12 @@ class TableReader:
         of = self.type(place)
         if isinstance(of, str):
             raise WireError(f"{of!r} is no edge type")
+        return of
+
+    def node_type(self, place: int) -> NodeType:
+        of = self.type(place)
+        if not isinstance(of, str):
+            raise WireError(f"{of} is no node type")
         return of
 
     @staticmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -65,10 +66,11 @@ class Rows(NamedTuple):
 
 
 @dataclass
-class _Tally:
+class Tally:
     """Sums of one rank while its epoch runs."""
 
-    losses: list[Tensor] = field(default_factory=list)  #: per step, summed over own seeds
+    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  #: of all ranks, for first steps
+    losses: list[Tensor] = field(default_factory=list)  #: of every step after those, summed over own seeds
     sizes: list[int] = field(default_factory=list)  #: per step, seeds over all ranks
     seeds: int = 0
     remote_bytes: int = 0
@@ -88,30 +90,53 @@ class _Tally:
         rows, self._told = Rows(*(now - before for now, before in zip(self.rows, self._told, strict=True))), self.rows
         return rows.share
 
+    def settle(self, team: Team) -> None:
+        """Add up the losses over ranks, all of which take part: what a rank has contributed then outlives it."""
+        if self.losses:
+            self.sums = torch.cat([self.sums, team.sum(torch.stack(self.losses).double().cpu())])
+            self.losses = []
+
+    def copy(self) -> Tally:
+        """One that stays as it is while this one goes on."""
+        return replace(self, losses=list(self.losses), sizes=list(self.sizes))
+
     @property
     def steps(self) -> int:
-        return len(self.losses)
+        return len(self.sizes)
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.started
 
 
+@contextmanager
+def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
+    """The batches of an epoch, whose threads begin no more when it ends, by an exception too."""
+    try:
+        yield batches
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()
+
+
 def train_epoch(
     model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, team: Team,
-    metrics: MetricsLog,
+    metrics: MetricsLog, tally: Tally | None = None, passed: Callable[[Tally], None] | None = None,
 ) -> EpochReport:  # fmt: skip
-    """Train one epoch. All ranks take part in every step, those without seeds too.
+    """Train one epoch, or with a tally what is left of it. All ranks take part in every step, those without seeds too.
+
+    passed: called after every step but the last.
 
     A rank's loss is its sum over own seeds, divided by the step's seeds over all ranks and multiplied
     by the number of ranks; DDP's mean of gradients then is the gradient of the global batch's mean.
     Raises ``TrainingError`` when the loss is no finite number.
     """
     model.train()
-    tally, steps = _Tally(), len(batches)
-    with Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce")) as pace:
-        metrics.at(epoch, 0, "load")
-        for batch in pace.waited(batches.epoch(epoch)):
+    tally, steps = tally or Tally(), len(batches)
+    metrics.at(epoch, tally.steps, "load")
+    pacing = Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
+    with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
+        for batch in pace.waited(own):
             metrics.at(epoch, batch.step, "compute")
             batch = batch.to(team.device)
             loss = task.loss_sum(model(batch), batch)
@@ -124,12 +149,14 @@ def train_epoch(
             if due:
                 metrics.write("step", **_step_line(tally, pace, batch, epoch, steps))
             metrics.at(epoch, batch.step + 1, "load")
+            if passed is not None and tally.steps < steps:
+                passed(tally)
         pace.lap()
     metrics.at(epoch, steps, "reduce")
     return _report(tally, pace, epoch, team)
 
 
-def _step_line(tally: _Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
     lap = pace.lap()
     return {
         "epoch": epoch,
@@ -144,10 +171,11 @@ def _step_line(tally: _Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: in
     }
 
 
-def _report(tally: _Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
+def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
     """Losses of all ranks are added up here, in one go per epoch."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
-    sums = team.sum(torch.stack(tally.losses).double().cpu())
+    tally.settle(team)
+    sums = tally.sums
     for step, loss in enumerate(sums.tolist()):
         _check_finite(loss, epoch, step, team)
     return EpochReport(

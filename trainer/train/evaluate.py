@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import TrainingError
-from trainer.train.epoch import Batches
+from trainer.train.epoch import Batches, closed_after
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -33,12 +33,13 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Scor
     """
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)
-    for batch in batches.epoch(EVAL_EPOCH):
-        batch = batch.to(team.device)
-        out = model(batch)
-        sums[0] += task.correct(out, batch)
-        sums[1] += task.loss_sum(out, batch)
-        sums[2] += batch.num_seeds
+    with closed_after(batches.epoch(EVAL_EPOCH)) as own:
+        for batch in own:
+            batch = batch.to(team.device)
+            out = model(batch)
+            sums[0] += task.correct(out, batch)
+            sums[1] += task.loss_sum(out, batch)
+            sums[2] += batch.num_seeds
     correct, loss, seeds = team.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")

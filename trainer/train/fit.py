@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from trainer.config import TrainSettings
 from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
-from trainer.train.epoch import AnyBatch, Batches, EpochReport, train_epoch
+from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
 from trainer.train.evaluate import Score, evaluate
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.regroup import NoWayOn
+from trainer.train.snapshot import SNAPSHOT_STEPS, Progress, Snapshots, newest_common
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -48,9 +51,10 @@ class _Watched:
         return len(self.batches)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
-        for batch in self.batches.epoch(epoch, first_step):
-            self.metrics.at(self.done, batch.step, "evaluate")
-            yield batch
+        with closed_after(self.batches.epoch(epoch, first_step)) as own:
+            for batch in own:
+                self.metrics.at(self.done, batch.step, "evaluate")
+                yield batch
 
 
 class Fit:
@@ -59,45 +63,100 @@ class Fit:
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], team: Team,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
+        goes_on: bool = False,
     ):  # fmt: skip
+        """goes_on: after the loss of a rank this run may be told to ``rejoin``, so it keeps snapshots."""
         self.settings, self.task, self.loaders, self.team = settings, task, loaders, team
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.model = model.to(team.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
-        self.done = 0
-        self.step_loss: tuple[torch.Tensor, ...] = ()
-        self.best: Best | None = None
+        self.at = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
+        self._snapshots = Snapshots() if goes_on else None
+        self._told: set[tuple[Any, ...]] = set()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint that fits (``check_fits``); on rank 0 it holds the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
-        self.done, self.step_loss, self.best = checkpoint.epoch, checkpoint.step_loss, checkpoint.best
+        self.at = Progress(done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best)
         if rows := self.optimizers.rows:
             load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
+    def rejoin(self, team: Team, loaders: Mapping[str, Batches]) -> None:
+        """Go back to the newest snapshot that all ranks of ``team``, those that are left, have; ``run`` goes on there.
+
+        Raises ``NoWayOn`` when a part of the model was lost with a rank.
+        """
+        if self.optimizers.rows is not None:
+            raise NoWayOn(
+                f"{team.ranks}: the run cannot go on without the ranks that were lost, each held a share of the rows "
+                "of nodes without features; go on from the last checkpoint (resume)"
+            )
+        assert self._snapshots is not None
+        snapshot = self._snapshots.back_to(newest_common(team.gather(self._snapshots.places())))
+        self.model = copy.deepcopy(self.model)  # its weights carry hooks of the lost team's DistributedDataParallel
+        self.optimizers = Optimizers.of(self.settings, self.model, None)
+        snapshot.restore(self.model, self.optimizers)
+        self.at, self.team, self.loaders = snapshot.progress, team, loaders
+        done, _, step = self.at.place
+        self.metrics.write("regroup", generation=team.generation, ranks=team.members, epochs=done, step=step)
+        self._say(f"going on with {team.size} of {team.ranks.world_size} ranks after epoch {done}, step {step}")
+
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
         wrapped = self._wrapped()
-        seconds: list[float] = []
-        path: Path | None = None
-        if self.done >= self.settings.epochs:
-            at = f"epoch {self.done} of {self.settings.epochs}"
+        if self.at.done >= self.settings.epochs and self.at.report is None:
+            at = f"epoch {self.at.done} of {self.settings.epochs}"
             self._say(f"nothing to train: the checkpoint is at {at}; give more --epochs")
-        for epoch in range(self.done + 1, self.settings.epochs + 1):
-            report = train_epoch(
-                wrapped, self.task, self.optimizers, self.loaders["train"], epoch, self.team, self.metrics
-            )
-            self.done, self.step_loss = epoch, (*self.step_loss, report.step_loss)
-            seconds.append(report.seconds)
+        self._keep()
+        while self.at.done < self.settings.epochs or not self.at.scored:
+            if self.at.scored:
+                self._train(wrapped)
+            self._close_epoch()
+        return self._finish()
+
+    def _train(self, wrapped: nn.Module) -> None:
+        """The next epoch, or what is left of it."""
+        before = self.at
+        report = train_epoch(
+            wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.team, self.metrics,
+            before.tally and before.tally.copy(), self._passed if self._snapshots else None,
+        )  # fmt: skip
+        curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
+        self.at = Progress(report.epoch, False, curve, before.best, seconds, report)
+        self._keep()
+        if self._first_time("epoch"):
             self._log_epoch(report)
-            self._say_epoch(report, self._score_val())
-            if self._due(self.settings.checkpoint_every):
-                path = self._save()
-        return self._finish(tuple(seconds), path)
+
+    def _passed(self, tally: Tally) -> None:
+        """Every so many steps, a snapshot."""
+        if tally.steps % SNAPSHOT_STEPS == 0:
+            tally.settle(self.team)
+            self._keep(tally.copy())
+
+    def _keep(self, tally: Tally | None = None) -> None:
+        if self._snapshots is not None:
+            self._snapshots.keep(replace(self.at, tally=tally or self.at.tally), self.model, self.optimizers)
+
+    def _close_epoch(self) -> None:
+        """After an epoch's training: its score, its line, its checkpoint."""
+        score = self._score_val()
+        self.at = replace(self.at, scored=True)
+        if score is not None:  # else nobody has waited for the others since the last snapshot
+            self._keep()
+        if self.at.report is not None and self._first_time("said"):
+            self._say_epoch(self.at.report, score)
+        if self._due(self.settings.checkpoint_every):
+            self._save()
+
+    def _first_time(self, *what: Any) -> bool:
+        """Whether this is not yet told of the epoch; what is done again after a loss is told once."""
+        new = (*what, self.at.done) not in self._told
+        self._told.add((*what, self.at.done))
+        return new
 
     def _wrapped(self) -> nn.Module:
         """The model whose gradients are averaged over ranks."""
@@ -106,23 +165,23 @@ class Fit:
         return DistributedDataParallel(self.model, process_group=self.team.gradients, find_unused_parameters=False)
 
     def _due(self, every: int) -> bool:
-        return self.done == self.settings.epochs or (every > 0 and self.done % every == 0)
+        return self.at.done == self.settings.epochs or (every > 0 and self.at.done % every == 0)
 
     def _score_val(self) -> Score | None:
         """Score the val split when it is time; remember the weights if they are the best so far."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
-        score = self._score("val", self.done)
-        if self.best is None or score.accuracy > self.best.val_accuracy:
+        score, best = self._score("val", self.at.done), self.at.best
+        if best is None or score.accuracy > best.val_accuracy:
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.best = Best(self.done, score.accuracy, weights)
+            self.at = replace(self.at, best=Best(self.at.done, score.accuracy, weights))
             if rows := self.optimizers.rows:
                 self.best_rows = rows.embedding.weight.detach().clone()
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.done), self.team)
-        if self.team.rank == 0:
+        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.at.done), self.team)
+        if self.team.rank == 0 and self._first_time("eval", split):
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
 
@@ -141,45 +200,53 @@ class Fit:
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
         self._say("  ".join(words))
 
-    def _save(self) -> Path:
-        """Write the checkpoint on rank 0, which the others send their rows; the path is the same on all."""
-        path = self.folder / f"epoch-{self.done:04d}.pt"
+    @property
+    def _path(self) -> Path:
+        """Of the newest checkpoint, the same on all ranks."""
+        return self.folder / f"epoch-{self.at.done:04d}.pt"
+
+    def _save(self) -> None:
+        """Write the checkpoint on the first rank, which the others send their rows."""
         checkpoint = self._checkpoint()
         if self.team.rank == 0:
             save_checkpoint(self.folder, checkpoint)
-            self.metrics.write("checkpoint", epoch=self.done, path=str(path))
-        return path
+            if self._first_time("checkpoint"):
+                self.metrics.write("checkpoint", epoch=self.at.done, path=str(self._path))
 
     def _checkpoint(self) -> Checkpoint:
-        best, state = self.best, None
+        best, state = self.at.best, None
         if rows := self.optimizers.rows:
             state = embedding_state(rows.embedding, rows.optimizer)
             if best is not None and self.best_rows is not None:
                 best = replace(best, embedding=gather_tables(rows.embedding, self.best_rows))
         return Checkpoint(
-            epoch=self.done,
+            epoch=self.at.done,
             model=self.model.state_dict(),
             optimizer=self.optimizers.model.state_dict(),
             settings=settings_record(self.settings),
             graph=self.graph,
-            step_loss=self.step_loss,
+            step_loss=self.at.step_loss,
             best=best,
             embedding=state,
         )
 
-    def _finish(self, seconds: tuple[float, ...], path: Path | None) -> FitResult:
-        best_epoch = self.best.epoch if self.best else self.done
-        if self.best is not None:
-            self.model.load_state_dict(dict(self.best.model))
+    def _finish(self) -> FitResult:
+        at = self.at
+        best_epoch = at.best.epoch if at.best else at.done
+        if at.best is not None:
+            self.model.load_state_dict(dict(at.best.model))
             if (rows := self.optimizers.rows) and self.best_rows is not None:
                 rows.embedding.weight.data.copy_(self.best_rows)
         test = self._score("test", best_epoch).accuracy if "test" in self.loaders else None
-        val = self.best.val_accuracy if self.best else None
-        result = FitResult(self.done, best_epoch, val, test, self.step_loss, seconds, path)
+        val = at.best.val_accuracy if at.best else None
+        path = self._path if at.report else None
+        result = FitResult(at.done, best_epoch, val, test, at.step_loss, at.seconds, path)
+        if not self._first_time("result"):
+            return result
         if self.team.rank == 0:
             self.metrics.write(
                 "result", epochs=result.epochs, best_epoch=best_epoch, test_accuracy=test, val_accuracy=val,
-                epoch_seconds=[round(value, 3) for value in seconds], checkpoint=path and str(path),
+                epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
             )  # fmt: skip
         if test is not None:
             best = f" (weights of epoch {best_epoch}, val {val:.4f})" if val is not None else ""

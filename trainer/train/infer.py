@@ -25,7 +25,14 @@ from trainer.ranks import Ranks
 from trainer.sample.types import RowRequest
 from trainer.schema import NodeType
 from trainer.train.checkpoint import Checkpoint, graph_record
-from trainer.train.setup import check_same_partition, layout_of, open_places, read_on_first, trained_model
+from trainer.train.setup import (
+    check_same_partition,
+    layout_of,
+    one_host_layout,
+    open_places,
+    read_on_first,
+    trained_model,
+)
 from trainer.train.shares import LayerRows, Range
 from trainer.train.stack import stack_of
 from trainer.train.team import Team, join_team, pick_device
@@ -50,8 +57,8 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
     """
     ranks = ranks or Ranks.from_env(os.environ)
     with join_team(ranks, pick_device(ranks), "gloo", job.timeout) as team, ExitStack() as stack:
-        check_same_partition(job, team)
         graph = team.agree(lambda: stack.enter_context(open_places(job, ranks)))
+        check_same_partition(graph, team)
         scratch = team.agree(lambda: _scratch(job.out, team.rank))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         check = partial(_check_graph, manifest=graph.manifest, path=job.checkpoint)
@@ -59,7 +66,8 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
         weight = saved.settings["weight_attr"]
         model, _ = trained_model(saved, graph.manifest, team.device)
         target, epoch = saved.graph["target"], saved.best.epoch if saved.best else saved.epoch
-        whole = WholeGraph(graph, layout_of(graph, team), team, scratch, job.nodes_at_once, weight)
+        layout = layout_of(graph, team) if job.cluster is None else one_host_layout(graph, team)
+        whole = WholeGraph(graph, layout, team, scratch, job.nodes_at_once, weight)
         rows = whole.run(stack_of(model, facts_of(graph.manifest, target)))[target]
         _write_parts(job.out, graph, target, rows, team)
         result = InferResult(

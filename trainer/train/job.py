@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from trainer.config import TrainJob, TrainSettings
@@ -13,9 +14,10 @@ from trainer.schema import NodeType
 from trainer.train.checkpoint import check_fits, graph_record
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
+from trainer.train.regroup import GoOn, with_team
 from trainer.train.setup import check_same_partition, layout_of, make_model, open_places, read_on_first
 from trainer.train.task import node_classification, pick_target
-from trainer.train.team import Team, join_team, pick_device
+from trainer.train.team import Team, pick_device
 
 SPLITS = ("train", "val", "test")
 
@@ -26,39 +28,63 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     Raises ``TrainerError`` for what a user can act on, on every rank.
     """
     ranks = ranks or Ranks.from_env(os.environ)
-    settings = job.settings
-    with join_team(ranks, pick_device(ranks), settings.backend, settings.timeout) as team, ExitStack() as stack:
-        check_same_partition(job, team)
-        graph = team.agree(lambda: stack.enter_context(open_places(job, ranks)))
-        metrics = team.agree(lambda: stack.enter_context(MetricsLog(job.run_dir, ranks.rank)))
-        fit = _prepare(job, graph, team, metrics)
-        result = fit.run()
-        team.barrier()  # this node's graph server must outlive the slowest rank
-    return result
+    settings, device = job.settings, pick_device(ranks)
+    goes_on = GoOn.from_env(os.environ, job.run_dir)
+    with _Run(job, ranks, goes_on is not None) as run:
+        return with_team(run.train, ranks, device, settings.backend, settings.timeout, goes_on)
 
 
-def _prepare(job: TrainJob, graph: Graph, team: Team, metrics: MetricsLog) -> Fit:
-    """Task, model, loaders and, when resuming, the state they go on from."""
+class _Run(ExitStack):
+    """What one process opens and makes for a run, once, whoever leaves it; closed at the end."""
+
+    def __init__(self, job: TrainJob, ranks: Ranks, goes_on: bool):
+        super().__init__()
+        self.job, self.ranks, self.goes_on = job, ranks, goes_on
+        self._made: tuple[Fit, Callable[[Team], dict[str, BatchLoader]]] | None = None
+
+    def train(self, team: Team) -> FitResult:
+        """From the beginning, or with the ranks that are left from where all of them were."""
+        if self._made is None:
+            self.close()  # what an attempt has opened that ended with the loss of a rank
+            self._made = self._prepare(team)
+        else:
+            fit, loaders = self._made
+            fit.rejoin(team, loaders(team))
+        return self._made[0].run()
+
+    def _prepare(self, team: Team) -> tuple[Fit, Callable[[Team], dict[str, BatchLoader]]]:
+        graph = team.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
+        check_same_partition(graph, team)
+        metrics = team.agree(lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank)))
+        return _prepare(self.job, graph, team, metrics, self.goes_on)
+
+
+def _prepare(
+    job: TrainJob, graph: Graph, team: Team, metrics: MetricsLog, goes_on: bool
+) -> tuple[Fit, Callable[[Team], dict[str, BatchLoader]]]:
+    """Task, model, loaders and, when resuming, the state they go on from; and how loaders are made for fewer ranks."""
     settings, manifest = job.settings, graph.manifest
     target = team.agree(lambda: pick_target(manifest, settings.target))
     splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
     task = team.agree(lambda: node_classification(graph, target, splits, team))
     model, embedding = team.agree(lambda: make_model(settings, manifest, target, team.device))
-    layout = layout_of(graph, team)
     wants_degree = bool(getattr(model, "needs_degree", False))
-    wanted = {split: _loader_settings(settings, target, split, wants_degree) for split in splits}
-    loaders = team.agree(
-        lambda: {split: BatchLoader(graph, of, team.rank, layout) for split, of in wanted.items()}
-    )  # fmt: skip
+    wanted = {split: loader_settings(settings, target, split, wants_degree) for split in splits}
+
+    def loaders(of: Team) -> dict[str, BatchLoader]:
+        layout = layout_of(graph, of)
+        return of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
+
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
-    fit = Fit(settings, model, task, loaders, team, metrics, folder, record, embedding)
+    fit = Fit(settings, model, task, loaders(team), team, metrics, folder, record, embedding, goes_on)
     if settings.resume is not None:
         path = settings.resume
         fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), team))
-    return fit
+    return fit, loaders
 
 
-def _loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
+def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
+    """How a split is loaded to be trained on, if it is the train split, or else to be scored."""
     training = split == "train"
     return LoaderSettings(
         split=split,

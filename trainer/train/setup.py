@@ -9,45 +9,77 @@ import torch
 from torch import nn
 
 from trainer.config import InferJob, TrainJob, TrainSettings
-from trainer.errors import PartitionError
+from trainer.errors import PartitionError, SettingsError
+from trainer.load.attach import open_client
+from trainer.load.env import is_client
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
 from trainer.nn.facts import facts_of, layer_needs
 from trainer.nn.models import build_model
 from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import scatter_tables
-from trainer.partition.format import Manifest, manifest_digest
+from trainer.partition.format import Manifest
 from trainer.ranks import Ranks
 from trainer.schema import NodeType
+from trainer.service.cluster import read_cluster
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
 from trainer.train.team import Team
 
 
 def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
-    """The job's parts opened here, the hosts of the others connected. Raises as ``open_graph`` does."""
+    """The job's parts opened here, the hosts of the others connected; on a client node the graph that servers hold.
+
+    Raises as ``open_graph`` and ``open_client`` do, and ``SettingsError`` without a partition folder elsewhere.
+    """
+    if job.parts is None:
+        if job.cluster is None or not is_client(job.cluster, ranks.node_rank):
+            raise SettingsError(
+                f"no partition folder: give --parts (GNNFLEET_PARTS); only a client node of a run, and node"
+                f" {ranks.node_rank} is none, can do without"
+            )
+        return open_client(
+            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout,
+            server_wait=job.server_wait, compress=job.compress,
+        )  # fmt: skip
     return open_graph(
         job.parts, job.part_ids, cluster_file=job.cluster, node_rank=ranks.node_rank, key_file=job.key_file,
-        deadline=job.timeout,
+        deadline=job.timeout, server_wait=job.server_wait,
     )  # fmt: skip
 
 
-def check_same_partition(job: TrainJob | InferJob, team: Team) -> None:
-    """Refuse, naming the hosts, when a rank holds another manifest than rank 0."""
-    digests = team.gather((str(team.ranks), team.agree(lambda: manifest_digest(job.parts))))
+def check_same_partition(graph: Graph, team: Team) -> None:
+    """Refuse, naming the hosts, when a rank holds another manifest than rank 0, or asks servers that do."""
+    digests = team.gather((str(team.ranks), team.agree(lambda: graph.digest)))
     others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
     if others:
         team.settle()
         raise PartitionError(
-            f"manifest.json in {job.parts} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
+            f"manifest.json in {graph.store.folder} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
             f"{', '.join(others)}. Bring all nodes the same partition"
         )
 
 
 def layout_of(graph: Graph, team: Team) -> RankLayout:
-    """Which ranks read which part from their own disk."""
-    owned = team.gather(tuple(graph.store.parts))
+    """Which ranks sit beside which part: those that read it from their own disk, and clients whose home server does."""
+    owned = team.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(team.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+
+
+def one_host_layout(graph: Graph, team: Team) -> RankLayout:
+    """As ``layout_of``, but each part beside the ranks of a single node, since those share a disk.
+
+    Of the nodes that have a part at hand, or of all where none has, it falls to the one with the fewest so far.
+    """
+    told = team.gather((team.ranks.node_rank, graph.near_parts))
+    nodes = sorted({node for node, _ in told})
+    given = dict.fromkeys(nodes, 0)
+    chosen = []
+    for part in range(graph.manifest.num_parts):
+        near = sorted({node for node, parts in told if part in parts}) or nodes
+        chosen.append(min(near, key=lambda node: given[node]))
+        given[chosen[-1]] += 1
+    return RankLayout(team.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
 
 
 def make_model(

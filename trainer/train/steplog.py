@@ -59,7 +59,8 @@ class StepLog:
             more = self._pace.lap() | (
                 {"seeds_per_s": round(self._seeds / (now - self._since), 1)} if self._seeds else {}
             )
-            self._log.write("step", epoch=epoch, step=step, steps=steps, loss=float(loss), seeds=seeds, **more)
+            value = float(loss.detach() if isinstance(loss, Tensor) else loss)
+            self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
         self._asked = now
 
     def _has_batch(self, model: nn.Module, _: Any) -> None:

@@ -35,14 +35,17 @@ class Team:
     device: torch.device
     timeout: float = 120.0  #: seconds any collective may take
     gradients: Any = None  #: process group for gradients; None: the default one
+    members: tuple[int, ...] | None = None  #: who is left of the run, ascending; None: all
+    generation: int = 0  #: of ``members``: how often some have left
 
     @property
     def rank(self) -> int:
-        return self.ranks.rank
+        """This process's place among the members; ``ranks.rank`` is its number in the run, which messages name."""
+        return self.ranks.rank if self.members is None else self.members.index(self.ranks.rank)
 
     @property
     def size(self) -> int:
-        return self.ranks.world_size
+        return self.ranks.world_size if self.members is None else len(self.members)
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks of a CPU tensor, in place; the same on every rank."""
@@ -124,43 +127,64 @@ def join_team(ranks: Ranks, device: torch.device, backend: str, timeout: float) 
     others before this rank has given its reason. Raises ``PeerError`` when a rank does not come or
     is lost later, and ``SettingsError`` for NCCL without CUDA.
     """
-    if backend == "nccl" and device.type != "cuda":
-        raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    check_backend(ranks, device, backend)
     if ranks.world_size == 1:
         yield Team(ranks, device, timeout)
         return
     _meet(ranks, timeout)
     try:
-        yield Team(ranks, device, timeout, _gradient_group(device, backend, ranks, timeout))
+        yield Team(ranks, device, timeout, gradient_group(device, backend, ranks.world_size, timeout))
     except RuntimeError as error:
-        if not _PEER_GONE.search(str(error)):
+        if not says_peer_gone(error):
             raise
-        raise PeerError(
-            f"{ranks} lost another rank, or waited {timeout:g} s in vain; the first failure of the run says why "
-            f"({str(error).splitlines()[0]})"
-        ) from error
+        raise lost_peer(ranks, timeout, error) from error
     dist.destroy_process_group()
 
 
+def says_peer_gone(error: RuntimeError) -> bool:
+    """Whether it is torch.distributed that says that another process is gone or silent."""
+    return _PEER_GONE.search(str(error)) is not None
+
+
+def lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
+    """What a rank that has lost another one tells."""
+    return PeerError(
+        f"{ranks} lost another rank, or waited {timeout:g} s in vain; the first failure of the run says why "
+        f"({str(error).splitlines()[0]})"
+    )
+
+
+def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
+    """Take the rank's CUDA device, if it has one. Raises ``SettingsError`` for NCCL without CUDA."""
+    if backend == "nccl" and device.type != "cuda":
+        raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _meet(ranks: Ranks, timeout: float) -> None:
-    where = f"{ranks.master_addr}:{ranks.master_port}"
     try:
         dist.init_process_group(
             "gloo", timeout=timedelta(seconds=timeout), rank=ranks.rank, world_size=ranks.world_size
         )
     except (RuntimeError, ValueError) as error:
-        raise PeerError(
-            f"{ranks} could not meet the other {ranks.world_size - 1} ranks at {where} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}. Look whether all nodes have started, whether {where} can be reached "
-            f"from this host, and whether GLOO_SOCKET_IFNAME ({os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) "
-            "is the interface the nodes share"
-        ) from error
+        raise not_met(ranks, timeout, error) from error
 
 
-def _gradient_group(device: torch.device, backend: str, ranks: Ranks, timeout: float) -> Any:
-    kinds: list[Any] = [None] * ranks.world_size
+def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
+    """What a rank tells that did not find the others."""
+    where = f"{ranks.master_addr}:{ranks.master_port}"
+    return PeerError(
+        f"{ranks} could not meet the other {ranks.world_size - 1} ranks at {where} within {timeout:g} s: "
+        f"{str(error).splitlines()[0]}. Look whether all nodes have started, whether {where} can be reached "
+        f"from this host, and whether GLOO_SOCKET_IFNAME ({os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) "
+        "is the interface the nodes share"
+    )
+
+
+def gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
+    """The process group for gradients: NCCL's where all ranks have CUDA; None: the default one."""
+    kinds: list[Any] = [None] * size
     dist.all_gather_object(kinds, device.type)
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None

@@ -144,13 +144,18 @@ class WholeGraph:
             yield from np.split(np.arange(piece.first, piece.last), cuts)
 
     def _degrees(self, piece: Range, of: NodeType, ending: list[EdgeType]) -> Ids:
-        """In-edges of own nodes where the part is here; 0 where only its server knows."""
+        """In-edges of own nodes: those by ``ending`` where the part is here, else all, as its server knows them."""
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)
-        if part is not None:
-            first, last = (at - part.nodes[of].start for at in (piece.first, piece.last))
-            for edge_type in ending:
-                degrees += np.diff(part.edges[edge_type].indptr[first : last + 1])
+        if part is None and ending:
+            ids = np.arange(piece.first, piece.last)
+            (rows,) = self.graph.access.gather([RowRequest(of, ids, ("in_degree",))])
+            return np.asarray(rows["in_degree"])
+        if part is None:
+            return degrees
+        first, last = (at - part.nodes[of].start for at in (piece.first, piece.last))
+        for edge_type in ending:
+            degrees += np.diff(part.edges[edge_type].indptr[first : last + 1])
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:

@@ -5,15 +5,34 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from trainer.arrays import Array, Ids
-from trainer.load.open import Graph
 from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
 from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet
-from trainer.sample.types import RowRequest
+from trainer.sample.types import GraphAccess, GraphSchema, RowRequest
 from trainer.schema import AnyType, NodeType
 
 Rows = Mapping[str, Array]  #: attribute -> [n, …]
+
+
+class CountedAccess(GraphAccess, Protocol):
+    """A graph that counts what each thread had from other hosts; ``DistGraph`` is one."""
+
+    def take_remote_bytes(self) -> int: ...
+
+    def take_rows(self) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class BatchWork:
+    """All that a batch depends on besides the graph: whoever does this work gets the same batch."""
+
+    settings: SampleSettings
+    seeds: SeedSet
+    key: int  #: uint64
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: rows to gather besides ``orig_id``
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,8 @@ class Sampled:
 class SubgraphSampler:
     """Safe to call from several threads (each keeps its own relabel tables)."""
 
-    graph: Graph
+    access: CountedAccess
+    schema: GraphSchema
     settings: SampleSettings
     attrs: Mapping[AnyType, tuple[str, ...]]  #: to gather besides ``orig_id``
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
@@ -40,7 +60,7 @@ class SubgraphSampler:
 
     def sample(self, seeds: SeedSet, key: int) -> Sampled:
         """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
-        access = self.graph.access
+        access = self.access
         access.take_remote_bytes()
         access.take_rows()
         subgraph = self.subgraph(seeds, key)
@@ -57,7 +77,7 @@ class SubgraphSampler:
 
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
         """``sample_multi_hop`` on this graph, with this thread's tables."""
-        return sample_multi_hop(self.graph.access, self.graph.manifest, seeds, settings, key, self._tables())
+        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
     def _requests(self, subgraph: SampledSubgraph) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
@@ -66,6 +86,6 @@ class SubgraphSampler:
 
     def _tables(self) -> RelabelTables:
         if not hasattr(self._local, "tables"):
-            self._local.tables = RelabelTables(self.graph.manifest)
+            self._local.tables = RelabelTables(self.schema)
         tables: RelabelTables = self._local.tables
         return tables

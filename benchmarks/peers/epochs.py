@@ -1,0 +1,70 @@
+"""How an epoch of a loader is timed and checked, whichever loader it is; needs numpy only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def timed_epochs(
+    loader: Iterable[Any], look: Callable[[Any], tuple[Any, int, int]], expected: Any, warm: int, epochs: int
+) -> dict[str, Any]:
+    """Iterate so many epochs; ``look`` at a batch: its seeds, edges and nodes.
+
+    ``seconds``: from asking for the first batch to having the last one, of each epoch after ``warm`` others; ``ended``:
+    until the loader said that there are no more. ``cpu``: processor seconds of client and servers. ``bytes``: what the
+    loopback moved. ``seeds``: distinct ones that came in each epoch; ``complete``: each came once in every epoch.
+    """
+    for _ in range(warm):
+        for _batch in loader:
+            pass
+    seconds, ended, counts, bytes_moved, cpu, complete = [], [], [], [], [], True
+    edges = nodes = batches = 0
+    for _ in range(epochs):
+        found, moved, spent, begun = [], loopback_bytes(), cpu_seconds(), time.perf_counter()
+        last = begun
+        for batch in loader:
+            last = time.perf_counter()
+            seeds, num_edges, num_nodes = look(batch)
+            found.append(np.asarray(seeds).copy())
+            edges, nodes, batches = edges + num_edges, nodes + num_nodes, batches + 1
+            del batch
+        ended.append(time.perf_counter() - begun)
+        seconds.append(last - begun)
+        bytes_moved.append(loopback_bytes() - moved)
+        cpu.append(cpu_seconds() - spent)
+        came = np.concatenate(found)
+        complete = complete and np.array_equal(np.sort(came), np.sort(np.asarray(expected)))
+        counts.append(len(np.unique(came)))
+    return {
+        "seconds": seconds, "ended": ended, "seeds": counts, "complete": bool(complete), "bytes": bytes_moved,
+        "cpu": cpu, "edges": edges // epochs, "nodes": nodes // epochs, "batches": batches // epochs,
+    }  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    """Of this process, of those in the environment's ``BENCH_SERVERS`` (pids), and of all children."""
+    return sum(map(_tree_seconds, [os.getpid(), *map(int, os.environ.get("BENCH_SERVERS", "").split())]))
+
+
+def _tree_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = [
+            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+        ]
+    except OSError:  # has ended
+        return 0.0
+    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(_tree_seconds, children))
+
+
+def loopback_bytes() -> int:
+    """Received on ``lo`` since the start, of all processes in this network namespace."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    return next(int(line.split()[1]) for line in (line.replace(":", " ") for line in lines) if line.split()[0] == "lo")

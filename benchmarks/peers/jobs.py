@@ -1,0 +1,130 @@
+"""Servers and a client as processes: what the client says, and what memory both took."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+Argv = Sequence[str | Path]
+GLANCE = 0.25  #: seconds between looks at the memory
+
+
+@dataclass(frozen=True)
+class Job:
+    """Servers that run until the client is done."""
+
+    servers: Sequence[Argv]
+    client: Argv
+    cwd: Path
+    ready: Sequence[Path] = ()  #: files that appear when servers answer
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a job went."""
+
+    says: Mapping[str, Any]  #: the client's last line
+    server_memory: int  #: bytes, peak of the proportional set sizes of all servers' processes
+    client_memory: int
+
+
+def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0) -> Done:
+    """Run a job. Raises ``RuntimeError`` with the end of its output when the client fails."""
+    with contextlib.ExitStack() as stack, log.open("w") as out:
+        servers = [stack.enter_context(_process([*network, *argv], job, out)) for argv in job.servers]
+        _await(job.ready, servers, timeout)
+        pids = " ".join(str(server.pid) for server in servers)
+        job = replace(job, env={**job.env, "BENCH_SERVERS": pids})
+        client = stack.enter_context(_process([*network, *job.client], job, out, subprocess.PIPE))
+        there, here = _Watch([server.pid for server in servers]), _Watch([client.pid])
+        with there, here:
+            says, _ = client.communicate(timeout=timeout)
+    lines = says.strip().splitlines()
+    if client.returncode or not lines:
+        raise RuntimeError(f"{job.client}: exit {client.returncode}\n{log.read_text()[-3000:]}")
+    return Done(json.loads(lines[-1]), there.peak, here.peak)
+
+
+@contextlib.contextmanager
+def private_loopback() -> Iterator[list[str]]:
+    """What to put before a command so that it has a loopback of its own, whose bytes can be counted; else nothing."""
+    name = f"gnnfleet-bench-{os.getpid()}"
+    if os.geteuid() or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        print("serving: no network namespace (not root?), so bytes are those of the whole machine")
+        yield []
+        return
+    try:
+        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        yield ["ip", "netns", "exec", name]
+    finally:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+@contextlib.contextmanager
+def _process(argv: Argv, job: Job, out: Any, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
+    environment = {**os.environ, **job.env}
+    process = subprocess.Popen(argv, cwd=job.cwd, env=environment, text=True, stdout=stdout or out, stderr=out)
+    try:
+        yield process
+    finally:
+        family = _family(process.pid)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        for member in family:  # workers that outlive it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        process.wait(5)
+
+
+def _await(files: Sequence[Path], servers: Sequence[subprocess.Popen[str]], timeout: float) -> None:
+    until = time.monotonic() + timeout
+    while not all(file.exists() for file in files):
+        if time.monotonic() > until or any(server.poll() is not None for server in servers):
+            raise RuntimeError(f"a server did not come up: {[server.args for server in servers]}")
+        time.sleep(0.05)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    return []
+
+
+class _Watch:
+    """The peak memory of processes and all their children, from a thread."""
+
+    def __init__(self, pids: Sequence[int]):
+        self._pids, self._done = pids, threading.Event()
+        self.peak = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._done.wait(GLANCE):
+            self.peak = max(self.peak, sum(map(self._look, (member for pid in self._pids for member in _family(pid)))))
+
+    @staticmethod
+    def _look(process: psutil.Process) -> int:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            return int(process.memory_full_info().pss)
+        return 0

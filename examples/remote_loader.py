@@ -1,0 +1,59 @@
+"""A graph that graph servers hold, read from a notebook or a laptop: what is in it, batches, a trained model's score.
+
+    gnnfleet serve key products -o products.key
+    python examples/remote_loader.py --key products.key --checkpoint runs/RUN/checkpoints/last.pt
+
+Nothing of the graph is stored here. In a notebook leave ``graph`` open while you work, and close it at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import trainer
+from trainer.config import TrainSettings
+from trainer.load.loader import BatchLoader
+from trainer.train.checkpoint import load_checkpoint
+from trainer.train.job import loader_settings
+from trainer.train.setup import trained_model
+
+
+def look(graph):
+    """Batches as torch_geometric's NeighborLoader makes them; the servers sample, four batches ahead."""
+    print(graph)
+    loader = trainer.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
+    nodes = sum(batch.num_nodes for batch in loader)
+    print(f"{len(loader)} batches around nodes 0 to 999: {nodes:,} nodes with their features")
+    print("one of them:", loader([7]))
+
+
+@torch.no_grad()
+def score(graph, checkpoint):
+    """Test accuracy of a model of the bundled trainer, with the neighbours that it samples itself."""
+    saved = load_checkpoint(checkpoint)
+    model, _ = trained_model(saved, graph.manifest)
+    wants_degree = bool(getattr(model, "needs_degree", False))
+    settings = loader_settings(TrainSettings(**saved.settings), saved.graph["target"], "test", wants_degree)
+    right = seeds = 0
+    for batch in BatchLoader(graph, settings, 0, graph.layout).epoch(0):
+        right += int((model(batch).argmax(1) == batch.y).sum())
+        seeds += batch.num_seeds
+    print(f"test accuracy {right / seeds:.4f} of {seeds:,} nodes")
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    args.add_argument("endpoint", nargs="*", help="tcp://host:port of a graph server; default: those in the key file")
+    args.add_argument("--key", help="key file; none for servers that do not encrypt")
+    args.add_argument("--checkpoint", help="score this model, of a run of the bundled trainer on the same graph")
+    options = args.parse_args()
+    with trainer.connect(options.endpoint or None, options.key, name="remote_loader") as graph:
+        look(graph)
+        if options.checkpoint:
+            score(graph, options.checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Runs of graph servers and clients on namespaced hosts: what each rank trained, and what is done to them meanwhile."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launching import Launched, Running, launch, local_config, write_config
+from netns import Host, NetCluster
+from netns_tools import Process
+from ssh_nodes import ssh_nodes
+
+SERVERS, CLIENTS = (0, 1), (2, 3, 4)  #: node ranks; the first client leads
+EPOCHS, SEEDS, STEPS = 3, 900, 30  #: of a run; train seeds and steps of an epoch
+GRAPH = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
+TRAIN = {"hidden": 16, "fanouts": [5, 5], "batch_size": 30, "epochs": EPOCHS, "seed": 3, "timeout": 60}
+Section = dict[str, Any]
+#: The bundled trainer, in a step of so many seconds at least; notes what it trains and where it goes back to.
+NOTED = """
+import json, os, sys, time
+from trainer.cli import main
+from trainer.load.loader import BatchLoader
+from trainer.train.fit import Fit
+
+pause, words = float(sys.argv[1]), sys.argv[2:]
+notes = open(os.path.join(os.environ["GNNFLEET_RUN_DIR"], "notes-" + os.environ["RANK"]), "w", buffering=1)
+epoch_of, rejoin, generation = BatchLoader.epoch, Fit.rejoin, 0
+
+def note(**values):
+    notes.write(json.dumps({"generation": generation, **values}) + chr(10))
+
+def batches(loader, epoch, first_step=0):
+    for batch in epoch_of(loader, epoch, first_step):
+        yield batch
+        if loader.settings.split == "train":
+            note(epoch=epoch, step=batch.step, seeds=batch.input_id.tolist())
+            time.sleep(pause)
+
+def back(fit, team, loaders):
+    global generation
+    rejoin(fit, team, loaders)
+    done, scored, step = fit.at.place
+    generation = team.generation
+    note(back=True, epoch=done + 1, step=step)
+
+BatchLoader.epoch, Fit.rejoin = batches, back
+main(["train", *words])
+"""
+
+
+@dataclass
+class Stage:
+    """Five hosts, two of which serve two parts each, and what a run of one process on one part gives."""
+
+    cluster: NetCluster
+    folder: Path  #: of all runs; holds the partition that they share
+    curves: list[list[float]]  #: of the run with one process: global loss of each step of each epoch
+    serial: int = 0
+
+    def run(
+        self, *, pause: float = 0.02, replicas: int = 1, data: Section | None = None, train: Section | None = None,
+        **run: Any,
+    ) -> Run:  # fmt: skip
+        """Start one; ``data``, ``train`` and ``run`` are these sections of the YAML."""
+        self.serial += 1
+        folder = self.folder / f"{self.folder.name}-{self.serial}"
+        folder.mkdir()
+        (folder / "noted.py").write_text(NOTED)
+        settings, parts = TRAIN | (train or {}), {"folder": str(self.folder / "parts")}
+        config = write_config(
+            folder,
+            server_client_nodes(self.cluster),
+            data={"options": GRAPH, "num_parts": 4, "replicas": replicas, **parts, **(data or {})},
+            run={"connect_timeout": 3, **run},
+        )
+        argv = ("--run-id", folder.name, "--", "python", "noted.py", str(pause), *flags(settings))
+        return Run(self, folder, Running(config, *argv, env=self.cluster.environment()))
+
+    def left(self, besides: Iterable[int] = ()) -> list[str]:
+        """Processes of any kind on the hosts, tmux included."""
+        hosts = [host for k, host in enumerate(self.cluster.hosts) if k not in besides and host.init_pid]
+        return [f"{host.name}: {process}" for host in hosts for process in host.processes()]
+
+
+@dataclass
+class Run:
+    """One of its runs."""
+
+    stage: Stage
+    folder: Path
+    running: Running
+    began: float = field(default_factory=time.monotonic)
+
+    def host(self, k: int) -> Host:
+        return self.stage.cluster.hosts[k]
+
+    def path(self, k: int, name: str = "") -> Path:
+        """In node ``k``'s run folder, as the outside sees it."""
+        return self.host(k).folder / "disk/runs" / self.folder.name / f"node{k}" / name
+
+    def await_step(self, epoch: int, step: int, timeout: float = 200) -> Run:
+        """Until the lead node's first rank has trained it, which no other is more than a step behind."""
+        until = time.monotonic() + timeout
+        while not any((each["epoch"], each["step"]) >= (epoch, step) for each in self.notes(CLIENTS[0], 0)):
+            assert self.running.process.poll() is None and time.monotonic() < until, self.running.output
+            time.sleep(0.05)
+        return self
+
+    def processes(self, k: int, words: str) -> list[Process]:
+        """Of node ``k``, those whose command is a Python and then ``words``."""
+        return [each for each in self.host(k).processes() if each.cmdline.partition(" ")[2].startswith(words)]
+
+    def kill_server(self, k: int) -> None:
+        """kill -9"""
+        self._signal_server(k, signal.SIGKILL)
+
+    def stop_server(self, k: int) -> None:
+        """It lives, but does nothing any more."""
+        self._signal_server(k, signal.SIGSTOP)
+
+    def _signal_server(self, k: int, signum: int) -> None:
+        (process,) = self.processes(k, "-m trainer serve")
+        self.host(k).kill(process.pid, signum)
+
+    def kill_rank(self, k: int) -> None:
+        """kill -9 of the first of node ``k``'s ranks."""
+        self.host(k).kill(self.processes(k, "noted.py")[0].pid)
+
+    def end(self, timeout: float = 200) -> Launched:
+        return self.running.end(timeout)
+
+    def notes(self, k: int, rank: int) -> list[dict[str, Any]]:
+        path = self.path(k, f"notes-{rank}")
+        whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def trained(self) -> Counter[tuple[int, int]]:
+        """(epoch, seed) -> how often it has a share in the weights: what was rolled back does not count."""
+        notes = {2 * i + j: self.notes(k, 2 * i + j) for i, k in enumerate(CLIENTS) for j in range(2)}
+        backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note.get("back")}
+        counted: Counter[tuple[int, int]] = Counter()
+        for note in (note for own in notes.values() for note in own if not note.get("back")):
+            later = [at for generation, at in backs.items() if generation > note["generation"]]
+            if all((note["epoch"], note["step"]) < at for at in later):
+                counted.update((note["epoch"], seed) for seed in note["seeds"])
+        return counted
+
+
+def server_client_nodes(cluster: NetCluster) -> list[dict[str, Any]]:
+    """Two servers and three clients with two processes each."""
+    nodes = ssh_nodes(cluster, (1, 1, 2, 2, 2))
+    for k, node in enumerate(nodes):
+        node["role"] = "server" if k in SERVERS else "client"
+        if k in SERVERS:
+            del node["procs"]
+    return nodes
+
+
+def flags(settings: dict[str, Any]) -> list[str]:
+    """``train`` of a YAML as flags of the trainer."""
+    words = {
+        name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in settings.items()
+    }
+    return [word for name, value in words.items() for word in (f"--{name.replace('_', '-')}", value)]
+
+
+def curves_of_one_process(
+    folder: Path, workdirs: Path, data: Section | None = None, train: Section | None = None
+) -> list[list[float]]:
+    """Step losses of each epoch on one part, on this machine."""
+    folder.mkdir()
+    settings = TRAIN | (train or {})
+    done = launch(local_config(folder, [1], workdirs, data=data or {"options": GRAPH}, train=settings), timeout=900)
+    assert done.status == 0, done.output
+    return [done.step_losses(epoch) for epoch in range(1, settings["epochs"] + 1)]
+
+
+def same_curves(done: Launched, stage: Stage) -> None:
+    """The run went well, and every step's loss is that of one process."""
+    assert done.status == 0, done.output
+    for epoch, curve in enumerate(stage.curves, 1):
+        assert done.step_losses(epoch) == pytest.approx(curve, rel=1e-4), f"epoch {epoch}"
+
+
+def every_seed_once(run: Run, seeds: int = SEEDS) -> None:
+    """No seed was trained twice or lost."""
+    counted = run.trained()
+    assert set(counted.values()) == {1}
+    epochs = range(1, len(run.stage.curves) + 1)
+    assert Counter(epoch for epoch, _ in counted) == dict.fromkeys(epochs, seeds)

@@ -1,0 +1,112 @@
+"""A serving cluster on namespaced hosts, the runs that attach to it, and those who operate both."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launching import REPOSITORY, SYNTHETIC, TRAIN, Launched, Running
+from netns import NetCluster
+from operator_kit import Operator
+from ssh_nodes import WORKDIR, ssh_nodes
+
+SERVERS = (0, 1)  #: hosts, two parts of their own each
+CLIENTS = (2, 3)
+SPARE = 4  #: a server that joins
+NAME = "toy"
+
+
+class ServingHosts:
+    """Commands of one operator, in a folder of theirs, about serving cluster ``toy``."""
+
+    def __init__(self, cluster: NetCluster, home: Path):
+        self.cluster, self.here = cluster, Operator(cluster, home)
+        self.folder = self.here.cwd
+
+    def say(self, *words: str, timeout: float = 150) -> Launched:
+        return self.here.say(*words, timeout=timeout)
+
+    def serve(self, hosts: tuple[int, ...] = SERVERS, **sections: Any) -> Launched:
+        """``gnnfleet serve`` with those hosts in the file."""
+        data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts", "num_parts": 4, "replicas": 2}
+        config = {"name": NAME, "nodes": self._nodes(hosts, role="server"), "data": data, **sections}
+        return self.say("serve", "--config", str(self._write(NAME, config)))
+
+    def training(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Path:
+        """The file of a run on those hosts, one process each; ``servers``: where to look for the cluster."""
+        nodes = [*self._nodes(servers, role="server"), *self._nodes(clients, role="client")]
+        data, train = {"serving": NAME}, TRAIN | {"epochs": epochs, "batch_size": 128}
+        run = {"server_wait": 30}
+        return self._write(name, {"name": name, "nodes": nodes, "data": data, "train": train, "run": run})
+
+    def start(self, name: str, clients: tuple[int, ...], epochs: int = 2, servers: tuple[int, ...] = ()) -> Running:
+        config = self.training(name, clients, epochs, servers)
+        return Running(config, "--run-id", name, "--plain", env=self.here.env)
+
+    def _nodes(self, hosts: tuple[int, ...], role: str) -> list[dict[str, Any]]:
+        nodes = ssh_nodes(self.cluster)
+        for k in hosts:
+            del nodes[k]["procs"]
+        return [{**nodes[k], "role": role} for k in hosts]
+
+    def _write(self, name: str, values: dict[str, Any]) -> Path:
+        path = self.folder / f"{name}.yml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def status(self) -> dict[str, Any]:
+        """``gnnfleet serve status --json``."""
+        argv = [sys.executable, str(REPOSITORY / "launch.py"), "serve", "status", NAME, "--json"]
+        done = subprocess.run(argv, cwd=self.folder, env=self.here.env, capture_output=True, text=True, timeout=60)
+        told: dict[str, Any] = json.loads(done.stdout)
+        assert told["exit_status"] == done.returncode, done.stderr
+        return told
+
+    def served_batches(self) -> dict[str, int]:
+        """Batches made so far for each run that is a client, over all servers."""
+        made: dict[str, int] = {}
+        for node in self.status()["nodes"]:
+            for client in node["stats"].get("clients", ()):
+                run = client["name"].split("/")[0]
+                made[run] = made.get(run, 0) + client["batches"]
+        return made
+
+    def guests(self, k: int, node_rank: int | None = None) -> list[str]:
+        """Keys that the server on host k lets in."""
+        run_dir = f"{WORKDIR}/runs/{NAME}/node{k if node_rank is None else node_rank}"
+        folder = self.cluster.hosts[k].root_path(f"{run_dir}/clients")
+        return sorted(path.stem for path in folder.glob("*.key"))
+
+    def supervisor(self, k: int) -> int:
+        """Pid of server k's supervisor on its host."""
+        path = self.cluster.hosts[k].root_path(f"{WORKDIR}/runs/{NAME}/node{k}/state.json")
+        return int(json.loads(path.read_text())["pid"])
+
+    def kill_run(self, running: Running, clients: tuple[int, ...]) -> None:
+        """kill -9 of the launcher and of all that is on its hosts."""
+        running.process.kill()
+        for k in clients:
+            for process in self.cluster.hosts[k].processes():
+                self.cluster.hosts[k].run(["kill", "-9", str(process.pid)], check=False)
+
+    def curve(self, name: str) -> list[float]:
+        """Global loss of each step of a run that has ended well."""
+        lines = map(json.loads, (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
+        return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
+
+
+def wait_until(true: Callable[[], object], seconds: float) -> float:
+    """Seconds it took."""
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() < start + seconds
+        time.sleep(0.2)
+    return time.monotonic() - start

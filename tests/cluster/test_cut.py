@@ -1,0 +1,94 @@
+"""A network cut of five seconds ends no run, and no node is taken for lost: supervisors on real hosts, all defaults."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from netns import REPOSITORY, Host, NetCluster
+
+CUT = 5.0  # seconds
+PORT = 29400
+SUPERVISOR = REPOSITORY / "launcher/node/supervisor.py"
+RANK = REPOSITORY / "launcher/node/rank.py"
+ROLES = ["server", "client", "client"]
+SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); time.sleep(300)"
+WAIT = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NetCluster]:
+    with NetCluster(3) as made:
+        yield made
+
+
+def spec(cluster: NetCluster, k: int) -> dict:
+    """A server and two clients, the first of which leads."""
+    folder, trains = f"{cluster.hosts[k].home}/run", ROLES[k] == "client"
+    runner = [sys.executable, str(RANK), "--run-dir", folder, "--", sys.executable, "-c", WAIT]
+    server = {"argv": [sys.executable, "-c", SERVE], "env": {}, "cwd": folder}
+    return {
+        "run_id": "cut",
+        "token": "t" * 16,
+        "node_rank": k,
+        "num_nodes": len(ROLES),
+        "run_dir": folder,
+        "ranks": [k] if trains else [],
+        "server": None if trains else server,
+        "trainer": {"argv": runner, "env": {"RANK": str(k)}, "cwd": folder} if trains else None,
+        "ready_file": f"{folder}/server.ready",
+        "start_timeout": 20.0,
+        "grace": 5.0,
+        "control": {"node_rank": 1, "address": cluster.hosts[1].address, "bind": "0.0.0.0", "port": PORT},
+        "role": ROLES[k],
+        "roles": ROLES,
+        "parts": [[0, 1], [], []],
+    }
+
+
+def start(host: Host, told: dict) -> None:
+    host.run(["mkdir", "-p", told["run_dir"]])
+    host.write(f"{told['run_dir']}/node.json", json.dumps(told))
+    words = f"setsid {sys.executable} {SUPERVISOR} {told['run_dir']}/node.json </dev/null >/dev/null 2>&1 &"
+    host.run(["bash", "-c", words])
+
+
+def read(host: Host, name: str) -> dict:
+    path = host.root_path(f"~/run/{name}")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def wait_for(true, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_cut_of_five_seconds_harms_nobody(cluster: NetCluster) -> None:
+    """Of the server's host, of a client's, and of the lead node's, wherever in the beat of a second it begins."""
+    for k, host in enumerate(cluster.hosts):
+        start(host, spec(cluster, k))
+    lead = cluster.hosts[1]
+    wait_for(lambda: {peer["state"] for peer in read(lead, "state.json").get("peers", {}).values()} >= {"training"}, 20)
+    time.sleep(2)
+    for pause, host in [(0.1, cluster.hosts[0]), (0.6, cluster.hosts[2]), (0.3, lead), (0.9, cluster.hosts[0])]:
+        time.sleep(2 + pause)
+        host.cut_network()
+        time.sleep(CUT)
+        host.restore_network()
+        wait_for(lambda: all(peer["age"] < 1.5 for peer in read(lead, "state.json")["peers"].values()), 4)
+        assert read(lead, "state.json")["state"] == "training", Path(lead.root_path("~/run/events.jsonl")).read_text()
+    for host in cluster.hosts[1:]:
+        host.write("~/run/go", "")
+    wait_for(lambda: all(read(host, "result.json") for host in cluster.hosts), 15)
+    results = [read(host, "result.json") for host in cluster.hosts]
+    assert [result["state"] for result in results] == ["done"] * 3
+    assert not any(result["lost"] or result["gone"] for result in results)

@@ -1,0 +1,256 @@
+"""Server-client mode on real hosts: two servers with two parts each, three clients with two processes each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launching import Launched
+from netns import NetCluster
+from operator_kit import end_processes
+from server_client_kit import SERVERS, STEPS, Stage, curves_of_one_process, every_seed_once, same_curves
+
+SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory, local_workdirs) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("server-client")
+    curves = curves_of_one_process(folder / "alone", local_workdirs)
+    with NetCluster(5) as cluster:
+        yield Stage(cluster, folder, curves)
+
+
+@pytest.fixture
+def stage(hosts: Stage) -> Iterator[Stage]:
+    yield hosts
+    end_processes(hosts.cluster)  # a test that failed must not fail the next one too
+
+
+def test_the_loss_curve_of_one_process_and_no_part_on_a_client(stage: Stage) -> None:
+    run = stage.run()
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    for k, host in enumerate(stage.cluster.hosts):
+        arrays = list((host.folder / "disk/data").rglob("part*/**/*.npy"))
+        assert bool(arrays) == (k in SERVERS), f"node{k}"
+    assert stage.left() == []
+
+
+# --- a server is lost ---------------------------------------------------------------------------------------------
+
+
+def test_a_killed_server_is_started_again_and_nothing_is_lost(stage: Stage) -> None:
+    run = stage.run().await_step(2, 3)
+    run.kill_server(1)
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert "was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)" in done.output
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_with_a_copy_of_its_parts_the_others_do_not_even_wait_for_a_killed_server(stage: Stage) -> None:
+    run = stage.run(replicas=2).await_step(2, 3)
+    run.kill_server(0)
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_a_server_that_may_not_be_started_again_ends_the_run_which_names_it_and_its_parts(stage: Stage) -> None:
+    run = stage.run(server_restarts=0).await_step(1, 5)
+    killed = time.time()
+    run.kill_server(1)
+    done = run.end()
+    ended_by(done, stage, 1, "server", killed, 10, "was killed by signal 9", "nobody holds parts 2, 3 any more")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_server_whose_host_is_powered_off(stage: Stage, replicas: int) -> None:
+    host, run = stage.cluster.hosts[1], stage.run(replicas=replicas).await_step(2, 3)
+    try:
+        cut = time.time()
+        host.power_cut()
+        done = run.end()
+        left = stage.left()
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    if replicas == 1:
+        return ended_by(done, stage, 1, "node", cut, 30, "no sign of life for 6 s", "nobody holds parts 2, 3 any more")
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert "parts 0, 1, 2, 3 are served by node0" in done.output and left == []
+
+
+@pytest.mark.slow
+def test_a_server_that_answers_no_more_is_waited_for_as_long_as_configured(stage: Stage) -> None:
+    """It lives, so nobody starts it again; it is noticed after 30 s, and whom a rank waited for leads the report."""
+    run = stage.run(server_wait=8).await_step(1, 5)
+    run.stop_server(1)
+    stopped = time.time()
+    done = run.end()
+    first = done.result["first_failure"]
+    assert done.status == 1 and first["name"].startswith("rank"), done.output
+    told = "\n".join(first["tail"])
+    assert "parts 2, 3: no graph server that holds them came back within 8 s (run.server_wait)" in told
+    assert f"graph server of node1 ({stage.cluster.hosts[1].address})" in told
+    assert (done.run_dir / "result.json").stat().st_mtime - stopped < 30 + 8 + 30
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_with_a_copy_of_its_parts_the_others_take_over_from_a_server_that_answers_no_more(stage: Stage) -> None:
+    run = stage.run(replicas=2, server_wait=8).await_step(2, 3)
+    run.stop_server(1)
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert stage.left() == []
+
+
+def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seconds: float, *words: str) -> None:
+    """The run failed by node ``k``, soon, and its report says so in its first line."""
+    first = done.result["first_failure"]
+    assert done.status >= 1 and (first["node_rank"], first["name"]) == (k, name), done.output
+    (head,) = (line for line in done.output.splitlines() if line.startswith("The run failed:"))
+    assert f"node{k} (root@{stage.cluster.hosts[k].address})" in head
+    for word in words:
+        assert word in head, done.output
+    assert (done.run_dir / "result.json").stat().st_mtime - since < seconds
+    assert stage.left() == []
+
+
+# --- a client is lost ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_killed_client_the_others_go_on_as_if_nothing_were(stage: Stage) -> None:
+    run = stage.run(on_client_loss="go-on").await_step(2, 25)
+    run.kill_rank(3)
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert "client node3" in done.output and "the others go on without it" in done.output
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_without_a_client_that_is_powered_off_the_others_go_on(stage: Stage) -> None:
+    host, run = stage.cluster.hosts[4], stage.run(on_client_loss="go-on").await_step(2, 25)
+    try:
+        host.power_cut()
+        done = run.end()
+        left = stage.left()
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert "client node4" in done.output and left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["kill", "power"])
+def test_by_default_a_lost_client_ends_the_run(stage: Stage, trouble: str) -> None:
+    host, run = stage.cluster.hosts[3], stage.run().await_step(2, 3)
+    since = time.time()
+    try:
+        run.kill_rank(3) if trouble == "kill" else host.power_cut()
+        done = run.end()
+    finally:
+        if trouble == "power":
+            host.power_on()
+            host.wait_until_up()
+    if trouble == "power":
+        return ended_by(done, stage, 3, "node", since, 30, "no sign of life for 6 s")
+    assert done.result["first_failure"]["name"] in ("rank2", "rank3")
+    ended_by(done, stage, 3, done.result["first_failure"]["name"], since, 10, "was killed by signal 9 (SIGKILL)")
+
+
+@pytest.mark.slow
+def test_the_lead_client_is_one_that_the_run_cannot_do_without(stage: Stage) -> None:
+    run = stage.run(on_client_loss="go-on").await_step(2, 3)
+    since = time.time()
+    run.kill_rank(2)
+    done = run.end()
+    assert done.result["first_failure"]["name"] in ("rank0", "rank1")
+    ended_by(done, stage, 2, done.result["first_failure"]["name"], since, 10, "was killed by signal 9 (SIGKILL)")
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, 2])
+def test_a_network_cut_of_five_seconds_changes_nothing(stage: Stage, k: int) -> None:
+    host, run = stage.cluster.hosts[k], stage.run().await_step(2, 3)
+    host.cut_network()
+    time.sleep(5)
+    host.restore_network()
+    done = run.end()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_a_server_behind_ten_megabits_slows_the_run_and_no_more(stage: Stage) -> None:
+    host, run = stage.cluster.hosts[0], stage.run().await_step(1, 3)
+    host.slow_link("10mbit")
+    try:
+        done = run.end(180)
+    finally:
+        host.full_speed()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert stage.left() == []
+
+
+@pytest.mark.slow
+def test_a_server_and_two_clients_lost_one_after_the_other(stage: Stage) -> None:
+    """The first client while the others still look for the parts that the server held; the second in an evaluation."""
+    host, run = stage.cluster.hosts[1], stage.run(replicas=2, on_client_loss="go-on").await_step(1, 10)
+    try:
+        host.power_cut()
+        time.sleep(1)
+        run.kill_rank(3)
+        run.await_step(2, STEPS - 1)
+        run.kill_rank(4)
+        done = run.end()
+        left = stage.left()
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    same_curves(done, stage)
+    every_seed_once(run)
+    assert left == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the debian graph is not beside the repository")
+@pytest.mark.timeout(1800)
+def test_the_real_graph_has_the_loss_curve_of_one_process(stage: Stage, local_workdirs) -> None:
+    """Two epochs; and again while a server is killed in the second."""
+    data = {"dataset": "file", "source": str(SHARED_DATA), "options": {}}
+    train = {"hidden": 64, "fanouts": [15, 10, 5], "batch_size": 1024, "epochs": 2, "lr": 0.004}
+    curves = curves_of_one_process(stage.folder / "real-alone", local_workdirs, data, train)
+    real = replace(stage, folder=stage.folder / "real", curves=curves)
+    real.folder.mkdir()
+    for killed in (False, True):
+        run = real.run(pause=0, data=data, train=train)
+        if killed:
+            run.await_step(2, 5, timeout=600).kill_server(0)
+        done = run.end(600)
+        same_curves(done, real)
+        every_seed_once(run, seeds=31_833)
+        assert real.left() == []

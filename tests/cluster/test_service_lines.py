@@ -1,0 +1,87 @@
+"""The graph service over lines that are slow, cut for a while, or dead."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from netns import REPOSITORY, Host, NetCluster
+from trainer.errors import ServerGone
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_NODE
+from trainer.service.client import HostClient
+from trainer.service.places import ServerPlace
+
+_PORT = 5000
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    """A machine with a graph server."""
+    with NetCluster(1) as cluster:
+        (host,) = cluster.hosts
+        kit = REPOSITORY / "tests/trainer/service_kit.py"
+        serve = f"PYTHONPATH={REPOSITORY} setsid {sys.executable} {kit} tcp://0.0.0.0:{_PORT} >/tmp/serve.log 2>&1 &"
+        host.run(["bash", "-c", serve])
+        yield host
+
+
+def client_of(host: Host, deadline: float, gone_after: float | None = None) -> HostClient:
+    endpoint = f"tcp://{host.address}:{_PORT}"
+    client = HostClient(ServerPlace("node1 (h1)", 1, "h1", endpoint, (0,)), deadline, gone_after=gone_after)
+    client.submit_hello().result(30)
+    return client
+
+
+def gather_wide(client: HostClient, rows: int) -> float:
+    """Ask for so many rows of 4 KiB; seconds until they were there."""
+    start, nodes = time.monotonic(), np.arange(rows)
+    (answer,) = client.gather([RowRequest(HOMO_NODE, nodes, ("wide",))])
+    np.testing.assert_array_equal(answer["wide"][:, 1023], nodes)
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host) -> None:
+    """One of 30 MB, then 24 at once: longer than the deadline, which is of silence."""
+    client = client_of(host, deadline=8)
+    host.slow_link("10mbit")
+    assert gather_wide(client, 7500) > 20
+    with ThreadPoolExecutor(24) as pool:
+        took = list(pool.map(lambda _: gather_wide(client, 400), range(24)))
+    assert max(took) > 20
+    host.full_speed()
+    assert client.stats().requests == 1 + 1 + 24  # none was sent twice
+    client.close()
+
+
+def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
+    client = client_of(host, deadline=30, gone_after=3)
+    with ThreadPoolExecutor(4) as pool:
+        under_way = [pool.submit(lambda: [gather_wide(client, 300) for _ in range(30)]) for _ in range(4)]
+        host.slow_link("200mbit")
+        time.sleep(1)
+        host.cut_network()
+        time.sleep(5)
+        host.restore_network()
+        took = [max(future.result(60)) for future in under_way]
+    assert 4 < max(took) < 14
+    assert client.stats().errors == 0
+    client.close()
+
+
+def test_a_host_that_vanishes_is_gone_within_seconds(host: Host) -> None:
+    client = client_of(host, deadline=60, gone_after=3)
+    gather_wide(client, 3)
+    host.cut_network()
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match="connection lost"):
+        gather_wide(client, 3)
+    assert time.monotonic() - start < 20
+    host.restore_network()
+    client.close()

@@ -1,0 +1,174 @@
+"""A serving cluster on real hosts: runs come, go and crash, servers are lost and join, a notebook reads the graph."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+
+import trainer
+from launching import SYNTHETIC, Running
+from netns import NetCluster
+from operator_kit import end_processes, run_processes
+from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts, wait_until
+from terminal import Terminal
+from trainer.config import TrainSettings
+from trainer.errors import ServiceError
+from trainer.load.loader import BatchLoader
+from trainer.service.keys import CurveKeys, read_key_file, write_key_file
+from trainer.train.checkpoint import load_checkpoint
+from trainer.train.job import loader_settings
+from trainer.train.setup import trained_model
+
+LONG = 5000  # epochs
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[NetCluster]:
+    with NetCluster(5) as made:
+        yield made
+        end_processes(made)
+
+
+@pytest.fixture(scope="module")
+def toy(cluster: NetCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingHosts]:
+    """Serving cluster ``toy``: two graph servers, encrypted, each part on both."""
+    hosts = ServingHosts(cluster, tmp_path_factory.mktemp("home"))
+    told = hosts.serve()
+    assert told.status == 0, told.output
+    assert f"serving cluster {NAME} is up: 2 servers, 4 parts" in told.output
+    yield hosts
+    told = hosts.say("serve", "stop", NAME)
+    assert told.status == 0 and f"run {NAME}: nothing of it is left on its" in told.output, told.output
+    assert run_processes(cluster) == []
+
+
+@pytest.fixture(scope="module")
+def curve(toy: ServingHosts) -> list[float]:
+    """Loss of each step of a run by itself."""
+    done = toy.start("alone", CLIENTS, epochs=6).end(150)
+    assert done.status == 0, done.output
+    assert f"attached to serving cluster {NAME}: 2 servers, 4 parts" in done.output
+    return toy.curve("alone")
+
+
+def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list[float]) -> None:
+    assert sum(curve[-8:]) < 0.6 * sum(curve[:8])  # first and last epoch
+    assert toy.guests(0) == toy.guests(1) == []
+    assert toy.served_batches()["alone"] >= len(curve) * len(CLIENTS)
+
+
+@pytest.mark.slow
+def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
+    cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
+) -> None:
+    """The other's operator has never heard of the cluster: it is found on the hosts of the file."""
+    serves = [toy.supervisor(k) for k in SERVERS]
+    elsewhere = ServingHosts(cluster, tmp_path / "elsewhere")
+    victim = toy.start("victim", (CLIENTS[0],), LONG).await_line("epoch 1/", 120)
+    other = elsewhere.start("other", (CLIENTS[1],), 6, SERVERS)
+    wait_until(lambda: {"victim", "other"} <= toy.served_batches().keys(), 60)
+    assert toy.guests(0) == toy.guests(1) == ["other", "victim"]
+    toy.kill_run(victim, (CLIENTS[0],))
+    done = other.end(120)
+    assert done.status == 0, done.output
+    assert elsewhere.curve("other") == pytest.approx(curve, rel=1e-4)
+    assert [toy.supervisor(k) for k in SERVERS] == serves
+    toy.say("stop", "victim")
+    assert toy.guests(0) == toy.guests(1) == []
+    assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_outlives_the_servers_it_began_with(cluster: NetCluster, toy: ServingHosts, curve: list[float]) -> None:
+    """One host is lost and repaired, a third one joins, and then both first ones are lost."""
+    first, second = (cluster.hosts[k] for k in SERVERS)
+    run = toy.start("endures", CLIENTS, LONG).await_line("epoch 2/", 120)
+    first.power_cut()
+    goes_on(run)
+    told = toy.status()
+    assert "1 of 2 servers down; all parts are served" in told["sentence"] and told["exit_status"] == 1
+    first.power_on()
+    first.wait_until_up()
+    told = toy.serve()
+    assert told.status == 0 and "starting 1 graph server" in told.output, told.output
+    assert toy.guests(0) == ["endures"], "the run is still let in"
+    told = toy.serve((*SERVERS, SPARE))
+    assert told.status == 0 and f"serving cluster {NAME} is up: 3 servers, 4 parts" in told.output, told.output
+    goes_on(run, seconds=15)  # clients ask every ten seconds who has joined
+    for host in (first, second):
+        host.power_cut()
+    goes_on(run)
+    for host in (first, second):
+        host.power_on()
+        host.wait_until_up()
+    assert toy.serve((*SERVERS, SPARE)).status == 0
+    assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
+    done = run.send(signal.SIGTERM).end(60)
+    assert done.status == 130, done.output
+    losses = toy.curve("endures")
+    assert losses[: len(curve)] == pytest.approx(curve, rel=1e-4)
+    assert [toy.guests(*server) for server in ((0,), (1,), (SPARE, 2))] == [[], [], []]
+
+
+def goes_on(run: Running, seconds: float = 0.0) -> None:
+    """It makes two more epochs, and for so long."""
+    at, start = epochs(run), time.monotonic()
+    wait_until(lambda: epochs(run) >= at + 2 and time.monotonic() > start + seconds, 90)
+
+
+def epochs(run: Running) -> int:
+    return sum("rank0 | epoch " in line for line in run.lines)
+
+
+def test_the_status_in_a_terminal(toy: ServingHosts, curve: list[float]) -> None:
+    """Every server and client on a line of its own, in a window of usual width."""
+    with Terminal("serve", "status", NAME, cwd=toy.folder, env=toy.here.env, columns=120) as terminal:
+        status, lines = terminal.end(60), terminal.shown.splitlines()
+    assert status == 0
+    assert lines[0].startswith(f"serving cluster {NAME} is up: ")
+    assert lines[1].split()[:6] == ["server", "state", "parts", "busy", "clients", "queue"]
+    for k in SERVERS:
+        (line,) = (line for line in lines if line.startswith(f"node{k} (root@{toy.cluster.hosts[k].address})"))
+        assert line.split()[2:4] == ["serving", "0–3"]
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_notebook_reads_the_graph_and_scores_the_model(toy: ServingHosts, curve: list[float], tmp_path: Path) -> None:
+    """From outside the cluster, with a key file and the checkpoint alone."""
+    told = toy.say("serve", "key", NAME, "-o", "ann.key", "--for", "ann")
+    assert told.status == 0, told.output
+    saved = load_checkpoint(toy.folder / "runs/alone/checkpoints/last.pt")
+    with trainer.connect(key=toy.folder / "ann.key", deadline=30, name="ann") as graph:
+        batch = trainer.DistNeighborLoader(graph, [3, 3], range(40), batch_size=40)(range(40))
+        assert batch.input_id.tolist() == list(range(40)) and batch.x.shape[1] == SYNTHETIC["num_features"]
+        model, _ = trained_model(saved, graph.manifest)
+        settings = loader_settings(TrainSettings(**saved.settings), saved.graph["target"], "test", False)
+        with torch.no_grad():
+            right = [
+                model(batch).argmax(1) == batch.y for batch in BatchLoader(graph, settings, 0, graph.layout).epoch(0)
+            ]
+    told_by_run = json.loads((toy.folder / "runs/alone/result.json").read_text())["metrics"]["test_accuracy"]
+    assert float(torch.cat(right).float().mean()) == pytest.approx(told_by_run, abs=1e-6)
+
+
+def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Path) -> None:
+    told = toy.say("serve", "key", NAME, "-o", str(tmp_path / "bob.key"))
+    assert told.status == 0, told.output
+    keys = read_key_file(tmp_path / "bob.key")
+    write_key_file(
+        tmp_path / "wrong.key", CurveKeys(*zmq.curve_keypair(), server=keys.server, endpoints=keys.endpoints)
+    )
+    start = time.monotonic()
+    with pytest.raises(ServiceError) as caught:
+        trainer.connect(key=tmp_path / "wrong.key", deadline=30)
+    assert time.monotonic() - start < 10
+    said = str(caught.value)
+    assert said.count("is the key one that it admits") == 1 and "\n" not in said

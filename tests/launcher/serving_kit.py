@@ -1,0 +1,84 @@
+"""Serving clusters of local nodes, made and asked by the command line as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launching import REPOSITORY, SYNTHETIC, TRAIN
+
+
+@dataclass(frozen=True)
+class Told:
+    """A command that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The last document on stdout: one line, or all of it."""
+        try:
+            return json.loads(self.out)
+        except ValueError:
+            return json.loads(self.out.splitlines()[-1])
+
+
+class ServingKit:
+    """Commands in ``folder``, whose serving cluster and runs keep code and parts below ``workdirs``."""
+
+    def __init__(self, folder: Path, workdirs: Path):
+        self.folder, self.workdirs = folder, workdirs
+
+    def gnnfleet(self, *words: str, timeout: float = 120, env: dict[str, str] | None = None) -> Told:
+        """Run it to its end."""
+        process = self.start(*words, env=env)
+        out, err = process.communicate(timeout=timeout)
+        return Told(process.returncode, out, err)
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        environment = {"COLUMNS": "200", **os.environ, **(env or {})}
+        environment.pop("TMUX", None)
+        command = [sys.executable, str(REPOSITORY / "launch.py"), *words]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True
+        )
+
+    def serving(self, name: str, servers: int, **sections: Any) -> Path:
+        """The cluster file of so many graph servers."""
+        nodes = [self._node(f"node{k}", role="server") for k in range(servers)]
+        data = {"dataset": "synthetic", "options": SYNTHETIC, "folder": "parts"} | sections.pop("data", {})
+        return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": data, **sections})
+
+    def training(self, name: str, serving: str, clients: int = 2, **sections: Any) -> Path:
+        """The cluster file of a run that attaches to ``serving``."""
+        nodes = [self._node(f"node{k}") for k in range(clients)]
+        train = TRAIN | sections.pop("train", {})
+        return self._write(f"{name}.yml", {"name": name, "nodes": nodes, "data": {"serving": serving}, "train": train})
+
+    def _node(self, folder: str, **more: Any) -> dict[str, Any]:
+        return {"host": "localhost", "workdir": str(self.workdirs / folder), "python": sys.executable, **more}
+
+    def _write(self, name: str, values: dict[str, Any]) -> Path:
+        path = self.folder / name
+        path.write_text(yaml.safe_dump({"transport": "local", **values}))
+        return path
+
+    def run_dir(self, name: str, server: int) -> Path:
+        """Of a graph server."""
+        return self.workdirs / f"node{server}" / "runs" / name / f"node{server}"
+
+    def state(self, name: str, server: int) -> dict[str, Any]:
+        return json.loads((self.run_dir(name, server) / "state.json").read_text())
+
+    def cluster(self, name: str, server: int) -> dict[str, Any]:
+        return json.loads((self.run_dir(name, server) / "cluster.json").read_text())

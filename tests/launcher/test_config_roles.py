@@ -1,0 +1,145 @@
+"""Roles, replicas and serving clusters in a cluster file: what is read, and what contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.codefiles import CODE_ROOT
+from launcher.config import ClusterConfig
+from launcher.errors import ConfigError
+from launcher.filters import filtered
+from launcher.options import overrides_of
+from launcher.roles import carried_out
+from launcher.yaml_schema import load_config, to_yaml
+
+DATA = "data: {dataset: synthetic}\n"
+SERVERS = "nodes:\n  - {host: s1, role: server}\n  - {host: s2, role: server}\n  - {host: c, role: client}\n"
+
+
+def load(folder: Path, text: str, overrides: Sequence[str] = ()) -> ClusterConfig:
+    path = folder / "c.yml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def problems(folder: Path, text: str, overrides: Sequence[str] = ()) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, overrides)
+    return [f"{p.line}: {p.message}" if p.line else str(p) for p in caught.value.problems]
+
+
+MISTAKES = {
+    SERVERS.replace("role: client", "role: clent") + DATA: [
+        "4: nodes.2.role: expected one of worker, server, client, found the text `clent`; did you mean `client`?"
+    ],
+    "nodes:\n  - {host: a, role: client}\n  - {host: b, role: client}\n" + DATA: [
+        "1: nodes: all are clients, so nobody has the graph; make some of them `role: server` or `worker`, or name a "
+        "serving cluster by data.serving (--set data.serving=NAME)"
+    ],
+    SERVERS + "data:\n  dataset: synthetic\n  replicas: 3\n": [
+        "7: data.replicas: 3 nodes are to hold each part, and only 2 nodes hold parts; lower it, or add nodes of "
+        "`role: server`"
+    ],
+    "nodes: [a]\ndata: {dataset: synthetic, replicas: 2}\n": [
+        "2: data.replicas: 2 nodes are to hold each part, and only 1 node holds parts; lower it, or add nodes of "
+        "`role: server`"
+    ],
+    SERVERS + "data:\n  dataset: synthetic\n  num_parts: 1\n": [
+        "7: fewer parts than nodes: data.num_parts is 1 and 2 nodes are to hold some; leave num_parts out or raise it"
+    ],
+    "nodes:\n  - host: a\n    role: server\n    procs: 2\n  - b\n" + DATA: [
+        "4: nodes.0.procs: a server starts no training processes; leave procs out, or make it `role: worker`"
+    ],
+    "nodes:\n  - host: a\n    role: server\n    devices: [0]\n  - b\n" + DATA: [
+        "4: nodes.0.devices: a server starts no training processes; leave devices out, or make it `role: worker`"
+    ],
+    "nodes: [a, b]\n" + DATA + "run: {on_client_loss: go-on}\n": [
+        "3: run.on_client_loss: go-on is for nodes of `role: client`, and there are none; a worker's parts go with it"
+    ],
+    "nodes: [a]\ndata: {serving: ../products}\n": [
+        "2: data.serving: '../products' cannot be the name of a serving cluster: those are up to 80 letters, digits, "
+        "`-` and `_`",
+    ],
+    "nodes: [a, b]\ndata:\n  serving: products\n  num_parts: 4\n  folder: x\n  replicas: 2\n": [
+        "4: data.num_parts: the serving cluster `products` has parts already (data.serving); leave num_parts out",
+        "5: data.folder: the serving cluster `products` has parts already (data.serving); leave folder out",
+        "6: data.replicas: the serving cluster `products` has parts already (data.serving); leave replicas out",
+    ],
+    SERVERS + DATA + "run: {server_buffer: 0, server_threads: few, server_wait: -1}\n": [
+        "6: run.server_buffer: must be at least 1; found 0",
+        "6: run.server_threads: expected a whole number or `auto`, found the text `few`",
+        "6: run.server_wait: must be at least 0 and below 1000000; found -1.0",
+    ],
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-50:])
+def test_every_mistake_is_answered_with_its_line(tmp_path: Path, text: str) -> None:
+    assert problems(tmp_path, text) == MISTAKES[text]
+
+
+def test_processes_are_counted_where_something_trains(tmp_path: Path) -> None:
+    config = load(tmp_path, "defaults: {devices: [0, 1]}\n" + SERVERS + DATA + "train: {backend: nccl}\n")
+    assert config.world_size == 2 and config.num_parts == 2 and config.holders == (0, 1)
+    assert [(node.devices, node.nproc) for node in config.nodes] == [((), 0), ((), 0), ((0, 1), 2)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [overrides_of({"num_training_procs": 3}, ()), ("defaults.procs=3",), ("nodes.*.procs=3",)],
+    ids=["--num-training-procs", "defaults", "all nodes"],
+)
+def test_what_is_said_of_all_nodes_leaves_servers_alone(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    config = load(tmp_path, SERVERS + DATA, overrides)
+    assert [node.procs for node in config.nodes] == [None, None, 3] and config.world_size == 3
+
+
+def test_what_is_said_of_a_server_itself_is_refused(tmp_path: Path) -> None:
+    assert problems(tmp_path, SERVERS + DATA, ["nodes.1.procs=3"]) == [
+        "--set nodes.1.procs=3: nodes.1.procs: a server starts no training processes; leave procs out, or make it "
+        "`role: worker`"
+    ]
+
+
+def test_a_role_may_be_a_default(tmp_path: Path) -> None:
+    text = "defaults: {role: server, procs: 2}\nnodes: [s1, s2, {host: c, role: client}]\n" + DATA
+    assert [(node.role, node.procs) for node in load(tmp_path, text).nodes] == [
+        ("server", None),
+        ("server", None),
+        ("client", 2),
+    ]
+
+
+def test_the_file_of_a_serving_cluster_serves_its_runs_too(tmp_path: Path) -> None:
+    """With --serving, what the file says of parts was said to `gnnfleet serve`."""
+    text = SERVERS + "data: {dataset: synthetic, num_parts: 4, replicas: 2, folder: p}\n"
+    config = load(tmp_path, text, ["data.serving=products"])
+    run = carried_out(config)
+    assert [node.host for node in run.nodes] == ["c"] and not run.makes_parts and run.num_parts == 0
+    (tmp_path / "kept").mkdir()
+    kept = load(tmp_path / "kept", to_yaml(run))
+    assert carried_out(kept).nodes == run.nodes and kept.data.serving == "products"
+
+
+def test_a_run_that_attaches_needs_no_dataset_and_may_be_clients_alone(tmp_path: Path) -> None:
+    text = "nodes:\n  - {host: a, role: client}\n  - b\ndata: {serving: products}\n"
+    config = load(tmp_path, text + "run: {on_client_loss: go-on}\n")
+    assert config.data.dataset == "" and {node.role for node in carried_out(config).nodes} == {"client"}
+
+
+def test_filters_go_by_what_trains(tmp_path: Path) -> None:
+    config = load(tmp_path, SERVERS + "  - {host: d, role: client}\n" + DATA + "run: {master_addr: c}\n")
+    with pytest.raises(Exception, match="give --master-addr auto, as d is node2 now"):
+        filtered(config, (), ("c",))
+    assert [node.host for node in filtered(config, (), ("s1",)).nodes] == ["s2", "c", "d"]
+    with pytest.raises(Exception, match=r"s1 has no `devices` in the config; it is a server"):
+        filtered(config, ("s1:0",), ())
+
+
+def test_template_of_servers_and_clients() -> None:
+    config = load_config(CODE_ROOT / "templates/server_client.yml")
+    assert [node.role for node in config.nodes] == ["server"] * 2 + ["client"] * 3
+    assert (config.data.replicas, config.num_parts, config.world_size) == (2, 4, 6)

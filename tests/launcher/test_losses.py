@@ -1,0 +1,276 @@
+"""Runs of servers and clients that lose nodes: which losses they bear, over several supervisors and no launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from node_kit import PYTHON, python, wait_until
+from peers_kit import SERVE, Run
+
+MakeRun = Callable[..., Run]
+WAIT = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"
+TWO_COPIES = [[0, 1], [1, 0], [], []]
+ONE_COPY = [[0], [1], [], []]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeRun]:
+    """Makes runs of two servers and two clients, and kills what a failed test leaves."""
+    made: list[Run] = []
+
+    def run(parts: list[list[int]], roles: str = "sscc", **more: Any) -> Run:
+        made.append(Run(tmp_path / f"run{len(made)}", len(roles), argv=python(WAIT), roles=roles, parts=parts, **more))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.kill()
+
+
+def states(results: list[dict[str, Any]]) -> list[str | None]:
+    return [result.get("state") for result in results]
+
+
+def go(run: Run) -> list[dict[str, Any]]:
+    """Let the ranks end well."""
+    (run.nodes[0].path.parent / "go").touch()
+    return run.ends(time.monotonic(), within=8)
+
+
+def gone(run: Run, k: int) -> dict[str, Any]:
+    """What the hub says of a node that the run goes on without, once it does."""
+    hub = run.nodes[run.lead]
+    wait_until((hub.path / "state.json").exists)
+    wait_until(lambda: str(k) in hub.json("state.json")["gone"])
+    told: dict[str, Any] = hub.json("state.json")["gone"][str(k)]
+    return told
+
+
+def kill(run: Run, k: int) -> None:
+    run.nodes[k].supervisor.kill()  # type: ignore[union-attr]
+
+
+def kinds(run: Run, k: int) -> list[str]:
+    return [event["kind"] for event in run.nodes[k].events()]
+
+
+def test_servers_and_clients_end_well_and_meet_at_the_first_that_trains(make: MakeRun) -> None:
+    run = make(ONE_COPY).start()
+    assert [node.json("state.json")["state"] for node in run.nodes] == ["serving", "serving", "training", "training"]
+    assert run.nodes[2].json("state.json")["spare"] == []
+    results = go(run)
+    assert states(results) == ["done"] * 4 and all(result["gone"] == {} for result in results)
+    assert results[2]["clock_offset"] == 0.0
+
+
+def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
+    serve = (
+        "import os, pathlib, time, zmq; s = zmq.Context().socket(zmq.ROUTER); s.bind(os.environ['AT'])\n"
+        "pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
+    )
+    run = make(ONE_COPY)
+    node = run.nodes[1]
+    node.spec["server"] |= {"argv": python(serve), "env": {"AT": f"tcp://127.0.0.1:{run.port + 1}"}}
+    run.start()
+    first = node.pid("server")
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: node.json("state.json")["state"] == "restarting")
+    wait_until(lambda: node.log("server") == ["serving"] * 2 and node.json("state.json")["state"] == "serving")
+    assert node.pid("server") != first and kinds(run, 1).count("server-ready") == 2
+    results = go(run)
+    assert states(results) == ["done"] * 4
+    (restart,) = results[1]["findings"]
+    assert restart["text"] == (
+        "server of node1 (gpu1) was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)"
+    )
+
+
+def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: MakeRun) -> None:
+    run = make(ONE_COPY, server_restarts=1).start()
+    node = run.nodes[1]
+    os.kill(node.pid("server"), signal.SIGKILL)
+    wait_until(lambda: len(node.log("server")) == 2)
+    since = time.monotonic()
+    os.kill(node.pid("server"), signal.SIGTERM)
+    results = run.ends(since)
+    assert states(results) == ["done", "failed", "stopped", "stopped"]
+    why = "ended while it was needed though started again 1 times (run.server_restarts); it was killed by signal 15"
+    assert results[2]["reason"] == f"server of node1 (gpu1) {why} (SIGTERM); nobody holds part 1 any more"
+
+
+def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> None:
+    run = make(ONE_COPY)
+    run.nodes[0].spec["server"]["argv"] = python("raise OSError('port 29600 is taken')")
+    since = time.monotonic()
+    results = run.start(up=False).ends(since)
+    assert states(results)[0] == "failed" and "server-restart" not in kinds(run, 0)
+    assert "raised OSError: port 29600 is taken; nobody holds part 0 any more" in results[2]["reason"]
+
+
+@pytest.mark.parametrize("how", ["lost", "failed", "before ready"])
+def test_a_run_goes_on_without_a_server_whose_parts_another_holds(make: MakeRun, how: str) -> None:
+    run = make(TWO_COPIES, server_restarts=0)
+    if how == "before ready":
+        run.nodes[0].spec["server"]["argv"] = python("import time; time.sleep(0.5); raise OSError('port is taken')")
+    run.start()
+    if how == "lost":
+        kill(run, 0)
+    elif how == "failed":
+        os.kill(run.nodes[0].pid("server"), signal.SIGKILL)
+    told = gone(run, 0)
+    verb = "was lost" if how == "lost" else "failed"
+    assert told["text"].startswith(f"server node0 (gpu0) {verb} at ")
+    assert told["text"].endswith("): parts 0, 1 are served by node1 (gpu1)")
+    results = go(run)
+    assert states(results) == [None if how == "lost" else "failed", "done", "done", "done"]
+    assert set(results[2]["gone"]) == {"0"} and results[2]["lost"] == {} and results[2]["cause"] is None
+    assert "server-lost" in kinds(run, 2)
+    assert [finding["kind"] for finding in results[2]["findings"]] == ["server-lost"]
+
+
+def test_the_second_server_takes_the_last_copies_along(make: MakeRun) -> None:
+    run = make(TWO_COPIES).start()
+    kill(run, 1)
+    gone(run, 1)
+    since = time.monotonic()
+    kill(run, 0)
+    results = run.ends(since)
+    assert states(results) == [None, None, "failed", "stopped"]
+    why = "its supervisor ended without a word; something killed it"
+    told = f"node0 (gpu0): {why}; nobody holds parts 0, 1 any more, as node1 (gpu1) was lost before"
+    assert results[2]["reason"] == results[3]["reason"] == told
+    assert set(results[2]["gone"]) == {"1"} and set(results[2]["lost"]) == {"0"}
+
+
+def test_a_server_that_never_comes_is_done_without(make: MakeRun) -> None:
+    run = make(TWO_COPIES, start_timeout=5.0)
+    for node in run.nodes[1:]:
+        node.start()
+    assert "did not report to node2 within 5 s (run.start_timeout)" in gone(run, 0)["why"]
+    run.nodes.pop(0)
+    assert states(go(run)) == ["done"] * 3
+
+
+def test_a_server_lost_when_all_have_trained_is_no_harm(make: MakeRun) -> None:
+    run = make(ONE_COPY, grace=4.0)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
+    run.nodes[0].spec["server"]["argv"] = python(stubborn)
+    run.start()
+    (run.nodes[0].path.parent / "go").touch()
+    wait_until(lambda: run.nodes[0].json("state.json")["state"] == "stopping")
+    since = time.monotonic()
+    kill(run, 0)
+    assert states(run.ends(since)) == [None, "done", "done", "done"]
+
+
+def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
+    run = make(TWO_COPIES, on_client_loss="go-on").start()
+    since = time.monotonic()
+    kill(run, 2)
+    results = run.ends(since)
+    assert states(results) == ["failed", "failed", None, "failed"]
+    assert results[3]["reason"] == "node2 (gpu2): its supervisor ended without a word; something killed it"
+
+
+def test_a_stop_request_to_a_server_stops_everybody(make: MakeRun) -> None:
+    run = make(TWO_COPIES, on_client_loss="go-on").start()
+    since = time.monotonic()
+    (run.nodes[1].path / "control" / "stop").write_text('{"by": "al@pc", "why": "gnnfleet stop", "now": false}')
+    results = run.ends(since)
+    assert states(results) == ["done", "done", "stopped", "stopped"]
+    assert results[2]["asked"]["by"] == "al@pc" and results[2]["gone"] == {}
+
+
+# Clients
+
+
+def test_a_lost_client_ends_the_run_by_default(make: MakeRun) -> None:
+    run = make(TWO_COPIES).start()
+    since = time.monotonic()
+    kill(run, 3)
+    results = run.ends(since)
+    assert states(results) == ["done", "done", "failed", None] and "3" in results[2]["lost"]
+
+
+@pytest.mark.parametrize("how", ["lost", "failed"])
+def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRun, how: str) -> None:
+    run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
+    if how == "lost":
+        kill(run, 3)
+    else:
+        os.kill(run.nodes[3].pid("rank3"), signal.SIGKILL)
+    for k in (2, 4):
+        wait_until((run.nodes[k].path / "team.json").exists)
+        team = run.nodes[k].json("team.json")
+        assert (team["generation"], team["ranks"]) == (1, [2, 4])
+        assert [(one["node_rank"], one["ranks"]) for one in team["lost"]] == [(3, [3])]
+    assert not (run.nodes[3].path / "team.json").exists()
+    results = go(run)
+    assert states(results) == ["done", "done", "done", None if how == "lost" else "failed", "done"]
+    verb = "was lost" if how == "lost" else "failed"
+    assert results[2]["gone"]["3"]["text"].startswith(f"client node3 (gpu3) {verb} at ")
+
+
+def test_two_clients_lost_one_after_the_other(make: MakeRun) -> None:
+    run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
+    kill(run, 4)
+    gone(run, 4)
+    os.kill(run.nodes[3].pid("rank3"), signal.SIGSEGV)
+    gone(run, 3)
+    team = wait_until(lambda: (told := run.nodes[2].json("team.json"))["generation"] == 2 and told)
+    assert team["ranks"] == [2] and [one["node_rank"] for one in team["lost"]] == [4, 3]
+    assert states(go(run)) == ["done", "done", "done", "failed", None]
+
+
+def test_a_client_lost_before_the_ranks_have_met_ends_the_run(make: MakeRun) -> None:
+    run = make(TWO_COPIES, on_client_loss="go-on", start_timeout=5.0)
+    late = python("import time; time.sleep(60)")
+    for node in run.nodes[2:3]:
+        node.spec["trainer"]["argv"] = late  # no rank of it has started
+    since = time.monotonic()
+    for node in run.nodes[:3]:
+        node.start()
+    run.nodes.pop()
+    results = run.ends(since, within=20)
+    assert states(results) == ["done", "done", "failed"]
+    assert "node3 (gpu3): it did not report to node2 within 5 s" in results[2]["reason"]
+
+
+def test_a_client_that_was_only_silent_hears_that_it_is_out(make: MakeRun) -> None:
+    run = make(ONE_COPY, on_client_loss="go-on").start()
+    os.kill(run.nodes[3].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]
+    gone(run, 3)
+    os.kill(run.nodes[3].supervisor.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    assert run.nodes[3].supervisor.wait(15) == 1  # type: ignore[union-attr]
+    assert run.nodes[3].json("result.json")["state"] == "stopped"
+    assert states(go(run)) == ["done", "done", "done", "stopped"]
+
+
+@pytest.mark.slow
+def test_torchrun_of_those_who_go_on_does_not_wait_for_the_lost_one(make: MakeRun) -> None:
+    """Its agents wait up to 300 s for each other at the end."""
+    run = make(ONE_COPY, on_client_loss="go-on")
+    for index, node in enumerate(run.nodes[2:]):
+        node.spec["trainer"]["argv"] = torchrun(run.port + 2, index, node.spec["trainer"]["argv"])
+        node.spec["ranks"] = [index]
+    run.start(up=False)
+    for index, node in enumerate(run.nodes[2:]):
+        wait_until(node.says(f"rank{index}", "up"), timeout=40)
+    kill(run, 3)
+    gone(run, 3)
+    results = go(run)
+    assert states(results) == ["done", "done", "done", None]
+    assert not any(record["failed"] for record in results[2]["outcomes"])
+
+
+def torchrun(port: int, index: int, runner: list[str]) -> list[str]:
+    run = [PYTHON, "-m", "torch.distributed.run", "--rdzv-id=x", "--nnodes=2", f"--node-rank={index}"]
+    run += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "--no-python"]
+    return [*run, *runner]

@@ -1,0 +1,134 @@
+"""Preflight with servers and clients: the ways that are needed and no others, and what each role must have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from findings_kit import found, gpu, versions, with_gpus
+from launcher import preflight_cache
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.preflight import PreflightReport, run_preflight
+from launcher.probing import Inquiry
+from launcher.wiring import CONTROL, FREE, MASTER, SERVICE, Ways
+from wire_kit import Closed, machine
+
+RUN = RunConfig(master_port=29500, control_port=29400, service_port=29600)
+
+
+def cluster_of(*roles: str, **more: Any) -> ClusterConfig:
+    nodes = tuple(NodeConfig(f"host{k}", role=role) for k, role in enumerate(roles))  # type: ignore[arg-type]
+    return ClusterConfig(nodes=nodes, **{"data": DataConfig("synthetic"), "run": RUN, **more})
+
+
+def report_of(config: ClusterConfig, closed: Closed) -> PreflightReport:
+    return run_preflight(config, {k: machine(k, closed) for k in range(len(config.nodes))})
+
+
+def wire(report: PreflightReport, severity: str = "block") -> list[tuple[int, str]]:
+    return [(f.node_rank, f.message) for f in report.findings if f.severity == severity and f.check == "wire"]
+
+
+MIXED = cluster_of("server", "client", "worker", "client")  # node1 leads
+
+
+@pytest.mark.parametrize(
+    ("use", "target", "sources"),
+    [
+        (SERVICE, 0, {1, 2, 3}),  # everybody asks the server
+        (SERVICE, 2, {0}),  # the server asks the worker; clients do not
+        (MASTER, 1, {1, 2, 3}),
+        (CONTROL, 1, {0, 1, 2, 3}),
+        (FREE, 1, {2, 3}),
+        (FREE, 2, {1, 3}),
+        (FREE, 0, set()),  # nothing is trained there
+    ],
+)
+def test_who_must_reach_what(use: str, target: int, sources: set[int]) -> None:
+    ways = Ways(MIXED)
+    assert {k for k in range(4) if ways.must_reach(k, target, use)} == sources
+
+
+def test_ways_that_are_not_needed_may_be_closed() -> None:
+    """A server is reached by none of the free ports; it reaches none of the clients but where the nodes meet."""
+
+    def closed(source: int, target: int, address: str, port: int) -> str:
+        needed = target == 0 and port == 29600 or port in (29400, 29500) or 0 not in (source, target)
+        return "" if needed else "no answer"
+
+    config = cluster_of("server", "client", "client")
+    report = report_of(config, closed)
+    assert wire(report) == []
+    assert {text for _, text in wire(report, "ok")} == {"all 5 pairs reach each other"}
+
+
+@pytest.mark.parametrize(
+    ("closed", "says"),
+    [
+        (lambda i, j, a, port: "refused" if port == 29600 else "", "all → node0:29600 blocked: refused"),
+        (
+            lambda i, j, a, port: "no answer" if (i, port) == (0, 29400) else "",
+            "node0 → node1:29400 blocked: no answer",
+        ),
+        (lambda i, j, a, port: "no answer" if i == 3 else "", "node3 → all blocked: no answer"),
+        (lambda i, j, a, port: "no answer" if i == 0 else "", "node0 → node1–node2 blocked: no answer"),
+    ],
+    ids=["the server", "the meeting", "a deaf client", "a deaf server"],
+)
+def test_a_way_that_is_needed_is_missed(closed: Closed, says: str) -> None:
+    report = report_of(MIXED, closed)
+    assert [text for _, text in wire(report)] == [says]
+    deaf = [f.remedy for f in report.findings if f.severity == "block" and "29" not in f.message]
+    assert all("look at the firewall and the routes of node" in remedy for remedy in deaf)
+
+
+def test_servers_that_are_kept_up_need_no_meeting() -> None:
+    ways = Ways(cluster_of("server", "server"))
+    assert ways.reach(0, (0, 1)) == {1} and ways.reach(1, (0, 1)) == {0}
+    assert wire(report_of(cluster_of("server", "server"), lambda *way: "")) == []
+
+
+def test_known_pairs_count_for_the_same_roles_only() -> None:
+    names = [
+        {k: preflight_cache._identity(config, k, machine_probe(k), ()) for k in range(3)}
+        for config in (cluster_of("server", "server", "client"), cluster_of("worker", "worker", "worker"))
+    ]
+    assert all(names[0][k] != names[1][k] for k in range(3))
+
+
+def machine_probe(k: int) -> dict[str, Any]:
+    return {"boot_id": "b", "hostname": f"box{k}", "address": f"10.0.0.{k}", "addresses": []}
+
+
+# What each role must have
+
+
+def test_a_server_needs_no_cuda_beside_clients_with_devices() -> None:
+    config = cluster_of("server", "client")
+    config = replace(config, nodes=(config.nodes[0], replace(config.nodes[1], devices=(0,))))
+    assert found(2, {1: with_gpus(gpu())}, config=config) == []
+
+
+def test_a_server_needs_our_packages_also_for_an_own_command() -> None:
+    config = cluster_of("server", "client")
+    odd = {k: versions(numba="") for k in range(2)}
+    kinds = [(one.node_rank, one.severity, one.check) for one in found(2, odd, config=config, own_command=True)]
+    assert kinds == [(0, "block", "packages"), (1, "warn", "packages")]
+
+
+def test_a_client_is_asked_for_no_parts_and_no_service_port() -> None:
+    verify = cluster_of("server", "client", data=DataConfig("synthetic", folder="/parts", mode="verify"))
+    inquiry = Inquiry(verify)
+    assert [inquiry.request(k)["manifest"] for k in range(2)] == ["/parts/manifest.json", ""]
+    assert [inquiry.request(k)["ports"] for k in range(2)] == [[29600], [29500, 29400]]
+    odd: dict[int, dict[str, Any]] = {0: {"manifest": False}, 1: {"busy_ports": {"29601": "nginx"}}}
+    assert [(one.node_rank, one.check) for one in found(2, odd, config=verify)] == [(0, "data")]
+
+
+def test_memory_of_a_server_counts_its_buffer() -> None:
+    config = cluster_of("server", "client", run=replace(RUN, server_buffer=20_000))
+    (finding,) = found(2, config=config)
+    assert (finding.node_rank, finding.severity, finding.check) == (0, "warn", "memory")
+    assert "a smaller run.server_buffer" in finding.remedy

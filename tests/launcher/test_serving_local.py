@@ -1,0 +1,190 @@
+"""Serving clusters on this machine, whole: real supervisors, graph servers and runs that attach to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node_kit import wait_until
+from serving_kit import ServingKit
+
+
+@pytest.fixture(scope="module", autouse=True)
+def private_tmux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A tmux server of the module's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMUX_TMPDIR", str(tmp_path_factory.mktemp("tmux")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> ServingKit:
+    return ServingKit(tmp_path_factory.mktemp("serving"), local_workdirs)
+
+
+@pytest.fixture(scope="module")
+def toy(kit: ServingKit) -> Iterator[str]:
+    """Serving cluster ``toy``: two encrypted graph servers, a part each."""
+    config = kit.serving("toy", 2, run={"encrypt": "on"})
+    told = kit.gnnfleet("serve", "--config", str(config))
+    assert told.status == 0, told.err + told.out
+    assert "serving cluster toy is up: 2 servers, 2 parts" in told.out
+    yield "toy"
+    told = kit.gnnfleet("serve", "stop", "toy")
+    assert told.status == 0, told.err + told.out
+    assert "run toy: nothing of it is left on its" in told.out
+
+
+def losses(folder: Path) -> list[float]:
+    """Global loss of each step of all epochs of the run there."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
+    return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
+
+
+def guests(kit: ServingKit) -> list[str]:
+    return sorted(path.name for path in (kit.run_dir("toy", 0) / "clients").glob("*.key"))
+
+
+def test_what_serves_goes_on_as_it_is(kit: ServingKit, toy: str) -> None:
+    before = kit.state(toy, 0)["pid"]
+    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert (told.status, told.json["started"], told.json["version"]) == (0, [], 1)
+    assert kit.state(toy, 0)["pid"] == before
+
+
+@pytest.mark.slow
+def test_two_runs_one_after_the_other(kit: ServingKit, toy: str) -> None:
+    """Each is let in by a key of its own, which is gone afterwards; their losses are the same."""
+    kit.training("one", toy)
+    kit.training("two", toy, clients=1)
+    curves = []
+    for name in ("one", "two"):
+        told = kit.gnnfleet("--config", f"{name}.yml", "--run-id", f"run-{name}")
+        assert told.status == 0, told.err + told.out
+        assert "attached to serving cluster toy: 2 servers, 2 parts" in told.out
+        assert guests(kit) == []
+        curves.append(losses(kit.folder / "runs" / f"run-{name}"))
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert kit.gnnfleet("serve", "status", "toy", "--json").json["exit_status"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_disturbs_neither_the_servers_nor_another_run(kit: ServingKit, toy: str) -> None:
+    kit.training("victim", toy, clients=1, train={"epochs": 500})
+    kit.training("other", toy, clients=1, train={"epochs": 10})
+    pid = kit.state(toy, 0)["pid"]
+    victim = kit.start("--config", "victim.yml", "--run-id", "run-victim", "--plain")
+    other = kit.start("--config", "other.yml", "--run-id", "run-other", "--plain")
+    state = kit.workdirs / "node0/runs/run-victim/node0/state.json"
+    wait_until(lambda: state.exists() and json.loads(state.read_text()).get("ranks"), 90)
+    assert {"run-other.key", "run-victim.key"} == set(guests(kit))
+    try:
+        names = {client["name"] for node in stats(kit) for client in node["stats"]["clients"]}
+        assert any("run-victim" in name for name in names), names
+    finally:
+        victim.kill()
+        for process in json.loads(state.read_text())["processes"]:
+            os.kill(process["pid"], signal.SIGKILL)
+    out, err = other.communicate(timeout=120)
+    assert other.returncode == 0, out + err
+    assert kit.state(toy, 0)["pid"] == pid
+    victim.communicate()
+    assert guests(kit) == ["run-victim.key"]
+    kit.gnnfleet("stop", "run-victim")
+    assert guests(kit) == [], "taken back for the launcher that was killed"
+
+
+def stats(kit: ServingKit) -> list[dict]:
+    """What the servers say of themselves, once they have."""
+    found: list[dict] = []
+
+    def told() -> bool:
+        found[:] = kit.gnnfleet("serve", "status", "toy", "--json").json["nodes"]
+        return any(node["stats"].get("clients") for node in found)
+
+    wait_until(told, 30)
+    return found
+
+
+@pytest.mark.slow
+def test_a_dead_server_is_started_again_and_a_new_one_joins(kit: ServingKit, toy: str) -> None:
+    """Where it was, with what it had; those that run take no notice but of the new version."""
+    old = kit.cluster(toy, 1)
+    key = (kit.run_dir(toy, 1) / "service.key").read_text()
+    pid = kit.state(toy, 0)["pid"]
+    os.kill(kit.state(toy, 1)["pid"], signal.SIGKILL)
+    time.sleep(1)
+    told = kit.gnnfleet("serve", "status", "toy")
+    assert told.status == 1
+    assert "1 of 2 servers down; nobody serves part 1" in told.out
+    assert "node1 (local): the supervisor" in told.out and "is gone" in told.out
+    bobs_turn = Path(f"{kit.run_dir(toy, 1)}.starting")
+    bobs_turn.write_text("bob@desk")
+    plan = (kit.folder / "runs" / toy / "run.json").read_text()
+    told = kit.gnnfleet("serve", "--config", "toy.yml")
+    assert told.status == 1 and "bob@desk is starting serving cluster toy" in told.err
+    assert (kit.folder / "runs" / toy / "run.json").read_text() == plan, "what could not be brought is not told of"
+    bobs_turn.unlink()
+    kit.serving("toy", 3, run={"encrypt": "on"})
+    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert told.status == 0, told.err + told.out
+    assert (told.json["started"], told.json["version"]) == ([1, 2], 2)
+    new = kit.cluster(toy, 0)
+    assert new["nodes"][:2] == old["nodes"]
+    assert (new["nodes"][2]["parts"], new["version"]) == ([0], 2)
+    assert kit.cluster(toy, 1) == kit.cluster(toy, 2) == new
+    assert (kit.run_dir(toy, 2) / "service.key").read_text() == key
+    assert kit.state(toy, 0)["pid"] == pid
+    kit.serving("toy", 2, run={"encrypt": "on"})
+    told = kit.gnnfleet("serve", "--config", "toy.yml", "--json")
+    assert (told.status, told.json["version"], len(told.json["servers"])) == (0, 3, 2), told.err
+    assert kit.state(toy, 2)["state"] == "done", "taken out, stopped"
+
+
+def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
+    told = kit.gnnfleet("serve", "key", "toy", "-o", "toy.key", "--for", "ann")
+    assert told.status == 0, told.err
+    path = kit.folder / "toy.key"
+    values = json.loads(path.read_text())
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert values["endpoints"] == [node["endpoint"] for node in kit.cluster(toy, 0)["nodes"] if node["parts"]]
+    assert values["server"] == json.loads((kit.run_dir(toy, 0) / "service.key").read_text())["public"]
+    (admitted,) = (kit.run_dir(toy, 0) / "clients").glob("ann-*.key")
+    assert admitted.read_text() == values["public"] + "\n"
+    for k in range(2):
+        (kit.run_dir(toy, k) / "clients" / admitted.name).unlink()
+
+
+def test_another_machine_finds_it_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
+    """Whose registry has never heard of it."""
+    elsewhere = ServingKit(tmp_path, kit.workdirs)
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    config = elsewhere.serving("toy", 2, run={"encrypt": "on"}, data={"folder": str(kit.folder / "parts")})
+    assert "is not known on this machine" in elsewhere.gnnfleet("serve", "status", "toy", env=env).err
+    told = elsewhere.gnnfleet("serve", "status", "toy", "--config", str(config), env=env)
+    assert "serving cluster toy is up: 2 servers, 2 parts" in told.out, told.err
+    told = elsewhere.gnnfleet("serve", "--config", str(config), "--json", env=env)
+    assert (told.status, told.json["started"]) == (0, []), told.err
+
+
+def test_a_server_that_cannot_start_is_the_reason_and_nothing_is_left(kit: ServingKit, tmp_path: Path) -> None:
+    config = kit.serving("broken", 2, run={"start_timeout": 0.2})
+    told = kit.gnnfleet("serve", "--config", str(config))
+    assert told.status == 1
+    assert "(local): " in told.err and "run.start_timeout" in told.err
+    until = time.monotonic() + 20  # a supervisor that came up late ends by itself
+    while any(process_is_there(kit, k) for k in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def process_is_there(kit: ServingKit, server: int) -> bool:
+    state = kit.run_dir("broken", server) / "state.json"
+    return state.exists() and Path(f"/proc/{json.loads(state.read_text())['pid']}").exists()

@@ -1,0 +1,187 @@
+"""What is said of serving clusters: to those who ask for what cannot be, and by ``serve status``."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from golden_kit import check_messages
+from launcher.cli import run
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.errors import FleetError
+from launcher.operate.views import NodeView
+from launcher.plan import LaunchPlan, make_plan
+from launcher.serving.described import read_described
+from launcher.serving.renewed import text_of
+from launcher.serving.roster import roster_of
+from launcher.serving.serve import _check_gone
+from launcher.serving.standing import Standings, check_goes_on
+from launcher.serving.status import ServeStatus
+from launcher.serving.there import NodeThere, newest, read_files
+from launcher.transport import open_transport
+from operate_kit import MadeRun
+
+NOW = 1_795_000_000.0
+STATS = {
+    "time": NOW - 1, "endpoint": "tcp://g1:29600", "node_rank": 0, "parts": [0], "uptime_s": 600.0, "busy": 0.42,
+    "requests": 9, "errors": 0, "malformed": 3, "refused": 4, "bytes_in": 9, "bytes_out": 9, "bytes_in_s": 1e3,
+    "bytes_out_s": 2.5e7, "batches": 1234, "batches_s": 56.78, "queue": 7, "buffer_bytes": 10_000_000,
+    "buffer_limit": 512_000_000, "memory": 1_500_000_000, "peers": [],
+    "clients": [{
+        "name": "train-1 rank0", "queue": 3, "buffer_bytes": 5_000_000, "batches": 600, "bytes": 700_000_000,
+        "seconds_since": 0.4,
+    }],
+}  # fmt: skip
+
+
+def config(*hosts: str, **data: Any) -> ClusterConfig:
+    return ClusterConfig(tuple(NodeConfig(host, role="server") for host in hosts), DataConfig("synthetic", **data))
+
+
+def planned(wanted: ClusterConfig) -> LaunchPlan:
+    return make_plan(wanted, run_id="products", code_digest="abc", serve_only=True)
+
+
+def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> NodeThere:
+    """A node that serves, unless ``view`` says otherwise."""
+    state = {"state": "serving", "time": NOW, "pid": 1}
+    files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
+    return NodeThere(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
+
+
+def status(*hosts: str, nodes: dict[int, dict[str, Any]], **data: Any) -> ServeStatus:
+    plan = planned(config(*hosts, **data))
+    answers = tuple(there(plan, k, **nodes.get(k, {"stats": STATS})) for k in range(len(hosts)))
+    return ServeStatus(read_described(text_of(plan, "cluster.json"), "here"), answers)
+
+
+def shown(told: ServeStatus) -> str:
+    console = Console(file=io.StringIO(), width=150, highlight=False)
+    console.print(told.rendered(), soft_wrap=True)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+def statuses() -> dict[str, ServeStatus]:
+    """By what is the matter."""
+    asked = {"state": "done", "reason": "ann@laptop asked for it (gnnfleet stop)", "outcomes": []}
+    died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
+    away = {"unreachable": "no route to host", "state": None}
+    starting = {"state": "starting", "time": NOW}
+    old = {**STATS, "time": NOW - 60}
+    return {
+        "all is well": status("g1", "g2", nodes={1: {"stats": {**STATS, "clients": []}}}),
+        "one has died": status("g1", "g2", nodes={1: {"result": died}}),
+        "one has died, another has its parts": status("g1", "g2", nodes={1: {"result": died}}, replicas=2),
+        "one is out of reach, one starts": status("g1", "g2", nodes={0: away, 1: {"state": starting}}),
+        "stopped": status("g1", "g2", nodes={0: {"result": asked}, 1: {"result": asked}}),
+        "what a server says of itself is old": status("g1", nodes={0: {"stats": old}}),
+    }
+
+
+def test_status_says_what_is_up_and_what_helps() -> None:
+    check_messages("serve_status", [(how, shown(told)) for how, told in statuses().items()])
+
+
+def test_exit_statuses_and_json_of_status() -> None:
+    made = statuses()
+    assert [told.exit_status for told in made.values()] == [0, 1, 1, 1, 1, 0]
+    gone = status("g1", nodes={0: {"unreachable": "no route to host", "state": None}})
+    assert gone.exit_status == 3
+    told = made["all is well"].to_json()
+    assert told["nodes"][0]["stats"] == STATS
+    assert (told["name"], told["num_parts"], told["version"]) == ("products", 2, 1)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    exit_status = run(list(words))
+    return exit_status, capsys.readouterr().err
+
+
+def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by a command that connects to nothing."""
+    text = "transport: local\nnodes: [{host: localhost, role: %s}]\ndata: {%s}\n"
+    for name, role, data in (
+        ("servers", "server", "dataset: synthetic"),
+        ("clients", "client", "serving: products"),
+        ("worker", "worker", "serving: products"),
+    ):
+        (elsewhere / f"{name}.yml").write_text(text % (role, data))
+    MadeRun(elsewhere, "trained").launched("end")
+    commands = [
+        "serve",
+        "serve --config clients.yml",
+        "serve --config servers.yml --name no/name",
+        "serve --config servers.yml --name trained",
+        "serve status products",
+        "serve status trained",
+        "serve stop trained",
+        "serve key trained -o k.key",
+        "--config worker.yml --run-id r2",
+        "--config worker.yml --serving trained --run-id r3",
+        "--config servers.yml",
+    ]
+    blocks = []
+    for command in commands:
+        exit_status, said = told(capsys, *command.split())
+        blocks.append((f"gnnfleet {command}", f"exit status {exit_status}\n{said}".replace(str(elsewhere), "TMP")))
+    check_messages("serve", blocks)
+
+
+def test_a_cluster_that_runs_is_not_given_another_graph() -> None:
+    wanted = config("g1", "g2")
+    plan = planned(wanted)
+    found = Standings(roster_of(plan, None, wanted), {}, plan, {k: there(plan, k) for k in range(2)})
+    assert found.stands
+    check_goes_on(replace(found, seen={}), wanted, "products")  # the same graph
+    for other in (config("g1", "g2", num_parts=4), config("g1", "g2", options={"num_nodes": 5})):
+        with pytest.raises(FleetError, match="products runs and serves other parts than this config asks for"):
+            check_goes_on(replace(found, roster=roster_of(plan, None, other)), other, "products")
+    with pytest.raises(FleetError, match=r"run\.encrypt: serving cluster products runs and is not encrypted"):
+        check_goes_on(found, wanted, "products")  # over SSH auto means on
+
+
+def test_a_node_that_alone_holds_a_part_cannot_be_taken_out() -> None:
+    plan, fewer = planned(config("g1", "g2")), config("g1")
+    found = Standings(roster_of(plan, None, fewer), {}, plan, {k: there(plan, k) for k in range(2)})
+    with pytest.raises(FleetError, match=r"but node1 \(g2\) alone holds part 1\. Keep them, or stop the cluster"):
+        _check_gone(found, {0: (0,), 1: (1,)}, "products")
+    _check_gone(found, {0: (0, 1), 1: (1,)}, "products")
+
+
+def test_the_newest_description_counts() -> None:
+    plan = planned(config("g1", "g2"))
+    nodes = {k: there(plan, k) for k in range(2)}
+    newer = json.loads(text_of(plan, "cluster.json")) | {"version": 7}
+    nodes[1] = replace(nodes[1], files={"cluster.json": json.dumps(newer)})
+    assert newest(nodes, "products").version == 7
+    nodes[1] = replace(nodes[1], files={"cluster.json": "{"})
+    with pytest.raises(FleetError, match=r"node1 \(g2\): cluster.json is damaged"):
+        newest(nodes, "products")
+    away = {0: NodeThere(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
+    with pytest.raises(FleetError, match="none of its nodes can be reached:\n  node0 .g1.: no route to host"):
+        newest(away, "products")
+
+
+def test_files_of_a_node_are_read_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a dir").mkdir()
+    (tmp_path / "a dir" / "x.key").write_text("line 1\nline 2")
+    (tmp_path / "a dir" / "empty.key").write_text("")
+    line = open_transport(replace(config("localhost"), transport="local"), 0)
+    try:
+        found = read_files(line, [f"{tmp_path}/a dir/*.key", f"{tmp_path}/missing"])
+    finally:
+        line.close()
+    assert found == {f"{tmp_path}/a dir/x.key": "line 1\nline 2", f"{tmp_path}/a dir/empty.key": ""}

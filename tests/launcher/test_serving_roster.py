@@ -1,0 +1,100 @@
+"""Which nodes a serving cluster has, and what each holds, as its config file changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.errors import UsageError
+from launcher.plan import LaunchPlan, make_plan
+from launcher.serving.roster import only_holders, roster_of, shares, too_few, wanted_cluster
+from launcher.serving.serve import _few_copies
+from launcher.serving.standing import Standings
+
+
+def config(*hosts: str, role: str = "server", **data: object) -> ClusterConfig:
+    nodes = tuple(NodeConfig(host, role=role) for host in hosts)  # type: ignore[arg-type]
+    return ClusterConfig(nodes, DataConfig("synthetic", **data))  # type: ignore[arg-type]
+
+
+def served(wanted: ClusterConfig) -> LaunchPlan:
+    return make_plan(wanted, run_id="products", code_digest="abc", serve_only=True)
+
+
+def test_servers_serve_and_where_there_are_none_the_workers_do() -> None:
+    mixed = config("g1", "g2")
+    mixed = replace(mixed, nodes=(*mixed.nodes, NodeConfig("w1", devices=(0,)), NodeConfig("c1", role="client")))
+    assert [node.host for node in wanted_cluster(mixed).nodes] == ["g1", "g2"]
+    workers = replace(mixed, nodes=mixed.nodes[2:])
+    (only,) = wanted_cluster(workers).nodes
+    assert (only.host, only.role, only.devices) == ("w1", "server", ())
+
+
+def test_who_cannot_serve_is_told_why() -> None:
+    with pytest.raises(UsageError, match="every node is a client; give the hosts of the graph `role: server`"):
+        wanted_cluster(config("c1", role="client"))
+    with pytest.raises(UsageError, match="attaches to serving cluster products, and one that serves holds"):
+        wanted_cluster(config("g1", serving="products"))
+
+
+def test_nodes_keep_their_numbers_when_the_file_is_reordered() -> None:
+    plan = served(config("g1", "g2"))
+    roster = roster_of(plan, None, config("g3", "g2", "g1"))
+    assert [node.host for node in roster.config.nodes] == ["g1", "g2", "g3"]
+    assert (roster.joined, roster.gone, roster.absent) == ((2,), (), ())
+    assert roster.config.num_parts == 2, "one more node is no reason to cut the graph anew"
+
+
+def test_several_nodes_on_one_machine_are_told_apart_by_their_order() -> None:
+    plan = served(config("g1", "g1"))
+    assert roster_of(plan, None, config("g1", "g1", "g1")).joined == (2,)
+    assert roster_of(plan, None, config("g1", replicas=1)).gone == (1,)
+
+
+def test_a_node_that_left_and_comes_back_joins_under_its_old_number() -> None:
+    plan = served(config("g1", "g2"))
+    left = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], parts=())))
+    without = roster_of(left, None, config("g1"))
+    assert (without.joined, without.gone, without.absent) == ((), (), (1,))
+    assert without.config.nodes[1].host == "g2", "so that later nodes get later numbers"
+    assert roster_of(left, None, config("g1", "g2")).joined == (1,)
+
+
+@pytest.mark.parametrize("target", ["ann@g2", "ann@g2:2222", "ann@[fe80::1]:2222", "g2", "fe80::1"])
+def test_the_login_of_a_node_that_left_is_known_without_the_old_file(target: str) -> None:
+    plan = served(config("g1", "g2", replicas=2))
+    plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], target=target)))
+    roster = roster_of(plan, None, config("g1"))
+    assert roster.gone == (1,)
+    assert roster.config.nodes[1].login == target
+
+
+def test_a_new_server_gets_copies_of_the_rarest_parts() -> None:
+    assert shares({0: (0, 1), 1: (2, 3)}, [2], 4)[2] == (0, 1)
+    assert shares({0: (0, 1), 1: (2, 3), 2: (0, 1)}, [3, 4], 4) == {
+        0: (0, 1), 1: (2, 3), 2: (0, 1), 3: (2, 3), 4: (0, 1),
+    }  # fmt: skip
+    assert shares({0: (0,), 1: ()}, [1], 1) == {0: (0,), 1: (0,)}
+
+
+def test_parts_with_fewer_copies_than_wanted_are_told_of() -> None:
+    held = {0: (0, 1), 1: (1, 0), 2: (0,)}
+    assert too_few(held, (), config("g1", "g2", "g3", replicas=2)) == ()
+    assert too_few(held, (1,), config("g1", "g2", "g3", replicas=2)) == (1,)
+    assert too_few(held, (), config("g1", "g2", "g3", replicas=3)) == (1,)
+    wanted = config("g1", "g2", replicas=2)
+    plan = served(config("g1", "g2"))
+    found = Standings(roster_of(plan, None, wanted), {}, plan)
+    assert _few_copies(found, {0: (0,), 1: (1,)}) == (
+        "data.replicas: 2 nodes are to hold each part, but fewer hold parts 0–1. Servers that run keep what they have: "
+        "add nodes, which take the parts with the fewest holders, or stop the cluster and serve again",
+    )
+    assert _few_copies(found, {0: (0, 1), 1: (0, 1)}) == ()
+
+
+def test_only_who_holds_a_part_alone_cannot_leave() -> None:
+    held = {0: (0, 1), 1: (1, 2), 2: (0, 2)}
+    assert only_holders(held, [1]) == {}
+    assert only_holders(held, [0, 1]) == {0: (1,), 1: (1,)}

@@ -1,0 +1,76 @@
+"""Several people who run ``gnnfleet serve`` for the same serving cluster at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.errors import FleetError
+from launcher.plan import LaunchPlan, make_plan
+from launcher.serving.turns import own_turn
+from launcher.transport import open_transport
+from launcher.transport.base import Transport
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> LaunchPlan:
+    nodes = tuple(NodeConfig("localhost", workdir=str(tmp_path / f"node{k}"), role="server") for k in range(2))
+    config = ClusterConfig(nodes, DataConfig("synthetic"), transport="local")
+    return make_plan(config, run_id="products", code_digest="abc", serve_only=True)
+
+
+@pytest.fixture
+def lines(plan: LaunchPlan) -> Iterator[dict[int, Transport]]:
+    config = ClusterConfig(tuple(NodeConfig("localhost") for _ in plan.nodes), DataConfig("synthetic"))
+    opened = {k: open_transport(replace(config, transport="local"), k) for k in range(2)}
+    yield opened
+    for line in opened.values():
+        line.close()
+
+
+def folders(plan: LaunchPlan) -> list[Path]:
+    return [Path(node.run_dir) for node in plan.nodes]
+
+
+def test_one_starts_servers_at_a_time(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
+    only_second = replace(plan, nodes=plan.nodes[1:])
+    with own_turn(only_second, lines):
+        said = r"node1 \(local\): .+@.+ is starting serving cluster products at this moment; when that is done, serve"
+        with pytest.raises(FleetError, match=said), own_turn(plan, lines):
+            pytest.fail("two at once")
+    with own_turn(plan, lines):
+        assert all(Path(f"{folder}.starting").exists() for folder in folders(plan))
+    assert not any(Path(f"{folder}.starting").exists() for folder in folders(plan))
+
+
+def test_what_a_dead_launcher_left_counts_for_an_hour(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
+    left = Path(f"{folders(plan)[0]}.starting")
+    left.parent.mkdir(parents=True)
+    left.write_text("bob@desk")
+    with pytest.raises(FleetError, match="bob@desk is starting"), own_turn(plan, lines):
+        pytest.fail("his turn")
+    assert left.exists(), "his, not ours to remove"
+    os.utime(left, (time.time() - 3700, time.time() - 3700))
+    with own_turn(plan, lines):
+        assert left.read_text() != "bob@desk"
+
+
+def test_servers_that_were_started_meanwhile_are_not_started_again(
+    plan: LaunchPlan, lines: dict[int, Transport]
+) -> None:
+    folder = folders(plan)[1]
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(FleetError, match=r"node1 \(local\): its graph server has been started meanwhile; serve again"):
+        with own_turn(plan, lines):
+            pytest.fail("it runs")
+    assert not Path(f"{folder}.starting").exists()
+    (folder / "result.json").write_text("{}")
+    with own_turn(plan, lines):
+        pass

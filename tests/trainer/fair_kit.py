@@ -1,0 +1,148 @@
+"""Many light client processes on one graph server: no torch, only a gateway and threads that ask for batches.
+
+As a program it is forked into the clients, one for each entry of the JSON list in its second argument, which ask the
+server at the first until stdin ends. Each batch received is a line on stdout: client, time, bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from service_kit import place_of, server_environment
+from trainer.sample.sampler import BatchWork
+from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service.gateway import Gateway, client_name
+
+SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
+
+
+@dataclass(frozen=True)
+class Asks:
+    """What a client asks for."""
+
+    name: str
+    seeds: int = 100
+    under_way: int = 2  #: batches
+    attr: str = "x"  #: of nodes
+
+
+@dataclass(frozen=True)
+class Got:
+    """A batch that has arrived."""
+
+    client: int
+    at: float  #: ``time.monotonic``, the same clock in all processes of a machine
+    nbytes: int
+
+
+class Crowd:
+    """The processes, and what they have received so far."""
+
+    def __init__(self, endpoint: str, clients: Sequence[Asks]):
+        self.clients = clients
+        argv = [sys.executable, __file__, endpoint, json.dumps([asdict(one) for one in clients])]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=server_environment())
+        assert self._process.stdout is not None
+        self.pids: list[int] = json.loads(self._process.stdout.readline())
+        self._got: list[Got] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            client, at, nbytes = line.split()
+            self._got.append(Got(int(client), float(at), int(nbytes)))
+
+    def got(self, since: float = 0.0, until: float = float("inf")) -> list[Got]:
+        return [one for one in list(self._got) if since <= one.at < until]
+
+    def await_all(self, batches: int = 1, seconds: float = 60.0, of: Sequence[int] | None = None) -> None:
+        """Until each client (or those in ``of``) has so many batches more than now."""
+        start, waiting = time.monotonic(), set(range(len(self.clients)) if of is None else of)
+        while waiting:
+            assert time.monotonic() < start + seconds, f"no batches for clients {sorted(waiting)}"
+            time.sleep(0.1)
+            counts = Counter(one.client for one in self.got(start))
+            waiting -= {client for client, count in counts.items() if count >= batches}
+
+    def send(self, signum: int, clients: Sequence[int]) -> None:
+        for client in clients:
+            os.kill(self.pids[client], signum)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+@contextlib.contextmanager
+def crowd_of(endpoint: str, clients: Sequence[Asks]) -> Iterator[Crowd]:
+    """All of them at work."""
+    crowd = Crowd(endpoint, clients)
+    try:
+        crowd.await_all()
+        yield crowd
+    finally:
+        crowd.close()
+
+
+def shares(got: Sequence[Got], clients: Sequence[int], nbytes: bool = False) -> dict[int, float]:
+    """What each client has had, as a multiple of the equal share; in bytes or in batches."""
+    had = dict.fromkeys(clients, 0)
+    for one in got:
+        if one.client in had:
+            had[one.client] += one.nbytes if nbytes else 1
+    equal = sum(had.values()) / len(had)
+    return {client: count / equal for client, count in had.items()}
+
+
+def ask_for_batches(number: int, endpoint: str, asks: Asks) -> None:
+    """A client's life."""
+    gateway = Gateway([place_of(endpoint)], 60.0, server_wait=60.0, client=client_name(asks.name))
+    num_nodes = gateway.open(60.0).nodes[HOMO_NODE].num_nodes
+    for thread in range(asks.under_way):
+        rng = np.random.default_rng((number, thread))
+        threading.Thread(target=_ask, args=(number, gateway, asks, num_nodes, rng)).start()
+
+
+def _ask(number: int, gateway: Gateway, asks: Asks, num_nodes: int, rng: np.random.Generator) -> None:
+    attrs = {HOMO_NODE: (asks.attr,)}
+    while True:
+        seeds = SeedSet({HOMO_NODE: rng.integers(0, num_nodes, asks.seeds)})
+        made = gateway.sample_batch(BatchWork(SETTINGS, seeds, int(rng.integers(1 << 60)), attrs))
+        nbytes = sum(array.nbytes for rows in made.rows.values() for array in rows.values())
+        os.write(1, f"{number} {time.monotonic()} {nbytes}\n".encode())  # shorter than PIPE_BUF: lines stay whole
+
+
+def main(endpoint: str, clients: str) -> None:
+    pids = []
+    gate, opener = os.pipe()
+    for number, asks in enumerate(json.loads(clients)):
+        if (pid := os.fork()) == 0:
+            os.close(opener)
+            os.read(gate, 1)  # until all are there and their pids have been told
+            return ask_for_batches(number, endpoint, Asks(**asks))
+        pids.append(pid)
+    os.write(1, (json.dumps(pids) + "\n").encode())
+    os.close(opener)
+    sys.stdin.read()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

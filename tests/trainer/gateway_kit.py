@@ -1,0 +1,112 @@
+"""A partition folder behind graph servers in this process, and clients of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from load_kit import parts_of
+from partitions import write_store
+from trainer.load.attach import _opened
+from trainer.load.open import Graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.format import manifest_digest
+from trainer.ranks import Ranks
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.service.client import HostClient
+from trainer.service.gateway import Gateway
+from trainer.service.keys import CurveKeys
+from trainer.service.places import ServerPlace
+from trainer.service.protocol import HelloInfo
+from trainer.service.server import GraphServer
+from trainer.store.part import open_parts
+
+HALVES = ((0, 1), (2, 3))  #: two servers with two parts each
+
+
+class Servers:
+    """Graph servers of one folder, server k holding ``held[k]``; each asks the others for what it has not."""
+
+    def __init__(self, folder: Path, held: Sequence[Sequence[int]], keys: CurveKeys | None = None):
+        self.folder, self.held, self.keys = folder, held, keys
+        self.version, self.listed = 1, tuple(range(len(held)))  #: what HELLO tells
+        self.servers: dict[int, GraphServer] = {}
+        self.places: dict[int, ServerPlace] = {}
+        self._clients: list[HostClient] = []
+        self._locals: dict[int, LocalGraph] = {}
+
+    def start(self, number: int) -> None:
+        """Start a server, or start it again where it was."""
+        parts = tuple(self.held[number])
+        endpoint = self.places[number].endpoint if number in self.places else "tcp://127.0.0.1:0"
+        local = self._locals[number] = LocalGraph(open_parts(self.folder, parts))
+        info = HelloInfo(number, f"s{number}", parts, manifest_digest(self.folder))
+        server = GraphServer(local, endpoint, info, 1, self.keys, batch_threads=2, topology=lambda: self._topology())
+        server.start()
+        self.servers[number] = server
+        self.places[number] = ServerPlace(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
+
+    def join(self) -> None:
+        """Tell all servers of each other."""
+        for number, server in self.servers.items():
+            others = {of: HostClient(place, 20, self.keys, gone_after=1) for of, place in self.places.items()}
+            others.pop(number)
+            self._clients += others.values()
+            server.set_routed(DistGraph(self._locals[number], others, server_wait=10))
+
+    def stop(self, number: int) -> None:
+        self.servers.pop(number).stop()
+
+    def close(self) -> None:
+        for number in list(self.servers):
+            self.stop(number)
+        for client in self._clients:
+            client.close()
+
+    def _topology(self) -> tuple[int, tuple[ServerPlace, ...]]:
+        return self.version, tuple(self.places[number] for number in self.listed if number in self.places)
+
+
+@contextmanager
+def serving_parts(
+    folder: Path, held: Sequence[Sequence[int]] = HALVES, keys: CurveKeys | None = None
+) -> Iterator[Servers]:
+    """All servers, started."""
+    servers = Servers(folder, held, keys)
+    try:
+        for number in range(len(held)):
+            servers.start(number)
+        servers.join()
+        yield servers
+    finally:
+        servers.close()
+
+
+def written(folder: Path, data, num_parts: int = 4) -> Path:
+    """``data`` as a partition folder."""
+    write_store(folder, parts_of(data, num_parts).store)
+    return folder
+
+
+def client_graph(
+    servers: Servers, home: int = 0, ranks: Ranks | None = None, placed: RankLayout | None = None, **options
+) -> Graph:
+    """The graph as a client of ``home`` has it."""
+    numbers = [home, *(number for number in servers.places if number != home)]
+    places = [servers.places[number] for number in numbers]
+    gateway = Gateway(places, options.pop("deadline", 20.0), servers.keys, **{"server_wait": 10.0, **options})
+    return _opened(gateway, 10.0, ranks or Ranks(), placed)
+
+
+@contextmanager
+def worker_graphs(servers: Servers) -> Iterator[list[Graph]]:
+    """The same folder in worker mode: the graph as each of the nodes has it that hold what the servers do."""
+    with ExitStack() as stack:
+        graphs = []
+        for number, parts in enumerate(servers.held):
+            clients = {of: HostClient(place, 20, servers.keys) for of, place in servers.places.items() if of != number}
+            graph = Graph(open_parts(servers.folder, parts), None, clients)
+            graphs.append(stack.enter_context(Graph(graph.store, DistGraph(LocalGraph(graph.store), clients), clients)))
+        yield graphs

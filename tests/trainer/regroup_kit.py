@@ -1,0 +1,189 @@
+"""Training runs as real processes that lose some: where each dies, who is told, and which seeds were trained.
+
+Ranks are forked from one process that has imported everything, which takes most of their time otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train_kit import Ended, command_line, free_port
+from trainer.cli import main
+from trainer.config import TrainJob
+from trainer.load.loader import BatchLoader
+from trainer.train import fit as fit_module
+from trainer.train import job as job_module
+from trainer.train.fit import Fit
+
+EVERY = 4  #: steps between snapshots
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload([__name__, "trainer.train.job"])
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One rank that ends: at a batch of a split (of training by epoch and step), or at another ``moment``."""
+
+    rank: int
+    split: str = "train"
+    epoch: int = 1
+    step: int = 0
+    how: signal.Signals = signal.SIGKILL
+    moment: str = "batch"  #: or ``rejoin``, ``open`` (before training), ``start``
+
+
+@dataclass
+class Survived:
+    """A run after its losses."""
+
+    run_dir: Path
+    ended: dict[int, Ended] = field(default_factory=dict)  #: of the ranks that were left
+    seconds: float = 0.0  #: from the last loss
+
+
+def run_without_losses(item: TrainJob, world_size: int) -> list[Ended]:
+    """A run in which nobody dies, in a run folder that is there."""
+    port = free_port()
+    ranks = [_start(item, rank, world_size, port, None, {}) for rank in range(world_size)]
+    return [_finish(process, item.run_dir / f"output-{rank}") for rank, process in enumerate(ranks)]
+
+
+def run_with_losses(
+    item: TrainJob, world_size: int, losses: Sequence[Loss], told: bool = True, **more_env: str
+) -> Survived:
+    """A run of ``world_size`` ranks that loses some, in this order; each loss is told as supervisors do."""
+    item.run_dir.mkdir(parents=True)
+    by_rank, port = {loss.rank: loss for loss in losses}, free_port()
+    ranks = {rank: _start(item, rank, world_size, port, by_rank.get(rank), more_env) for rank in range(world_size)}
+    left, survived, began = set(ranks), Survived(item.run_dir), time.monotonic()
+    try:
+        for generation, loss in enumerate(losses, 1):
+            _await_end(ranks[loss.rank], loss)
+            left.remove(loss.rank)
+            began = time.monotonic()
+            if told:
+                write_team(item.run_dir, generation, left)
+        survived.ended = {rank: _finish(ranks[rank], item.run_dir / f"output-{rank}") for rank in left}
+        survived.seconds = time.monotonic() - began
+    finally:
+        for process in ranks.values():
+            process.kill()
+    return survived
+
+
+def write_team(run_dir: Path, generation: int, ranks: set[int]) -> None:
+    """What a supervisor writes when a node is gone."""
+    told = {"generation": generation, "ranks": sorted(ranks), "lost": []}
+    (run_dir / "team.new").write_text(json.dumps(told))
+    (run_dir / "team.new").replace(run_dir / "team.json")
+
+
+def trained_seeds(run_dir: Path, world_size: int) -> Counter[tuple[int, int]]:
+    """(epoch, seed) -> how often it has a share in the weights: what was rolled back does not count."""
+    notes = {rank: _notes(run_dir, rank) for rank in range(world_size)}
+    backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note["kind"] == "back"}
+    counted: Counter[tuple[int, int]] = Counter()
+    for own in notes.values():
+        for note in own:
+            later = [at for generation, at in backs.items() if generation > note["generation"]]
+            if note["kind"] == "trained" and all((note["epoch"], note["step"]) < at for at in later):
+                counted.update((note["epoch"], seed) for seed in note["seeds"])
+    return counted
+
+
+def _notes(run_dir: Path, rank: int) -> list[dict[str, Any]]:
+    path = run_dir / f"notes-{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _start(item: TrainJob, rank: int, world_size: int, port: int, loss: Loss | None, more_env: dict[str, str]) -> Any:
+    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "NODE_RANK": str(rank)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_RUN_DIR": str(item.run_dir), **more_env}
+    process = _forks.Process(target=_rank, args=(command_line(item), env, item.run_dir, rank, loss))
+    process.start()
+    return process
+
+
+def _rank(words: list[str], env: dict[str, str], run_dir: Path, rank: int, loss: Loss | None) -> None:
+    """One rank's whole life, in a process of its own."""
+    output = os.open(run_dir / f"output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    for name in [name for name in os.environ if name.startswith("GNNFLEET_")]:
+        del os.environ[name]
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    _Note(run_dir / f"notes-{rank}", loss).install()
+    main(words)
+
+
+def _finish(process: Any, output: Path) -> Ended:
+    process.join(60)
+    assert process.exitcode is not None, f"did not end within 60 s: {output.read_text()}"
+    return Ended(process.exitcode, output.read_text())
+
+
+def _await_end(process: Any, loss: Loss) -> None:
+    """Until the process is dead, or stopped."""
+    until = time.monotonic() + 60
+    stat = Path(f"/proc/{process.pid}/stat")
+    while process.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until, f"{loss} did not happen"
+        time.sleep(0.02)
+
+
+class _Note:
+    """Notes what this rank trains, and ends it where it is to die."""
+
+    def __init__(self, path: Path, loss: Loss | None):
+        self.path, self.loss, self.generation = path, loss, 0
+
+    def write(self, kind: str, **values: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"kind": kind, "generation": self.generation, **values}) + "\n")
+
+    def die_at(self, moment: str, **where: Any) -> None:
+        loss = self.loss
+        if loss and loss.moment == moment and all(getattr(loss, name) == at for name, at in where.items()):
+            os.kill(os.getpid(), loss.how)
+
+    def install(self) -> None:
+        self.die_at("start")
+        epoch_of, rejoin, open_places = BatchLoader.epoch, Fit.rejoin, job_module.open_places
+
+        def batches(loader: BatchLoader, epoch: int, first_step: int = 0) -> Iterator[Any]:
+            split = loader.settings.split
+            for batch in epoch_of(loader, epoch, first_step):
+                at = {"epoch": epoch} if split == "train" else {}
+                self.die_at("batch", split=split, step=batch.step, **at)
+                yield batch
+                if split == "train":
+                    self.write("trained", epoch=epoch, step=batch.step, seeds=batch.input_id.tolist())
+
+        def back(fit: Fit, team: Any, loaders: Any) -> None:
+            self.die_at("rejoin")
+            rejoin(fit, team, loaders)
+            done, scored, step = fit.at.place
+            self.generation = team.generation
+            self.write("back", epoch=done + 1, step=step)
+
+        def opened(*args: Any) -> Any:
+            self.die_at("open")
+            return open_places(*args)
+
+        job_module.open_places = opened
+        BatchLoader.epoch, Fit.rejoin = batches, back  # type: ignore[method-assign]
+        fit_module.SNAPSHOT_STEPS = EVERY

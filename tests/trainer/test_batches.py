@@ -1,0 +1,249 @@
+"""Work and batches go over the wire and come back bit for bit, whatever the kind of sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
+from trainer.errors import ServiceError, WireError
+from trainer.sample.sampler import BatchWork, Sampled, SubgraphSampler
+from trainer.sample.subgraph import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sample.subgraph import Rows as Places
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service import batches
+from trainer.service.protocol import ClientName
+from trainer.service.wire import Message, decode, encode
+
+ME = ClientName(2**64 - 1, "run-7/rank3 on gpu2 (pid 811)")
+SEEDS = np.array([1, 5, 7, 50, 5])
+TIMES = np.array([30, 9, 49, 20, 10])
+
+
+def sent(message: Message, **options) -> Message:
+    return decode([bytes(frame) for frame in encode(message, **options)])
+
+
+def flat(value):
+    """Comparable plain values, dtypes and order of mappings included."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if dataclasses.is_dataclass(value):
+        return {field.name: flat(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return tuple(map(flat, value))
+    if isinstance(value, dict):
+        return [(key, flat(one)) for key, one in value.items()]
+    return value
+
+
+def work_of(seeds=None, key=2**63 + 5, attrs=None, labels=("", ()), **options):
+    fanouts = options.pop("fanouts", {HOMO_EDGE: (4, 3)})
+    chosen = SampleSettings(fanouts, **options)
+    return BatchWork(chosen, SeedSet({HOMO_NODE: SEEDS}) if seeds is None else seeds, key, attrs or {}, labels)
+
+
+ALL_OF = {HOMO_NODE: ("x", "image", "flag", "half", "time"), HOMO_EDGE: ("edge_attr",)}
+TIMED = SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS * 3}, {HOMO_NODE: TIMES})
+TYPED = SeedSet({"paper": np.array([3, 60, 3]), "author": np.array([7])})
+HOMO = {
+    "plain": work_of(),
+    "attributes and labels": work_of(attrs=ALL_OF, labels=(HOMO_NODE, ("y", "time")), edge_ids=True),
+    "no seeds": work_of(SeedSet({HOMO_NODE: SEEDS[:0]}), attrs=ALL_OF, labels=(HOMO_NODE, ("y",))),
+    "no hops": work_of(fanouts={HOMO_EDGE: ()}),
+    "all neighbours": work_of(fanouts={HOMO_EDGE: (-1, -1)}),
+    "replacement": work_of(replace=True),
+    "replacement and whole rows": work_of(replace=True, fanouts={HOMO_EDGE: (3, -1, 2)}, edge_ids=True),
+    "growing fanouts": work_of(fanouts={HOMO_EDGE: (2, 5)}, edge_ids=True),
+    "asked once": work_of(fanouts={HOMO_EDGE: (2, 5)}, ask_again=False, edge_ids=True),
+    "weighted": work_of(weight="edge_weight"),
+    "disjoint": work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS + 2**40}), disjoint=True, edge_ids=True),
+    "temporal": work_of(TIMED, time=TimeRule("time", "node")),
+    "last by edge": work_of(TIMED, time=TimeRule("edge_time", "edge", last=True), edge_ids=True),
+    "induced": work_of(induced=True, edge_ids=True, attrs={HOMO_EDGE: ("edge_attr",)}),
+    "excluded": work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[::-1].copy())})),
+}
+HETERO = {
+    "typed": work_of(TYPED, fanouts={WRITES: (3, 2), CITES: (2, 2)}, attrs={"paper": ("x",), "venue": ("x",)}),
+    "typed, edges": work_of(
+        TYPED, fanouts={CITES: (-1, 3)}, edge_ids=True, attrs={CITES: ("edge_attr",)}, labels=("paper", ("y",))
+    ),
+    "typed, temporal": work_of(
+        dataclasses.replace(TYPED, times={"paper": np.array([9, 40, 20]), "author": np.array([50])}),
+        fanouts={WRITES: (3, 2), CITES: (2, 2)}, time=TimeRule("time", "node"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    return {"homo": parts_of(homo_data(), 3), "hetero": parts_of(hetero_data(), 3)}
+
+
+def sample(graph, work: BatchWork) -> Sampled:
+    sampler = SubgraphSampler(graph.access, graph.store.manifest, work.settings, work.attrs, work.labels)
+    return sampler.sample(work.seeds, work.key)
+
+
+@pytest.mark.parametrize("name", [*HOMO, *HETERO])
+@pytest.mark.parametrize("compress", [False, True])
+def test_work_there_and_its_batch_back(graphs, name: str, compress: bool) -> None:
+    graph, work = (graphs["homo"], HOMO[name]) if name in HOMO else (graphs["hetero"], HETERO[name])
+    request = sent(batches.batch_request(work, ME))
+    there, client = batches.read_batch_request(request)
+    assert client == ME == batches.read_client(request)
+    assert flat(there) == flat(work)
+    made = sample(graph, there)
+    frames = [bytes(frame) for frame in encode(batches.batch_reply(request, made), compress=compress)]
+    back = batches.read_batch(decode(frames), work)
+    rows = sum(len(next(iter(columns.values()))) for columns in made.rows.values()) + (
+        len(work.seeds.nodes[work.labels[0]]) if work.labels[1] else 0
+    )
+    assert (back.remote_bytes, back.gathered_rows, back.remote_rows) == (sum(map(len, frames)), rows, rows)
+    assert flat(dataclasses.replace(back, remote_bytes=0, gathered_rows=0, remote_rows=0)) == flat(made)
+
+
+DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
+
+
+def column(rows: int):
+    """Attributes of any dtype and rank; bfloat16 is kept as uint16."""
+    shapes = st.lists(st.integers(0, 3), max_size=2).map(lambda more: (rows, *more))
+    return st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, shapes))
+
+
+def columns(rows: int, fixed: tuple[str, ...] = ()):
+    names = st.lists(st.sampled_from(["x", "größe", "a b", "y.z"]), max_size=3, unique=True)
+    return names.flatmap(lambda more: st.fixed_dictionaries({name: column(rows) for name in (*fixed, *more)}))
+
+
+def int64s(size: int, low=-(2**63), high=2**63 - 1):
+    return arrays.arrays("i8", size, elements=st.integers(low, high))
+
+
+def places(draw, targets: int, edges: int) -> Places:
+    count = draw(arrays.arrays("i4", targets, elements=st.integers(0, edges)))
+    return Places(np.array([draw(st.integers(0, edges - int(c))) for c in count], np.int64), count)
+
+
+@st.composite
+def sampled(draw):
+    """A batch of made-up content, and work that it fits."""
+    hops, induced, disjoint = draw(st.integers(0, 3)), draw(st.booleans()), draw(st.booleans())
+    nodes, edges = {}, {}
+    for of in draw(st.lists(st.sampled_from(["a", "b", "c.d"]), min_size=1, max_size=3, unique=True)):
+        per_hop = tuple(draw(st.lists(st.integers(0, 3), min_size=hops + 1, max_size=hops + 1)))
+        tree = draw(arrays.arrays("i4", sum(per_hop))) if disjoint else None
+        nodes[of] = NodeSet(draw(int64s(sum(per_hop))), per_hop, tree)
+    for relation in draw(st.lists(st.sampled_from(["to", "at"]), max_size=2, unique=True)):
+        src, dst = draw(st.sampled_from(list(nodes))), draw(st.sampled_from(list(nodes)))
+        number = draw(st.integers(0, 6)) if len(nodes[src].ids) else 0
+        ends = draw(arrays.arrays("i4", number, elements=st.integers(0, max(0, len(nodes[src].ids) - 1))))
+        targets = draw(st.integers(0, len(nodes[dst].ids)))
+        drawn = places(draw, targets, number)
+        edges[src, relation, dst] = EdgeSet(
+            tuple(draw(st.lists(st.integers(-1, 2**31 - 1), min_size=hops, max_size=hops))), drawn.begin, drawn.count,
+            ends, draw(st.none() | int64s(number)), tuple(draw(st.lists(st.integers(0, 9), max_size=3))),
+            draw(st.sampled_from([None, places(draw, targets, number)])),
+        )  # fmt: skip
+    found = {of: len(one.ids) for of, one in nodes.items()}
+    found |= {of: len(one.edge) for of, one in edges.items() if one.edge is not None}
+    rows = {of: draw(columns(number, ("orig_id",))) for of, number in found.items()}
+    seeds = SeedSet({of: draw(int64s(one.per_hop[0])) for of, one in nodes.items()})
+    label_type = draw(st.sampled_from(list(nodes)))
+    labels = draw(columns(len(seeds.nodes[label_type])))
+    fanouts = {("a", "to", "a"): (1,) * hops} if hops else {}
+    attrs = {of: tuple(name for name in one if name != "orig_id") for of, one in rows.items()}
+    work = BatchWork(SampleSettings(fanouts, induced=induced), seeds, 1, attrs, (label_type, tuple(labels)))
+    return Sampled(SampledSubgraph(hops, nodes, edges, induced), rows, labels, 0), work
+
+
+@settings(max_examples=150, deadline=None)
+@given(sampled(), st.booleans())
+def test_any_batch_comes_back_bit_for_bit(made_of, compress: bool) -> None:
+    made, work = made_of
+    request = sent(batches.batch_request(work, ME))
+    assert flat(batches.read_batch_request(request)[0]) == flat(work)
+    back = batches.read_batch(sent(batches.batch_reply(request, made), compress=compress), work)
+    assert flat(dataclasses.replace(back, remote_bytes=0, gathered_rows=0, remote_rows=0)) == flat(made)
+
+
+@pytest.mark.parametrize(
+    ("work", "cause"),
+    [
+        (work_of(SeedSet({HOMO_NODE: np.zeros(batches.MAX_SEEDS + 1, np.int64)})), "at most 1048576"),
+        (work_of(fanouts={HOMO_EDGE: (1,) * 65}), "at most 64 hops"),
+        (work_of(fanouts={HOMO_EDGE: (2**31,)}), "fanouts"),
+        (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, {HOMO_NODE: SEEDS[1:]})), "of another length"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, times={"other": SEEDS})), "of another length"),
+        (work_of(SeedSet({HOMO_NODE: SEEDS}, exclude={HOMO_EDGE: (SEEDS, SEEDS[1:])})), "more ends of one kind"),
+        (work_of(labels=("other", ("y",))), "which has no seeds"),
+    ],
+)
+def test_work_beyond_the_bounds_is_refused(work: BatchWork, cause: str) -> None:
+    with pytest.raises(WireError, match=cause):
+        batches.read_batch_request(sent(batches.batch_request(work, ME)))
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "bell\a", "\x1b[31mred"])
+def test_names_of_clients_can_be_shown(name: str) -> None:
+    with pytest.raises(WireError, match="printable"):
+        batches.read_client(sent(batches.batch_request(work_of(), ClientName(1, name))))
+
+
+def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
+    rng = random.Random(0)
+    works = [*HOMO.values(), *HETERO.values()]
+    refused = 0
+    for number in range(6000):
+        message = batches.batch_request(works[number % len(works)], ME)
+        records = bytearray(message.records)
+        for _ in range(rng.randint(1, 4)):
+            records[rng.randrange(len(records))] = rng.choice((0, 1, 2, 3, 7, 127, 128, 255))
+        if rng.random() < 0.2:
+            del records[rng.randrange(len(records)) :]
+        try:
+            batches.read_batch_request(dataclasses.replace(message, records=bytes(records)))
+        except WireError:
+            refused += 1
+    assert refused > 3000
+
+
+def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arrays(graphs) -> None:
+    rng, work = random.Random(1), HOMO["attributes and labels"]
+    good = batches.batch_reply(batches.batch_request(work, ME), sample(graphs["homo"], work))
+    refused = 0
+    for _ in range(4000):
+        records = bytearray(good.records)
+        for _ in range(rng.randint(1, 3)):
+            records[rng.randrange(len(records) // 8) * 8] = rng.randrange(30)
+        arrays = list(good.arrays)
+        if rng.random() < 0.3:
+            arrays[rng.randrange(len(arrays))] = np.array([5, -1], np.int32)
+        try:
+            back = batches.read_batch(dataclasses.replace(good, records=bytes(records), arrays=tuple(arrays)), work)
+        except ServiceError:
+            refused += 1
+        else:
+            edges = back.subgraph.edges[HOMO_EDGE]
+            assert edges.src.max(initial=0) < len(back.subgraph.nodes[HOMO_NODE].ids)
+            assert (edges.row_begin + edges.row_count).max(initial=0) <= len(edges.src)
+    assert refused > 3000
+
+
+def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
+    work = HOMO["plain"]
+    reply = sent(batches.batch_reply(batches.batch_request(work, ME), sample(graphs["homo"], work)))
+    fewer = dataclasses.replace(work, seeds=SeedSet({HOMO_NODE: SEEDS[:4]}))
+    more = dataclasses.replace(work, attrs={HOMO_NODE: ("x",)})
+    deeper = dataclasses.replace(work, settings=SampleSettings({HOMO_EDGE: (4, 3, 2)}))
+    for other, cause in ((fewer, "without its seeds"), (more, "rows"), (deeper, "2 hops in place of 3")):
+        with pytest.raises(WireError, match=cause):
+            batches.read_batch(reply, other)

@@ -1,0 +1,102 @@
+"""When a server counts as gone, and how long one may take that says it is alive."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import zmq
+
+from service_kit import INFO, free_endpoint, serving
+from trainer.errors import ServerGone, ServiceError
+from trainer.service import protocol
+from trainer.service.client import HostClient
+from trainer.service.places import ServerPlace
+from trainer.service.wire import Kind, Message, Status, decode, encode
+
+
+@contextlib.contextmanager
+def client_of(endpoint, deadline, gone_after=None):
+    place = ServerPlace("node1 (h1)", 1, "h1", endpoint, (1, 3))
+    client = HostClient(place, deadline, gone_after=gone_after)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def seconds_until_gone(client) -> float:
+    start = time.monotonic()
+    with pytest.raises(ServerGone, match=r"graph server of node1 \(h1\) at tcp://.*parts 1,3"):
+        client.hello()
+    return time.monotonic() - start
+
+
+def test_a_host_that_refuses_is_gone_after_half_the_time_of_a_silent_one() -> None:
+    with client_of(free_endpoint(), 20, gone_after=1.6) as client:
+        assert 0.7 < seconds_until_gone(client) < 1.5
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, says nothing
+        with client_of(f"tcp://127.0.0.1:{mute.getsockname()[1]}", 20, gone_after=1.6) as client:
+            assert 1.5 < seconds_until_gone(client) < 2.5
+
+
+def test_a_server_that_is_gone_is_found_again() -> None:
+    endpoint = free_endpoint()
+    with client_of(endpoint, 20, gone_after=1) as client:
+        with serving(endpoint=endpoint):
+            client.hello()
+        seconds_until_gone(client)
+        with serving(endpoint=endpoint):
+            until = time.monotonic() + 5
+            greeting = client.submit_hello()
+            while True:
+                with contextlib.suppress(ServiceError):
+                    assert replace(greeting.result(0), servers=()) == INFO
+                    break
+                assert time.monotonic() < until
+                time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def busy_server(answer_after: float):
+    """Says each 0.2 s that it is alive, and answers the first request after that many seconds."""
+    context = zmq.Context()
+    front, stop = context.socket(zmq.ROUTER), threading.Event()
+    front.linger = 0
+    port = front.bind_to_random_port("tcp://127.0.0.1")
+
+    def serve() -> None:
+        peer, *frames = front.recv_multipart()
+        request, start = decode(frames), time.monotonic()
+        while not stop.wait(0.2):
+            if time.monotonic() - start < answer_after:
+                front.send_multipart([peer, *encode(Message(Kind.ALIVE, Status.OK, 0))])
+            else:
+                front.send_multipart([peer, *encode(request.reply(text=protocol.info_text(INFO)))])
+                return
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        thread.join(5)
+        context.destroy()
+
+
+def test_the_deadline_is_one_of_silence() -> None:
+    with busy_server(answer_after=2.5) as endpoint, client_of(endpoint, 0.8) as client:
+        assert client.hello() == INFO
+
+
+def test_a_server_that_is_alive_but_never_answers_is_not_waited_for_without_end() -> None:
+    with busy_server(answer_after=60) as endpoint, client_of(endpoint, 0.3) as client:
+        start = time.monotonic()
+        with pytest.raises(ServiceError, match="connected; it is alive but busy"):
+            client.hello()
+        assert 2.9 < time.monotonic() - start < 4

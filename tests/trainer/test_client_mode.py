@@ -1,0 +1,215 @@
+"""Clients, which hold no part: every loader gives what it gives on an opened graph, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gateway_kit import HALVES, client_graph, serving_parts, worker_graphs, written
+from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
+from oracle import assert_identical
+from partitions import write_store
+from trainer import (
+    DistClusterLoader,
+    DistGraphSAINTEdgeSampler,
+    DistGraphSAINTNodeSampler,
+    DistGraphSAINTRandomWalkSampler,
+    DistLinkNeighborLoader,
+    DistNeighborLoader,
+    DistShaDowKHopSampler,
+)
+from trainer.errors import PartitionError
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.open import open_graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.format import AttrSpec
+from trainer.service.cluster import Cluster, ClusterNode
+
+ODD = torch.arange(1, 60, 2)
+LINKS = torch.stack([ODD, ODD - 1])
+BOTH = {"batch_size": 20, "shuffle": True, "seed": 4}
+
+HOMO_LOADERS = {
+    "split": lambda g: DistNeighborLoader(g, [4, 3], "train", **BOTH),
+    "ids, with replacement": lambda g: DistNeighborLoader(g, [4, 3], ODD, replace=True, **BOTH),
+    "all, bidirectional": lambda g: DistNeighborLoader(g, [3, 2], subgraph_type="bidirectional", **BOTH),
+    "induced": lambda g: DistNeighborLoader(g, [3, 2], "train", subgraph_type="induced", **BOTH),
+    "weighted, disjoint": lambda g: DistNeighborLoader(
+        g, [4, -1], "train", disjoint=True, weight_attr="edge_weight", **BOTH
+    ),
+    "times of nodes": lambda g: DistNeighborLoader(g, [4, 3], "train", time_attr="time", **BOTH),
+    "times of edges, last": lambda g: DistNeighborLoader(
+        g, [4, 3], ODD, input_time=ODD % 50, time_attr="edge_time", temporal_strategy="last", **BOTH
+    ),
+    "some attributes": lambda g: DistNeighborLoader(g, [4], "train", attrs=["half", "edge_attr"], **BOTH),
+    "links, binary": lambda g: DistLinkNeighborLoader(
+        g, [4, 3], neg_sampling="binary", avoid_links=True, exclude="both", **BOTH
+    ),
+    "links, triplets, disjoint": lambda g: DistLinkNeighborLoader(
+        g, [4, 3], LINKS, disjoint=True, neg_sampling="triplet", **BOTH
+    ),
+    "links with times": lambda g: DistLinkNeighborLoader(
+        g,
+        [4],
+        torch.stack([ODD, ODD - 1]),
+        edge_label_time=ODD * 0 + 49,
+        time_attr="time",
+        neg_sampling="binary",
+        **BOTH,
+    ),
+    "shadow": lambda g: DistShaDowKHopSampler(g, 2, 3, "train", **BOTH),
+    "saint, nodes": lambda g: DistGraphSAINTNodeSampler(g, 12, 3, 2, log=False),
+    "saint, edges": lambda g: DistGraphSAINTEdgeSampler(g, 12, 3, 2, log=False),
+    "saint, walks": lambda g: DistGraphSAINTRandomWalkSampler(g, 6, 2, 3, 2, log=False),
+    "clusters": lambda g: DistClusterLoader(g, batch_size=2, shuffle=True),
+}
+HETERO_LOADERS = {
+    "split": lambda g: DistNeighborLoader(g, [4, 3], ("paper", "train"), **BOTH),
+    "several types": lambda g: DistNeighborLoader(g, [4, 3], {"paper": "train", "author": None}, **BOTH),
+    "times": lambda g: DistNeighborLoader(g, [4, 3], ("paper", "train"), time_attr="time", **BOTH),
+    "induced": lambda g: DistNeighborLoader(g, [3, 2], ("author", None), subgraph_type="induced", **BOTH),
+    "links": lambda g: DistLinkNeighborLoader(g, [4, 3], (WRITES, None), neg_sampling="binary", exclude="both", **BOTH),
+    "links, one type": lambda g: DistLinkNeighborLoader(
+        g, [4], CITES, neg_sampling="triplet", avoid_links=True, **BOTH
+    ),
+    "clusters": lambda g: DistClusterLoader(g, batch_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def homo(tmp_path_factory):
+    with both_ways(tmp_path_factory.mktemp("homo"), homo_data()) as graphs:
+        yield graphs
+
+
+@pytest.fixture(scope="module")
+def hetero(tmp_path_factory):
+    with both_ways(tmp_path_factory.mktemp("hetero"), hetero_data()) as graphs:
+        yield graphs
+
+
+@contextmanager
+def both_ways(folder, data):
+    """The graph as opened here, and as a client of two servers has it; and the servers."""
+    with serving_parts(written(folder, data)) as servers, open_graph(folder) as local, client_graph(servers) as client:
+        yield local, client, servers
+
+
+@pytest.mark.parametrize("loader", HOMO_LOADERS)
+def test_every_loader_gives_the_same_batches(homo, loader):
+    local, client, _ = homo
+    expected, got = HOMO_LOADERS[loader](local), HOMO_LOADERS[loader](client)
+    for _ in range(2):
+        assert_identical(list(got), list(expected))
+
+
+@pytest.mark.parametrize("loader", HETERO_LOADERS)
+def test_every_loader_gives_the_same_batches_of_several_types(hetero, loader):
+    local, client, _ = hetero
+    expected, got = HETERO_LOADERS[loader](local), HETERO_LOADERS[loader](client)
+    for _ in range(2):
+        assert_identical(list(got), list(expected))
+
+
+def test_a_batch_by_position_and_rows_that_a_transform_asks_for(homo):
+    def more(out):
+        out.node = torch.cat([out.node, torch.tensor([59])])
+        return out
+
+    local, client, _ = homo
+    for options in ({}, {"transform_sampler_output": more}):
+        expected, got = (DistNeighborLoader(graph, [3, 2], "train", **options) for graph in (local, client))
+        assert_identical(got([3, 1, 2]), expected([3, 1, 2]))
+
+
+def test_a_graph_of_servers_answers_as_an_opened_one(homo, hetero):
+    for local, client, _ in (homo, hetero):
+        assert client.manifest == local.manifest and client.digest == local.digest
+        assert (client.near_parts, client.layout) == ((0, 1), local.layout)
+        for of, spec in client.manifest.nodes.items():
+            everyone = np.arange(spec.num_nodes)
+            for ids in (everyone[3:9], everyone, everyone[:1]):
+                np.testing.assert_array_equal(client.store.to_global(of, ids), local.store.to_global(of, ids))
+            for split in spec.splits:
+                seeds = client.store.seeds(of, split)
+                assert seeds.dtype == np.int64
+                np.testing.assert_array_equal(seeds, local.store.seeds(of, split))
+        for of in client.manifest.edges:
+            for name in ("src", "dst", "orig_id"):
+                ours, theirs = (getattr(graph.access.edge_list(of), name) for graph in (client, local))
+                np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(PartitionError, match=r"no split 'tset' of 'node'; there are \['train'\]"):
+        homo[1].store.seeds("node", "tset")
+
+
+def test_attributes_of_the_graph_as_a_whole_travel_too(tmp_path):
+    store = parts_of(homo_data(), 2).store
+    given = {
+        "names": np.arange(7.0),
+        "scalar": np.array(3, np.int16),
+        "table": np.arange(6, dtype=np.uint8).reshape(3, 2),
+    }
+    specs = {name: AttrSpec(values.dtype.name, values.shape) for name, values in given.items()}
+    write_store(tmp_path, replace(store, manifest=replace(store.manifest, graph_attrs=specs)))
+    (tmp_path / "shared" / "graph").mkdir()
+    for name, values in given.items():
+        np.save(tmp_path / "shared" / "graph" / f"{name}.npy", values)
+    with serving_parts(tmp_path, ((0,), (1,))) as servers, client_graph(servers) as client:
+        (batch,) = DistNeighborLoader(client, [1], [0])
+        assert all(torch.equal(batch[name], torch.from_numpy(values)) for name, values in given.items())
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_prefetch_batches_are_under_way_at_once(homo, compress):
+    """With one sampler thread; they would wait for each other otherwise."""
+    local, _, servers = homo
+    together = threading.Barrier(4, timeout=10)
+    with client_graph(servers, compress=compress) as client:
+        sample = client.access.sample_batch
+        client.access.sample_batch = lambda work: (together.wait(), sample(work))[1]
+        loader = DistNeighborLoader(client, [4, 3], "train", batch_size=9, threads=1, prefetch=4, drop_last=True)
+        expected = DistNeighborLoader(local, [4, 3], "train", batch_size=9, drop_last=True)
+        assert len(loader) % 4 == 0, "the last ones would wait for more"
+        assert_identical(list(loader), list(expected))
+
+
+SPLITS = {
+    "plain": (homo_data, {"fanouts": (4, 3), "want_degree": True}),
+    "weighted, with replacement": (homo_data, {"fanouts": (4, 3), "replace": True, "weight": "edge_weight"}),
+    "times": (homo_data, {"fanouts": (4, 3), "time_attr": "time"}),
+    "hetero": (hetero_data, {"fanouts": (4, 3), "target": "paper"}),
+    "hetero, last times": (hetero_data, {"fanouts": (4, 3), "target": "paper", "time_attr": "time", "last": True}),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_two_workers_and_two_servers_with_two_clients_give_every_rank_the_same(tmp_path, split):
+    """Two ranks each: same shares of the seeds, same batches, in training and evaluation order."""
+    make, options = SPLITS[split]
+    layout = RankLayout.from_cluster(cluster_of("worker"))
+    assert RankLayout.from_cluster(cluster_of("server")) == layout
+    with serving_parts(written(tmp_path, make())) as servers, worker_graphs(servers) as workers:
+        for rank in range(4):
+            with client_graph(servers, home=rank // 2) as client:
+                for shuffle, epochs in ((True, 3), (False, 1)):
+                    settings = LoaderSettings("train", global_batch=13, seed=7, shuffle=shuffle, **options)
+                    ours, theirs = (
+                        BatchLoader(graph, settings, rank, layout) for graph in (client, workers[rank // 2])
+                    )
+                    for epoch in range(epochs):
+                        assert_identical(list(ours.epoch(epoch)), list(theirs.epoch(epoch)))
+
+
+def cluster_of(mode):
+    """Two nodes that hold two parts each; their ranks are there, or on a client node for each."""
+    here = [ClusterNode(k, f"h{k}", mode, f"tcp://h{k}:1", HALVES[k], ()) for k in (0, 1)]
+    ranks = [(0, 1), (2, 3)]
+    if mode == "worker":
+        return Cluster("r", 4, 1, tuple(replace(node, ranks=ranks[node.node_rank]) for node in here))
+    there = [ClusterNode(k + 2, f"h{k + 2}", "client", None, (), ranks[k]) for k in (0, 1)]
+    return Cluster("r", 4, 1, (*here, *there))

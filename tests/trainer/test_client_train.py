@@ -1,0 +1,136 @@
+"""Training and inference on client nodes: the same figures as on workers, and nothing of the graph on them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trainer
+from gateway_kit import HALVES, serving_parts
+from train_kit import command_line, curve, finish, free_port, job, metrics, start_words, write_parts
+from trainer.config import InferJob, TrainJob, TrainSettings
+from trainer.errors import SettingsError
+from trainer.load.env import open_run
+from trainer.load.seeds import RankLayout
+from trainer.train.infer import infer
+from trainer.train.job import train
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return write_parts(tmp_path_factory.mktemp("graph") / "parts", 4)
+
+
+@pytest.fixture(scope="module")
+def servers(parts):
+    with serving_parts(parts) as servers:
+        yield servers
+
+
+def cluster_file(path: Path, servers, clients: dict[int, list[int]]) -> Path:
+    """cluster.json of these servers and of client nodes with these ranks."""
+    nodes = [
+        {"node_rank": place.node_rank, "host": place.host, "role": "server", "endpoint": place.endpoint,
+         "parts": list(place.parts), "ranks": []}
+        for place in servers.places.values()
+    ]  # fmt: skip
+    nodes += [
+        {"node_rank": node, "host": f"c{node}", "role": "client", "endpoint": None, "parts": [], "ranks": ranks}
+        for node, ranks in clients.items()
+    ]
+    path.write_text(json.dumps({"run_id": "r", "num_parts": 4, "nodes": nodes}))
+    return path
+
+
+def client_env(cluster: Path, node_rank: int) -> dict[str, str]:
+    return {"GNNFLEET_CLUSTER": str(cluster), "NODE_RANK": str(node_rank), "GNNFLEET_PART_IDS": ""}
+
+
+def test_one_client_trains_and_infers_as_one_process_with_all_parts(parts, servers, tmp_path, monkeypatch):
+    cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
+    there = TrainJob(job(parts, tmp_path, epochs=2).settings, None, tmp_path / "client", (), cluster)
+    here = job(parts, tmp_path / "local", epochs=2)
+    expected = train(here)
+    monkeypatch.setenv("NODE_RANK", "2")
+    found = train(there)
+    assert found.test_accuracy == expected.test_accuracy
+    assert curve(there.run_dir) == curve(here.run_dir)
+    assert [line["remote_share"] for line in metrics(there.run_dir, "epoch")] == [1.0, 1.0]
+    checkpoint = here.run_dir / "checkpoints" / "last.pt"
+    scores = infer(InferJob(checkpoint, None, tmp_path / "out-client", (), cluster))
+    assert scores.accuracy == infer(InferJob(checkpoint, parts, tmp_path / "out-local")).accuracy
+    for part in range(4):
+        for name in ("logits.npy", "orig_id.npy"):
+            ours, theirs = (np.load(tmp_path / f"out-{of}" / f"part{part}" / name) for of in ("client", "local"))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_script_on_a_client_node_opens_its_graph_without_naming_anything(parts, servers, tmp_path):
+    cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2]})
+    ranks = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    graph, found, layout = open_run({**client_env(cluster, 3), **ranks})
+    with graph:
+        assert (found.rank, found.node_rank) == (2, 3)
+        assert graph.gateway is not None and graph.gateway.home.name == "node1 (s1)"
+        assert layout == graph.layout == RankLayout(3, ((0, 1), (0, 1), (2,), (2,)))
+        loader = trainer.DistNeighborLoader(graph, [3, 2], "train", batch_size=30)
+        assert loader.rank == 2 and all(batch.batch_size > 0 for batch in loader)
+
+
+def test_parts_are_asked_for_where_the_node_is_no_client(servers, tmp_path):
+    cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0]})
+    for place in (None, cluster):
+        with pytest.raises(SettingsError, match=r"no partition folder: give --parts .* node 0 is none"):
+            train(TrainJob(TrainSettings(), None, tmp_path, (), place))
+
+
+def in_ranks(lines: list[list[list[str]]], environments: list[dict[str, str]]) -> None:
+    """Whole runs, one rank for each environment."""
+    port, size = free_port(len(lines[0])), len(environments)
+    processes = [start_words(lines[rank], rank, size, port, **environments[rank]) for rank in range(size)]
+    for ended in [finish(process) for process in processes]:
+        assert ended.returncode == 0, ended.output
+
+
+def accuracies(line: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in line.items() if "accuracy" in name}
+
+
+@pytest.mark.slow
+def test_two_workers_and_two_clients_with_two_processes_have_the_same_loss_curve(parts, servers, tmp_path):
+    """From the launcher's variables alone, inference included; each host writes into a folder of its own."""
+    cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2, 3]})
+    runs, environments, lines = {}, [], []
+    settings = job(parts, tmp_path, epochs=2).settings
+    workers = tmp_path / "workers.json"
+    workers.write_text(json.dumps({"run_id": "r", "num_parts": 4, "nodes": [
+        {"node_rank": node, "host": place.host, "endpoint": place.endpoint, "parts": list(place.parts),
+         "ranks": [2 * node, 2 * node + 1]} for node, place in servers.places.items()
+    ]}))  # fmt: skip
+    for mode in ("workers", "clients"):
+        environments, lines = [], []
+        runs[mode] = tmp_path / mode
+        for rank in range(4):
+            node = rank // 2
+            if mode == "workers":
+                item = TrainJob(settings, parts, runs[mode], HALVES[node], workers)
+                environments.append({"NODE_RANK": str(node)})
+                lines.append([command_line(item)])
+                continue
+            words = command_line(TrainJob(settings, Path("x"), runs[mode]))
+            del words[1:3]
+            asked = ["infer", "--checkpoint", str(runs[mode] / "checkpoints" / "last.pt")]
+            asked += ["--out", str(tmp_path / f"out{node}")]
+            environments.append(client_env(cluster, 2 + node))
+            lines.append([words, asked])
+        in_ranks(lines, environments)
+    assert curve(runs["clients"]) == curve(runs["workers"])
+    for kind in ("eval", "result"):
+        ours, theirs = (accuracies(metrics(runs[mode], kind)[-1]) for mode in ("clients", "workers"))
+        assert ours == theirs
+    for node, parts_there in enumerate(HALVES):
+        written = sorted(path.name for path in (tmp_path / f"out{node}").glob("part*"))
+        assert written == [f"part{part}" for part in parts_there], "a part is written by the ranks of one host"

@@ -1,0 +1,143 @@
+"""Twenty client processes on one graph server: equal shares, bounded memory, and buffers free again when some hang or
+die."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fair_kit import Asks, Crowd, Got, crowd_of, shares
+from partitions import random_graph, store_of, write_store
+from service_kit import serve_process, wait_for, write_cluster
+
+NODES, EDGES = 20_000, 300_000
+COLUMNS = {"x": 64, "wide": 512}  # float32
+CLIENTS = 20
+BUFFER_MB = 64
+MARGIN_MB = 40  #: beside the buffer: batches being made, what the network holds, and what malloc keeps
+FREED_WITHIN = 15.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fair") / "parts"
+    edge_index, num_nodes = random_graph(1, NODES, EDGES)
+    rng = np.random.default_rng(2)
+    attrs = {name: rng.standard_normal((num_nodes, width), np.float32) for name, width in COLUMNS.items()}
+    write_store(folder, store_of(edge_index, num_nodes, attrs=attrs))
+    return folder
+
+
+class Server:
+    """A graph server process and what its stats file says."""
+
+    def __init__(self, endpoint: str, pid: int, stats: Path):
+        self.endpoint, self.pid, self._stats = endpoint, pid, stats
+
+    @property
+    def stats(self) -> dict:
+        return json.loads(self._stats.read_text())
+
+    @property
+    def memory(self) -> float:
+        """Of its own, MB: the parts are mapped files, which the kernel may drop."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1000 for line in lines if line.startswith("RssAnon:"))
+
+    def held(self, names: Collection[str]) -> int:
+        """Bytes of the buffer that these clients have."""
+        stats = self.stats
+        assert stats["buffer_bytes"] <= stats["buffer_limit"] == BUFFER_MB * 1e6
+        return sum(one["buffer_bytes"] for one in stats["clients"] if one["name"].split()[0] in names)
+
+
+@contextmanager
+def server_of(parts: Path, folder: Path) -> Iterator[Server]:
+    cluster = write_cluster(folder / "cluster.json", (0, "tcp://127.0.0.1:1", [0]))
+    # one thread, so that clients wait for the server and not for a processor
+    options = {"batch_threads": 1, "buffer_mb": BUFFER_MB, "stats_file": folder / "stats.json"}
+    with serve_process(folder, parts, [0], "tcp://127.0.0.1:0", cluster, **options) as (process, ready):
+        yield Server(wait_for(ready, process)["endpoint"], process.pid, folder / "stats.json")
+
+
+@pytest.fixture
+def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
+    with server_of(parts, tmp_path) as made:
+        yield made
+
+
+def wait_until(true: Callable[[], bool], seconds: float) -> float:
+    """Seconds it took."""
+    start = time.monotonic()
+    while not true():
+        assert time.monotonic() < start + seconds
+        time.sleep(0.1)
+    return time.monotonic() - start
+
+
+def window(crowd: Crowd, batches: int, seconds: float = 120.0) -> list[Got]:
+    """So many batches on end, all clients being at work."""
+    crowd.await_all(3)
+    start = time.monotonic()
+    wait_until(lambda: len(crowd.got(start)) >= batches, seconds)
+    return crowd.got(start)
+
+
+def test_twenty_clients_have_equal_shares(server: Server) -> None:
+    with crowd_of(server.endpoint, [Asks(f"client{k}") for k in range(CLIENTS)]) as crowd:
+        share = shares(window(crowd, 60 * CLIENTS), range(CLIENTS))
+    assert all(abs(each - 1) < 0.1 for each in share.values()), share
+
+
+@pytest.mark.slow
+def test_shares_are_of_bytes_whatever_the_size_of_a_batch(server: Server) -> None:
+    """Every fourth asks for batches four times as large, and with more of them under way."""
+    asks = [Asks(f"client{k}", *((400, 4) if k % 4 == 0 else (100, 3))) for k in range(CLIENTS)]
+    with crowd_of(server.endpoint, asks) as crowd:
+        got = window(crowd, 120 * CLIENTS)
+    share = shares(got, range(CLIENTS), nbytes=True)
+    assert all(abs(each - 1) < 0.1 for each in share.values()), share
+    batches = shares(got, range(CLIENTS))
+    assert batches[0] < 0.5 * batches[1]
+
+
+def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
+    """Six that hang would have 36 batches of 11 MB sent to them, were it not for the buffer's bound."""
+    hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)
+    asks = [Asks(f"client{k}", 200, *((6, "wide") if k in hanging else (2, "x"))) for k in range(CLIENTS)]
+    before = server.memory
+    with crowd_of(server.endpoint, asks) as crowd:
+        crowd.send(signal.SIGSTOP, hanging)
+        start = time.monotonic()
+        peak, held = watched(server, 6, [f"client{k}" for k in hanging])
+        assert held > 10e6, "what hangs holds some of the buffer"
+        assert peak - before < BUFFER_MB + MARGIN_MB
+        share = shares(crowd.got(start), [*killed, *others])
+        assert all(abs(each - 1) < 0.1 for each in share.values()), share
+        crowd.send(signal.SIGKILL, killed)
+        away = [f"client{k}" for k in (*hanging, *killed)]
+        wait_until(lambda: server.held(away) == 0, FREED_WITHIN)
+        crowd.await_all(3, of=others)
+        crowd.send(signal.SIGCONT, hanging)
+        crowd.await_all(3, of=[*hanging, *others])
+        assert server.memory - before < BUFFER_MB + MARGIN_MB
+    wait_until(lambda: server.stats["buffer_bytes"] == 0, FREED_WITHIN)
+    print(f"memory of {before:.0f} MB has grown by {peak - before:.0f} MB at most, {held / 1e6:.0f} MB held")
+
+
+def watched(server: Server, seconds: float, names: Collection[str]) -> tuple[float, float]:
+    """The server's largest memory over that time, MB, and the most bytes that those clients held of its buffer."""
+    peak = held = 0.0
+    start = time.monotonic()
+    while time.monotonic() < start + seconds:
+        held = max(held, server.held(names))
+        peak = max(peak, server.memory)
+        time.sleep(0.05)
+    return peak, held

@@ -1,0 +1,288 @@
+"""The gateway of a client: another server when one is gone, home again, joined servers, and what errors say."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from gateway_kit import HALVES, client_graph, serving_parts, written
+from load_kit import homo_data
+from oracle import assert_identical
+from service_kit import free_endpoint
+from trainer import DistNeighborLoader
+from trainer.errors import PartitionError, ServiceError, SettingsError
+from trainer.load.open import open_graph
+from trainer.sample.sampler import BatchWork
+from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service import gateway as gateway_module
+from trainer.service.desk import MAX_QUEUED
+from trainer.service.gateway import Gateway
+from trainer.service.places import ServerPlace
+
+TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """Servers are called gone three times sooner than in use."""
+    monkeypatch.setattr(gateway_module, "GONE_AFTER", 1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("parts"), homo_data())
+
+
+@pytest.fixture
+def servers(folder):
+    with serving_parts(folder, TWICE) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with open_graph(folder) as local:
+        yield list(loader(local))
+
+
+def loader(graph):
+    return DistNeighborLoader(graph, [4, 3], "train", batch_size=2, shuffle=True, seed=1, prefetch=2)
+
+
+def served(servers, number) -> int:
+    """Batches that a server has made."""
+    return sum(client.batches for client in servers.servers[number].desk_status().clients)
+
+
+def until(holds, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be in time"
+        time.sleep(0.02)
+
+
+def test_batches_are_asked_of_the_home_server(servers, expected):
+    with client_graph(servers, home=1) as graph:
+        assert_identical(list(loader(graph)), expected)
+        assert (served(servers, 0), served(servers, 1)) == (0, len(expected))
+        until(lambda: servers.servers[1].desk_status().buffer_bytes == 0)
+
+
+def test_more_batches_ahead_than_a_server_queues_for_one_client(servers, folder):
+    seeds = torch.arange(60).repeat(5)
+
+    def far_ahead(graph):
+        return DistNeighborLoader(graph, [4, 3], seeds, batch_size=1, prefetch=2 * MAX_QUEUED)
+
+    with client_graph(servers) as graph, open_graph(folder) as local:
+        assert_identical(list(far_ahead(graph)), list(far_ahead(local)))
+
+
+def test_a_lost_home_is_replaced_in_mid_epoch_and_gone_back_to(servers, expected):
+    with client_graph(servers) as graph:
+        batches = iter(loader(graph))
+        got = [next(batches) for _ in range(5)]
+        servers.stop(0)
+        start = time.monotonic()
+        got += [next(batches) for _ in range(5)]
+        assert time.monotonic() - start < 6
+        assert served(servers, 1) >= 3
+        servers.start(0)
+        servers.join()
+        until(lambda: not graph.gateway._choice.gone)
+        before = served(servers, 1)
+        got += list(batches)
+        assert_identical(got, expected)
+        assert served(servers, 1) <= before + 2, "those under way when home came back"
+        assert served(servers, 0) >= 5
+
+
+def test_without_another_server_its_restart_is_waited_for(folder, expected):
+    with serving_parts(folder, TWICE[:1]) as servers, client_graph(servers) as graph:
+        batches = iter(loader(graph))
+        got = [next(batches) for _ in range(3)]
+        servers.stop(0)
+        timer = threading.Timer(3.0, lambda: (servers.start(0), servers.join()))
+        timer.start()
+        assert_identical(got + list(batches), expected)
+        timer.join()
+
+
+def test_when_none_comes_back_all_are_named(servers):
+    with client_graph(servers, server_wait=2.0) as graph:
+        batches = iter(loader(graph))
+        next(batches)
+        for number in (0, 1):
+            servers.stop(number)
+        start = time.monotonic()
+        with pytest.raises(ServiceError) as caught:
+            list(batches)
+        assert 1 < time.monotonic() - start < 9
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 2
+    for number, line in enumerate(sorted(lines)):
+        assert line.startswith(
+            f"graph server of node{number} (s{number}) at {servers.places[number].endpoint}, parts 0,1,2,3"
+        )
+        assert (
+            re.search(r"\((connection lost|no connection)\).*it was not back within 2 s", line)
+            and f"logs/server.log of node{number}" in line
+        )
+
+
+def test_opening_passes_over_a_server_that_is_not_there(servers, expected):
+    absent = ServerPlace("node9 (far)", 9, "far", free_endpoint(), (0,))
+    servers.places = {9: absent, **servers.places}
+    with client_graph(servers, home=9) as graph:
+        assert_identical(list(loader(graph)), expected)
+
+
+def test_opening_fails_within_its_patience_naming_the_server():
+    place = ServerPlace("node9 (far) of products", 9, "far", free_endpoint(), (0, 2))
+    start = time.monotonic()
+    with contextlib.closing(Gateway([place], 30.0)) as gateway, pytest.raises(ServiceError) as caught:
+        gateway.open(1.0)
+    assert time.monotonic() - start < 5
+    assert str(caught.value).startswith(f"graph server of node9 (far) of products at {place.endpoint}, parts 0,2: ")
+
+
+def test_a_server_that_joins_is_learnt_and_used(folder, expected, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_LEARN_EVERY", 0.3)
+    with serving_parts(folder, TWICE) as servers:
+        servers.listed = (0,)
+        only = replace_places(servers, [0])
+        with client_graph(only) as graph:
+            assert [place.node_rank for place in graph.gateway.servers] == [0]
+            servers.version, servers.listed = 2, (0, 1)
+            until(lambda: len(graph.gateway.servers) == 2)
+            servers.stop(0)
+            assert_identical(list(loader(graph)), expected)
+            assert served(servers, 1) == len(expected)
+
+
+def replace_places(servers, numbers):
+    """As a client that knows these servers only sees them."""
+
+    class Seen:
+        places = {number: servers.places[number] for number in numbers}
+        keys = servers.keys
+
+    return Seen
+
+
+def test_a_server_of_another_partition_is_refused(folder, tmp_path):
+    other = written(tmp_path, homo_data(seed=6))
+    with serving_parts(folder) as ours, serving_parts(other) as theirs:
+        mixed = replace_places(ours, [0])
+        mixed.places = {0: ours.places[0], 1: theirs.places[1]}
+        with client_graph(mixed) as graph:
+            ours.stop(0)
+            with pytest.raises(ServiceError, match=r"node1 \(s1\).*holds another partition than node0 \(s0\)"):
+                list(loader(graph))
+
+
+def test_many_threads_through_the_loss_of_a_server(servers, expected, folder):
+    with client_graph(servers) as graph, open_graph(folder) as local:
+        how = {"batch_size": 4, "shuffle": True}
+        loaders = [DistNeighborLoader(graph, [4, 3], "train", seed=k, prefetch=3, **how) for k in range(4)]
+        got: dict[int, list] = {}
+        threads = [threading.Thread(target=lambda k=k: got.update({k: list(loaders[k])})) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.05)
+        servers.stop(0)
+        for thread in threads:
+            thread.join(20)
+        for k in range(4):
+            mine = DistNeighborLoader(local, [4, 3], "train", seed=k, **how)
+            assert_identical(got[k], list(mine))
+
+
+def test_close_wakes_those_who_wait_for_a_server(servers):
+    with client_graph(servers, server_wait=60.0) as graph:
+        for number in (0, 1):
+            servers.stop(number)
+        raised: list[Exception] = []
+
+        def ask():
+            try:
+                list(loader(graph))
+            except ServiceError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        until(lambda: len(graph.gateway._choice.gone) == 2)
+        assert thread.is_alive()
+        start = time.monotonic()
+        graph.close()
+        thread.join(5)
+        assert time.monotonic() - start < 2 and "the client was closed" in str(raised[0])
+
+
+def test_a_graph_that_is_dropped_leaves_no_thread(servers):
+    graph = client_graph(servers)
+    assert "news" in [thread.name for thread in threading.enumerate()]
+    del graph
+    gc.collect()
+    until(lambda: "news" not in [thread.name for thread in threading.enumerate()])
+
+
+def test_large_questions_are_asked_in_pieces(servers, folder, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_AT_ONCE", 7)
+    monkeypatch.setattr(gateway_module, "_BYTES_AT_ONCE", 300)
+    with client_graph(servers) as graph, open_graph(folder) as local:
+        nodes, edges = np.arange(60)[::-1], np.arange(0, 260, 3)
+        asked = [RowRequest(HOMO_NODE, nodes, ("x", "image", "orig_id")), RowRequest(HOMO_EDGE, edges, ("edge_attr",)),
+                 RowRequest(HOMO_NODE, nodes[:0], ("half",))]  # fmt: skip
+        for ours, theirs in zip(graph.access.gather(asked), local.access.gather(asked), strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, values in theirs.items():
+                assert ours[name].dtype == values.dtype
+                np.testing.assert_array_equal(ours[name], values)
+        np.testing.assert_array_equal(graph.store.seeds(HOMO_NODE, "train"), local.store.seeds(HOMO_NODE, "train"))
+        ours, theirs = graph.access.edge_list(HOMO_EDGE), local.access.edge_list(HOMO_EDGE)
+        for name in ("src", "dst", "orig_id"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert graph.access.take_rows() == (60 + len(edges), 60 + len(edges)) and graph.access.take_remote_bytes() > 0
+        assert graph.access.take_rows() == (0, 0) and graph.access.take_remote_bytes() == 0
+
+
+def test_ids_are_asked_for_few_at_a_time_until_the_table_is_worth_it(servers):
+    with client_graph(servers) as graph:
+        asked = []
+        to_global = graph.access.to_global
+        graph.access.to_global = lambda of, ids: asked.append(len(ids)) or to_global(of, ids)
+        for _ in range(9):
+            graph.store.to_global(HOMO_NODE, np.arange(4))
+        assert asked == [4, 4, 4, 60], "a quarter of the nodes, then all of them once"
+
+
+def test_what_a_server_cannot_do_is_its_error_and_not_a_lost_server(servers):
+    settings = SampleSettings({HOMO_EDGE: (2,)}, weight="price")
+    work = BatchWork(settings, SeedSet({HOMO_NODE: np.arange(3)}), 5, {})
+    with client_graph(servers) as graph:
+        with pytest.raises(ServiceError, match=r"node0 \(s0\).*batch failed: .*price"):
+            graph.access.sample_batch(work)
+        with pytest.raises(SettingsError, match="a batch of 1048577 seeds"):
+            graph.access.sample_batch(replace(work, seeds=SeedSet({HOMO_NODE: np.zeros((1 << 20) + 1, np.int64)})))
+        with pytest.raises(PartitionError, match="no edge type"):
+            graph.access.edge_list(("a", "b", "c"))
+        assert not graph.gateway._choice.gone
+
+
+def test_parts_of_both_servers_are_in_a_batch(folder):
+    with serving_parts(folder, HALVES) as servers, client_graph(servers, home=1) as graph:
+        batch = next(iter(loader(graph)))
+        parts = graph.store.books[HOMO_NODE].part_of(graph.store.to_global(HOMO_NODE, batch.n_id.numpy()))
+        assert {0, 1} & set(parts.tolist()) and {2, 3} & set(parts.tolist())

@@ -1,0 +1,191 @@
+"""A graph server under a flood of hostile messages keeps answering others, rightly and soon, and keeps its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from hostile_kit import Attack, attacking
+from service_kit import (
+    assert_same_sample,
+    free_endpoint,
+    new_keys,
+    place_of,
+    rows_of,
+    server_environment,
+    wait_for,
+    write_cluster,
+)
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.sampler import BatchWork, SubgraphSampler
+from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.sample.types import HopRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service.client import HostClient
+from trainer.service.keys import CurveKeys, write_key_file
+from trainer.service.places import ServerPlace
+from trainer.service.protocol import ClientName
+from trainer.store.part import open_parts
+
+NODES = 2000
+NAME = ClientName(7, "honest")
+OPTIONS = {"num_nodes": str(NODES), "avg_degree": "8", "num_classes": "4", "num_features": "8", "train": "200"}
+PATIENCE = 10.0  #: seconds that the honest client may wait for one answer, on a busy machine
+ROOM = 400 << 20  #: bytes by which the server's memory may grow
+LOG = 10 << 20  #: bytes that it may log
+
+
+@dataclass(frozen=True)
+class Target:
+    """The live server under attack."""
+
+    place: ServerPlace
+    keys: CurveKeys | None
+    key_file: Path | None
+    process: psutil.Process
+    log: Path
+    graph: DistGraph  #: the same, here
+
+    def client(self, deadline: float) -> HostClient:
+        return HostClient(self.place, deadline, self.keys, route=True)
+
+
+@dataclass
+class Honest:
+    """A client that asks and compares all the while."""
+
+    target: Target
+    answers: int = 0
+    longest: float = 0.0  #: seconds
+    most_memory: int = 0  #: of the server, bytes
+    wrong: list[BaseException] = field(default_factory=list)
+
+    def __enter__(self) -> Honest:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        client = self.target.client(PATIENCE)
+        chance = np.random.default_rng(1)
+        try:
+            while not self._done.wait(0.01):
+                begun = time.monotonic()
+                ask_and_compare(client, self.target.graph, chance.integers(0, NODES, 300))
+                self.answers, self.longest = self.answers + 1, max(self.longest, time.monotonic() - begun)
+                self.most_memory = max(self.most_memory, self.target.process.memory_info().rss)
+        except BaseException as error:
+            self.wrong.append(error)
+        finally:
+            client.close()
+
+
+def ask_and_compare(client: HostClient, graph: DistGraph, nodes: np.ndarray) -> None:
+    """One hop, rows, and a whole batch."""
+    request = HopRequest(HOMO_EDGE, nodes, 5, 2, 3, with_edge=True)
+    assert_same_sample(client.sample_hops([request])[0], graph.sample_hops([request])[0])
+    np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph, nodes)["x"])
+    work = BatchWork(SampleSettings({HOMO_EDGE: (4, 3)}), SeedSet({HOMO_NODE: nodes[:50]}), 9, {HOMO_NODE: ("x",)})
+    there = client.submit_batch(work, NAME).result()
+    here = SubgraphSampler(graph, graph.local.store.manifest, work.settings, work.attrs).sample(work.seeds, work.key)
+    np.testing.assert_array_equal(there.subgraph.edges[HOMO_EDGE].src, here.subgraph.edges[HOMO_EDGE].src)
+    for name, rows in here.rows[HOMO_NODE].items():
+        np.testing.assert_array_equal(there.rows[HOMO_NODE][name], rows)
+
+
+@contextlib.contextmanager
+def target(folder: Path, keys: CurveKeys | None = None) -> Iterator[Target]:
+    parts, endpoint, ready, log = folder / "parts", free_endpoint(), folder / "ready", folder / "log"
+    make_partition(PartitionSpec("synthetic", str(parts), None, OPTIONS, 2, "random"), say=lambda _: None)
+    cluster = write_cluster(folder / "cluster.json", (0, endpoint, (0, 1)))
+    argv = ["--parts", parts, "--own", "0,1", "--bind", endpoint, "--cluster", cluster, "--ready-file", ready]
+    key_file = folder / "service.key" if keys else None
+    if keys is not None:
+        write_key_file(key_file, keys)
+        argv += ["--key-file", key_file]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trainer", "serve", *map(str, argv)],
+            stdout=out, stderr=subprocess.STDOUT, env={**server_environment(), "NODE_RANK": "0"},
+        )  # fmt: skip
+    try:
+        wait_for(ready, process)
+        place = place_of(endpoint, 0, "host0", (0, 1))
+        yield Target(
+            place, keys, key_file, psutil.Process(process.pid), log, DistGraph(LocalGraph(open_parts(parts)), {})
+        )
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def storm(victim: Target, insiders: int, strangers: int, seed: int) -> None:
+    """Attack from three processes while an honest client works, and look at the server afterwards.
+
+    ``insiders``: messages from sockets that have the key, half of which read no answers; ``strangers``: from others.
+    """
+    endpoint, key_file, half = victim.place.endpoint, str(victim.key_file), insiders // 2
+    attacks = [
+        Attack(endpoint, seed, half, key_file),
+        Attack(endpoint, seed + 1, half, key_file, reads=False),
+        Attack(endpoint, seed + 2, strangers, server_key=victim.keys.public.decode() if victim.keys else ""),
+    ]
+    before = victim.process.memory_info().rss
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(Honest(victim))
+        running = [stack.enter_context(attacking(attack)) for attack in attacks]
+        said = [json.loads(process.communicate(timeout=1500)[0]) for process in running]
+    assert not honest.wrong, honest.wrong
+    with contextlib.closing(victim.client(60.0)) as client:
+        ask_and_compare(client, victim.graph, np.arange(NODES))
+        stats = client.stats()
+    print(
+        said, f"{honest.answers} answers, {honest.longest:.2f} s at most,", stats, (honest.most_memory - before) >> 20
+    )
+    assert honest.answers > 20 and honest.longest < PATIENCE
+    assert honest.most_memory - before < ROOM
+    assert victim.log.stat().st_size < LOG
+    assert stats.malformed > half // 4
+    assert stats.refused > said[2]["connections"] // 4
+
+
+def test_a_flood_does_no_harm(tmp_path) -> None:
+    with target(tmp_path, new_keys()) as victim:
+        storm(victim, insiders=16_000, strangers=4_000, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_million_hostile_messages_do_no_harm(tmp_path) -> None:
+    with target(tmp_path, new_keys()) as victim:
+        storm(victim, insiders=800_000, strangers=200_000, seed=2)
+
+
+def test_answers_that_nobody_takes_do_not_fill_the_memory(tmp_path) -> None:
+    with target(tmp_path, new_keys()) as victim, Honest(victim) as honest:
+        before, until = victim.process.memory_info().rss, time.monotonic() + 8
+        greedy = Attack(victim.place.endpoint, 1, 3000, str(victim.key_file), glutton=True)
+        with attacking(greedy), attacking(greedy), contextlib.closing(victim.client(60.0)) as client:
+            while time.monotonic() < until and client.stats().bytes_out < 2 * ROOM:
+                time.sleep(0.1)
+        assert not honest.wrong, honest.wrong
+        assert honest.answers > 20
+        assert honest.most_memory - before < ROOM

@@ -1,0 +1,177 @@
+"""Ranks that are lost in mid-run: the others go on, no seed is lost or trained twice, the loss curve stays."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from regroup_kit import Loss, run_with_losses, run_without_losses, trained_seeds, write_team
+from train_kit import REPOSITORY, curve, job, metrics, write_parts
+from trainer.config import TrainJob
+from trainer.errors import PeerError
+from trainer.ranks import Ranks
+from trainer.train import regroup
+from trainer.train.checkpoint import load_checkpoint
+from trainer.train.job import train
+from trainer.train.optimize import Optimizers
+from trainer.train.regroup import GoOn, Members, _Survivor
+from trainer.train.snapshot import Progress, Snapshots, newest_common
+from trainer.train.team import Team
+
+SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
+SEEDS = 180
+
+LOSSES = {
+    "at the first step, then in mid-epoch": (4, [Loss(3), Loss(1, epoch=2, step=6)]),
+    "in evaluation, then a host that vanishes": (3, [Loss(2, "val"), Loss(1, epoch=3, step=9, how=signal.SIGSTOP)]),
+    "at the last step, then in the last evaluation": (3, [Loss(1, epoch=3, step=11), Loss(2, "test")]),
+    "in mid-epoch, then while they regroup": (3, [Loss(2, epoch=2, step=5), Loss(1, moment="rejoin")]),
+    "before they meet, then before they train": (3, [Loss(1, moment="start"), Loss(2, moment="open")]),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path_of_forked_ranks() -> Iterator[None]:
+    """What the process that ranks are forked from needs to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("data") / "parts", 2)
+
+
+@pytest.fixture(scope="module")
+def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(job(parts, folder, **SMALL), Ranks())
+    return folder
+
+
+def small(parts: Path, run_dir: Path) -> TrainJob:
+    return job(parts, run_dir, **SMALL)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_run_goes_on_without_the_ranks_it_loses(name: str, parts: Path, alone: Path, tmp_path: Path) -> None:
+    world_size, losses = LOSSES[name]
+    survived = run_with_losses(small(parts, tmp_path / "run"), world_size, losses)
+    for ended in survived.ended.values():
+        assert ended.returncode == 0, ended.output
+    assert survived.seconds < 30, "the deadline of 60 s is not for a rank known to be lost"
+    np.testing.assert_allclose(curve(survived.run_dir), curve(alone), rtol=1e-4)
+    trained = trained_seeds(survived.run_dir, world_size)
+    assert len(trained) == 3 * SEEDS and set(trained.values()) == {1}
+    back = [(line["generation"], line["ranks"]) for line in metrics(survived.run_dir, "regroup")]
+    begun = any(loss.moment in ("batch", "rejoin") for loss in losses)  # before that there is nothing to go back to
+    assert back[-1:] == ([(len(losses), sorted(survived.ended))] if begun else [])
+    for kind in ("eval", "checkpoint", "result"):
+        ours, theirs = metrics(survived.run_dir, kind), metrics(alone, kind)
+        assert [line.get("epoch") for line in ours] == [line.get("epoch") for line in theirs]
+    saved, whole = (load_checkpoint(folder / "checkpoints" / "last.pt") for folder in (survived.run_dir, alone))
+    for key, value in whole.model.items():
+        torch.testing.assert_close(saved.model[key], value, atol=1e-4, rtol=1e-3, msg=key)
+
+
+def test_ranks_that_are_a_snapshot_apart_have_one_in_common() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizers = Optimizers(torch.optim.Adam(model.parameters()))
+    ahead, behind = Snapshots(), Snapshots()
+    for place in (Progress(done=1), Progress(done=2, scored=False), Progress(done=2)):
+        ahead.keep(place, model, optimizers)
+        if not place.scored or place.done == 1:
+            behind.keep(place, model, optimizers)
+        torch.nn.init.constant_(model.weight, place.done)
+    place = newest_common([ahead.places(), behind.places()])
+    assert place == (2, False, 0)
+    assert torch.equal(ahead.back_to(place).model["weight"], behind.back_to(place).model["weight"])
+    assert ahead.places() == (place,) and behind.places() == ((1, True, 0), place)
+
+
+@pytest.mark.parametrize("eval_every", [1, 2])
+def test_no_rank_gets_two_snapshots_ahead_of_the_others(
+    eval_every: int, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    keep, add_up = Snapshots.keep, Team.sum
+
+    def kept(self: Snapshots, *what: Any) -> None:
+        before = self.places()
+        keep(self, *what)
+        events.extend(["kept"] * (self.places() != before))
+
+    def waited(self: Team, values: torch.Tensor) -> torch.Tensor:
+        events.append("waited for all ranks")
+        return add_up(self, values)
+
+    monkeypatch.setattr(Snapshots, "keep", kept)
+    monkeypatch.setattr(Team, "sum", waited)
+    monkeypatch.setenv("GNNFLEET_ON_CLIENT_LOSS", "go-on")
+    train(job(parts, tmp_path, **SMALL, eval_every=eval_every), Ranks())
+    assert events.count("kept") > 3
+    assert ("kept", "kept") not in list(pairwise(events)), "newest_common would find none"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
+    first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 have done their work, 2 is lost; 1 has heard so before it knew that 0 is done."""
+    monkeypatch.setattr(regroup, "_PART", 0.0)
+    store, go_on = HashStore(), GoOn(tmp_path / "team.json")
+    everybody, waits = Members(0, (0, 1, 2)), []
+    store.set("done/1", "")
+    for rank in (0, 1):
+        survivor = object.__new__(_Survivor)
+        survivor.ranks, survivor.timeout, survivor.store, survivor.go_on = Ranks(rank, 3), 20.0, store, go_on
+        waits.append(survivor)
+    write_team(tmp_path, 1, {0, 1})
+    ended: list[bool] = []
+    for rank in (first, 1 - first):
+        if rank == 1:
+            store.delete_key("done/0")
+        try:
+            waits[rank]._await_all(everybody)
+            ended.append(True)
+        except PeerError:
+            ended.append(False)
+    assert ended in ([True, True], [False, False])
+
+
+def test_without_word_of_who_was_lost_the_others_end_as_ever(parts: Path, tmp_path: Path) -> None:
+    loss = Loss(1, epoch=2, step=5)
+    survived = run_with_losses(small(parts, tmp_path / "run"), 2, [loss], told=False, GNNFLEET_PEER_TIMEOUT="-8")
+    assert survived.ended[0].returncode == 1 and survived.seconds < 10
+    assert "error: rank 0 (node0" in survived.ended[0].output and "lost another rank" in survived.ended[0].output
+    assert "Traceback" not in survived.ended[0].output
+
+
+def test_who_was_taken_for_lost_ends_and_says_so(parts: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_team(run_dir, 1, {0})
+    lone, lost = run_without_losses(small(parts, run_dir), 2)
+    assert lone.returncode == 0, lone.output
+    assert lost.returncode == 1 and "error: rank 1 (node1" in lost.output and "was taken for lost" in lost.output
+    assert len(metrics(run_dir, "epoch")) == 3
+
+
+def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) -> None:
+    typed = write_parts(tmp_path / "parts", 2, "synthetic-hetero", num_nodes=300)
+    item = job(typed, tmp_path / "run", model="rsage", epochs=3)
+    survived = run_with_losses(item, 2, [Loss(1, epoch=2)])
+    assert survived.ended[0].returncode == 1
+    assert "each held a share of the rows of nodes without features" in survived.ended[0].output
+    assert "go on from the last checkpoint" in survived.ended[0].output

@@ -1,0 +1,219 @@
+"""Parts with several holders: same answers whoever is lost, and a clear end when nobody is left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from partitions import typed_store
+from requests_kit import WRITES, hops_of_every_kind
+from service_kit import assert_same_sample
+from trainer.errors import ServerGone, ServiceError
+from trainer.sample.edge_slice import edge_slice
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.types import RowRequest
+
+PARTS = 4
+
+
+def store(only=None):
+    rng = np.random.default_rng(5)
+    nodes = {"author": 40, "paper": 60}
+    edges = {WRITES: np.stack([rng.integers(0, 40, 400), rng.integers(0, 60, 400)])}
+    node_attrs = {"paper": {"x": rng.normal(size=(60, 3))}, "author": {"time": rng.integers(0, 40, 40)}}
+    edge_attrs = {WRITES: {"weight": rng.random(400), "time": rng.integers(0, 40, 400)}}
+    return typed_store(nodes, edges, PARTS, node_attrs=node_attrs, edge_attrs=edge_attrs, only=only)
+
+
+WHOLE = LocalGraph(store())
+
+
+class Host:
+    """A graph server that can be lost and found."""
+
+    def __init__(self, *part_ids):
+        self.part_ids, self.name, self.up, self.asked = part_ids, f"server of {part_ids}", True, 0
+        self._graph = LocalGraph(store(part_ids))
+
+    def submit_hello(self):
+        return self._answer(lambda: None)
+
+    def submit_sample(self, requests):
+        return self._answer(lambda: self._graph.sample_hops(requests))
+
+    def submit_gather(self, requests):
+        return self._answer(lambda: self._graph.gather(requests))
+
+    def submit_has_edges(self, edge_type, src, dst):
+        return self._answer(lambda: self._graph.has_edges(edge_type, src, dst))
+
+    def submit_edges(self, *asked):
+        return self._answer(lambda: edge_slice(self._graph.store, *asked))
+
+    def _answer(self, work):
+        self.asked += 1
+        return SimpleNamespace(result=lambda timeout=None: self._result(work))
+
+    def _result(self, work):
+        if not self.up:
+            raise ServerGone(f"{self.name}: connection refused")
+        return work()
+
+
+def graph_of(own, hosts, **options) -> DistGraph:
+    return DistGraph(LocalGraph(store(own)), hosts, **options)
+
+
+def assert_all_as_whole(graph: DistGraph) -> None:
+    """Every kind of request gives what one process with all parts gives."""
+    papers = np.random.default_rng(1).integers(0, 60, 50)
+    authors = papers % 40
+    hops = hops_of_every_kind(papers, num_sources=40)
+    for there, here in zip(graph.sample_hops(hops), WHOLE.sample_hops(hops), strict=True):
+        assert_same_sample(there, here)
+    rows = [RowRequest("paper", papers, ("x", "orig_id")), RowRequest("author", authors, ("time",))]
+    for there, here in zip(graph.gather(rows), WHOLE.gather(rows), strict=True):
+        assert all(np.array_equal(there[name], here[name]) for name in here)
+    np.testing.assert_array_equal(graph.has_edges(WRITES, authors, papers), WHOLE.has_edges(WRITES, authors, papers))
+    there, here = graph.edge_list(WRITES), WHOLE.edge_list(WRITES)
+    assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
+
+
+def test_a_lost_holder_is_replaced_by_the_next_one() -> None:
+    hosts = {1: Host(1, 2), 2: Host(2, 3), 3: Host(3, 1)}
+    graph = graph_of([0], hosts)
+    assert_all_as_whole(graph)
+    for lost in hosts.values():
+        lost.up = False
+        assert_all_as_whole(graph)
+        lost.up = True
+
+
+def test_each_kind_of_request_finds_the_next_holder_by_itself() -> None:
+    papers = np.arange(60)
+    asks = [
+        lambda graph: graph.sample_hops(hops_of_every_kind(papers, num_sources=40)[:1])[0].src,
+        lambda graph: graph.gather([RowRequest("paper", papers, ("x",))])[0]["x"],
+        lambda graph: graph.has_edges(WRITES, papers % 40, papers),
+        lambda graph: graph.edge_list(WRITES).orig_id,
+        lambda graph: graph.edges_of(2, WRITES, 5, 30).orig_id,
+    ]
+    for ask in asks:
+        hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
+        hosts[1].up = False
+        np.testing.assert_array_equal(ask(graph_of([0], hosts, server_wait=0)), ask(graph_of(range(PARTS), {})))
+
+
+def test_own_parts_are_never_asked_of_others() -> None:
+    other = Host(0, 1, 2, 3)
+    graph = graph_of([0, 1, 2, 3], {1: other})
+    assert_all_as_whole(graph)
+    assert other.asked == 0
+
+
+def test_holders_share_the_load() -> None:
+    hosts = {1: Host(1, 2), 2: Host(1, 2), 3: Host(3)}
+    papers = [int(WHOLE.books["paper"].range_of(part)[0]) for part in (1, 2)]
+    asked = {}
+    for turn in (0, 1):
+        for part, paper in zip((1, 2), papers, strict=True):
+            before = {rank: host.asked for rank, host in hosts.items()}
+            graph_of([0], hosts, turn=turn).gather([RowRequest("paper", np.array([paper]), ("x",))])
+            (asked[turn, part],) = [rank for rank, host in hosts.items() if host.asked > before[rank]]
+    assert asked == {(0, 1): 2, (0, 2): 1, (1, 1): 1, (1, 2): 2}
+
+
+def test_a_lost_host_is_not_asked_until_it_shows_life_again() -> None:
+    hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
+    graph, rows = graph_of([0], hosts), [RowRequest("paper", np.arange(60), ("x",))]
+    hosts[1].up = False
+    graph.gather(rows)
+    asked = hosts[1].asked
+    for _ in range(20):
+        graph.gather(rows)
+    assert hosts[1].asked <= asked + 1  # greetings, at most one a second
+    hosts[1].up = True
+    until = time.monotonic() + 5
+    while hosts[1].asked < asked + 3:  # it answers for its parts again
+        graph.gather(rows)
+        assert time.monotonic() < until
+
+
+def test_the_only_holder_is_waited_for() -> None:
+    host = Host(1, 2, 3)
+    graph = graph_of([0], {1: host}, server_wait=20)
+    host.up = False
+    found: list[np.ndarray] = []
+    asking = threading.Thread(target=lambda: found.append(graph.gather([RowRequest("paper", np.arange(60), ("x",))])))
+    asking.start()
+    time.sleep(0.3)
+    assert asking.is_alive()
+    host.up = True
+    asking.join(5)
+    np.testing.assert_array_equal(found[0][0]["x"], WHOLE.gather([RowRequest("paper", np.arange(60), ("x",))])[0]["x"])
+
+
+def test_without_holders_the_wait_ends_with_their_names() -> None:
+    hosts = {1: Host(1, 2), 2: Host(2, 3)}
+    graph = graph_of([0], hosts, server_wait=0.5)
+    for host in hosts.values():
+        host.up = False
+    start = time.monotonic()
+    with pytest.raises(ServiceError) as caught:
+        graph.gather([RowRequest("paper", np.arange(60), ("x",))])
+    assert 0.4 < time.monotonic() - start < 3
+    first, *causes = str(caught.value).splitlines()
+    assert first == "parts 1, 2, 3: no graph server that holds them came back within 0.5 s (run.server_wait)"
+    assert sorted(causes) == ["server of (1, 2): connection refused", "server of (2, 3): connection refused"]
+    np.testing.assert_array_equal(
+        graph.gather([RowRequest("paper", np.arange(3), ("orig_id",))])[0]["orig_id"], [0, 4, 8]
+    )
+
+
+def test_the_last_holder_has_its_own_time_to_come_back() -> None:
+    hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
+    graph = graph_of([0], hosts, server_wait=3.0)
+    hosts[1].up = False
+    rows = [RowRequest("paper", np.arange(60), ("x",))]
+    graph.gather(rows)
+    time.sleep(3.2)  # one holder is gone for longer than any may be
+    hosts[2].up = False
+    threading.Timer(0.4, lambda: setattr(hosts[2], "up", True)).start()
+    np.testing.assert_array_equal(graph.gather(rows)[0]["x"], WHOLE.gather(rows)[0]["x"])
+
+
+def test_a_call_that_waits_goes_on_with_a_server_that_has_moved() -> None:
+    lost, moved = Host(1, 2, 3), Host(1, 2, 3)
+    graph = graph_of([0], {1: lost}, server_wait=20)
+    lost.up = False
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            assert_all_as_whole(graph)
+        except BaseException as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.3)
+    graph.set_remotes({1: moved})
+    asking.join(10)
+    assert not asking.is_alive() and not failed and moved.asked
+
+
+def test_peers_that_join_take_their_share_and_those_that_leave_are_asked_no_more() -> None:
+    old, new = Host(1, 2, 3), Host(1, 2, 3)
+    graph = graph_of([0], {1: old})
+    graph.set_remotes({1: old, 2: new})
+    assert_all_as_whole(graph)
+    assert new.asked and old.asked
+    asked = old.asked
+    graph.set_remotes({2: new})
+    assert_all_as_whole(graph)
+    assert old.asked == asked

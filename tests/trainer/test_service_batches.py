@@ -1,0 +1,323 @@
+"""A server of whole batches: as sampled here, bounded, and free again when its clients are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import zmq
+
+from load_kit import homo_data, parts_of
+from service_kit import client_of, rows_of, serving
+from test_batches import HOMO, ME, flat, sample
+from trainer.errors import ServiceError
+from trainer.sample.types import HopRequest, RowRequest
+from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.service import batches, hops, protocol
+from trainer.service.client import HostClient
+from trainer.service.places import ServerPlace
+from trainer.service.protocol import ClientName, SharedSlice
+from trainer.service.wire import Flag, Kind, Message, Status, decode, encode
+
+WORK = HOMO["attributes and labels"]
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return parts_of(homo_data(), 3)
+
+
+@contextlib.contextmanager
+def batch_server(graph, **options):
+    with serving(graph.access.local, routed=graph.access, **options) as server:
+        yield server
+
+
+@pytest.fixture
+def server(graph):
+    with batch_server(graph) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def peer_of(server):
+    """A connection that sends what it is told and takes nothing."""
+    with zmq.Context.instance().socket(zmq.DEALER) as peer:
+        peer.linger = 0
+        peer.connect(server.endpoint)
+        yield peer
+
+
+def ask(peer, request_id, work=WORK, client=ME):
+    peer.send_multipart(encode(batches.batch_request(work, client), request_id=request_id))
+
+
+def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
+    """The next message that is not only a sign of life."""
+    until = time.monotonic() + seconds
+    while peer.poll(max(0, 1000 * (until - time.monotonic()))):
+        message = decode(peer.recv_multipart(copy=False))
+        if message.kind == kind:
+            return message
+    raise AssertionError("no answer")
+
+
+def wait_until(true, seconds=5.0):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def same_batch(there, here) -> bool:
+    counts = {"remote_bytes": 0, "gathered_rows": 0, "remote_rows": 0}
+    return flat(dataclasses.replace(there, **counts)) == flat(dataclasses.replace(here, **counts))
+
+
+@pytest.mark.parametrize("name", HOMO)
+def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
+    with client_of(server.endpoint, route=True, compress=name == "plain") as client:
+        there = client.submit_batch(HOMO[name], ME).result()
+    assert same_batch(there, sample(graph, HOMO[name]))
+    assert all(array.flags.writeable for rows in there.rows.values() for array in rows.values())
+
+
+def test_batches_are_taken_and_counted(server) -> None:
+    with client_of(server.endpoint, route=True) as client:
+        for _ in range(5):
+            client.submit_batch(WORK, ME).result()
+        wait_until(lambda: server.desk_status().buffer_bytes == 0)
+    (shown,) = server.desk_status().clients
+    assert (shown.name, shown.batches) == (ME.name, 5) and shown.bytes > 5 * 1000
+
+
+def test_what_is_wrong_with_a_batch_is_told_and_holds_nothing(graph, server) -> None:
+    seeds = dataclasses.replace(WORK.seeds, nodes={HOMO_NODE: np.array([5, 10**9])})
+    negative = dataclasses.replace(WORK.seeds, nodes={HOMO_NODE: np.array([-1])})
+    wrong = {
+        "seed 1000000000 at position 1": dataclasses.replace(WORK, seeds=seeds, labels=("", ())),
+        "seed -1 at position 0": dataclasses.replace(WORK, seeds=negative),
+        "no attribute 'nothing'": dataclasses.replace(WORK, attrs={HOMO_NODE: ("nothing",)}),
+        "no edge type has the weight attribute": dataclasses.replace(
+            WORK, settings=dataclasses.replace(WORK.settings, weight="nothing")
+        ),
+    }
+    with client_of(server.endpoint, route=True) as client:
+        for cause, work in wrong.items():
+            with pytest.raises(ServiceError, match=f"batch failed: .*{cause}"):
+                client.submit_batch(work, ME).result()
+        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+    assert server.stats().errors == 4
+
+
+def test_giant_fanouts_and_batches_are_refused_before_they_take_memory(graph) -> None:
+    giant = dataclasses.replace(
+        WORK.settings, fanouts={HOMO_EDGE: (2**31 - 1, 2**31 - 1)}, replace=True, edge_ids=False
+    )
+    with batch_server(graph, max_answer=1 << 20) as server, client_of(server.endpoint, route=True) as client:
+        with pytest.raises(ServiceError, match="over 268435456 neighbours"):
+            client.submit_batch(dataclasses.replace(WORK, settings=giant), ME).result()
+        many = dataclasses.replace(giant, fanouts={HOMO_EDGE: (60_000,)})
+        with pytest.raises(ServiceError, match="over 1048576 bytes; make batches or fanouts smaller"):
+            client.submit_batch(dataclasses.replace(WORK, settings=many), ME).result()
+        with pytest.raises(ServiceError, match="an answer of 1600000 bytes is over 1048576"):
+            rows_of(client, np.zeros(100_000, np.int64))
+        assert len(rows_of(client, np.arange(5))["x"]) == 5
+
+
+def test_a_client_without_parts_is_answered_for_the_whole_graph(graph) -> None:
+    first, rest = parts_of(homo_data(), 3, only=[0]), parts_of(homo_data(), 3, only=[1, 2])
+    nodes = np.arange(60)
+    hop = HopRequest(HOMO_EDGE, nodes, 3, 0, 5, with_edge=True)
+    with serving(rest.access.local) as other, client_of(other.endpoint, parts=(1, 2)) as between:
+        with serving(first.access.local, routed=type(first.access)(first.access.local, {1: between})) as server:
+            with client_of(server.endpoint, route=True) as client:
+                np.testing.assert_array_equal(rows_of(client, nodes)["x"], rows_of(graph.access, nodes)["x"])
+                (there,), (here,) = client.sample_hops([hop]), graph.access.sample_hops([hop])
+                np.testing.assert_array_equal(there.src, here.src)
+                np.testing.assert_array_equal(there.edge, here.edge)
+                whole = graph.access.edge_list(HOMO_EDGE)
+                assert client.has_edges(HOMO_EDGE, whole.src, whole.dst).all()
+                for part in range(3):
+                    begin, end = graph.store.books[HOMO_EDGE].range_of(part)
+                    edges = client.submit_edges(part, HOMO_EDGE, 0, end - begin).result()
+                    np.testing.assert_array_equal(edges.orig_id, whole.orig_id[begin:end])
+                assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+            with client_of(server.endpoint) as client, pytest.raises(ServiceError, match=r"holds parts \[0\]"):
+                rows_of(client, nodes)
+
+
+def test_shared_arrays_and_ids(graph, server) -> None:
+    seeds = graph.store.seeds(HOMO_NODE, "train")
+    with client_of(server.endpoint) as client:
+        there = client.submit_shared(SharedSlice(HOMO_NODE, "train", 3, len(seeds) - 3)).result()
+        np.testing.assert_array_equal(there, seeds[3:])
+        ids = np.array([7, 0, 59])
+        found = client.submit_to_global(HOMO_NODE, ids).result()
+        np.testing.assert_array_equal(found, graph.store.to_global(HOMO_NODE, ids))
+        assert found.dtype == np.int64
+        for asked, cause in (
+            (SharedSlice(HOMO_NODE, "train", 0, 10**6), "rows; asked for 1000000"),
+            (SharedSlice(HOMO_NODE, "none", 0, 1), "no split 'none'"),
+            (SharedSlice(None, "none", 0, 1), "no attribute 'none' of the graph"),
+        ):
+            with pytest.raises(ServiceError, match=cause):
+                client.submit_shared(asked).result()
+        for of, wrong, cause in (
+            (HOMO_NODE, [60], "they go from 0 to 59"), (HOMO_NODE, [-1], "go from"), ("x", [0], "no node type"),
+        ):  # fmt: skip
+            with pytest.raises(ServiceError, match=cause):
+                client.submit_to_global(of, np.array(wrong)).result()
+
+
+def test_hello_tells_of_all_servers(graph) -> None:
+    places = (
+        ServerPlace("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
+        ServerPlace("node2", 2, "b", "tcp://b:5", ()),
+    )
+    with serving(graph.access.local, topology=lambda: (7, places)) as server, client_of(server.endpoint) as client:
+        info = client.hello()
+    assert (info.version, info.servers) == (7, places)
+
+
+def test_a_server_without_the_whole_graph_says_so(graph) -> None:
+    with serving(graph.access.local) as server, client_of(server.endpoint, route=True) as client:
+        with pytest.raises(ServiceError, match="its own parts only"):
+            client.submit_batch(WORK, ME).result()
+        server.set_routed(graph.access)
+        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+
+
+def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
+    with peer_of(server) as peer:
+        ask(peer, 1)
+        assert answer_of(peer).request_id == 1
+        sign = answer_of(peer, kind=Kind.ALIVE)
+        assert (sign.status, sign.request_id) == (Status.OK, 0)
+        peer.send_multipart(encode(protocol.taken(1)))
+        wait_until(lambda: server.desk_status().buffer_bytes == 0)
+        while peer.poll(100):
+            peer.recv_multipart()
+        assert not peer.poll(1500)
+
+
+def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
+    with peer_of(server) as peer:
+        for number in range(10):
+            ask(peer, number, client=ClientName(9, "leaver"))
+        wait_until(lambda: server.desk_status().batches > 0)
+    wait_until(lambda: server.desk_status().buffer_bytes == 0 and server.desk_status().queue == 0, 4)
+    with client_of(server.endpoint, route=True) as client:
+        client.submit_batch(WORK, ME).result()
+    assert server.running
+
+
+def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
+    one = len(
+        b"".join(
+            bytes(frame) for frame in encode(batches.batch_reply(batches.batch_request(WORK, ME), sample(graph, WORK)))
+        )
+    )
+    highest = 0
+    with batch_server(graph, buffer_bytes=10 * one) as server, contextlib.ExitStack() as peers:
+        hogs = [peers.enter_context(peer_of(server)) for _ in range(20)]
+        with client_of(server.endpoint, route=True) as client:
+            client.submit_batch(WORK, ME).result()
+            for number, hog in enumerate(hogs):
+                ask(hog, number, client=ClientName(9, "hog"))
+            for _ in range(50):
+                assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+                highest = max(highest, server.desk_status().buffer_bytes)
+        hog = next(shown for shown in server.desk_status().clients if shown.name == "hog")
+        assert hog.queue and 2 * one < hog.buffer_bytes <= 5.5 * one
+    assert highest <= 10 * one
+
+
+def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
+    done, stop = dict.fromkeys(range(20), 0), threading.Event()
+
+    def work(number: int) -> None:
+        client = HostClient(place, 10.0, route=True)
+        while not stop.is_set():
+            client.submit_batch(WORK, ClientName(number, f"client{number}")).result()
+            done[number] += 1
+        client.close()
+
+    with batch_server(graph, batch_threads=1) as server, ThreadPoolExecutor(20) as pool:
+        place = ServerPlace("node1", 1, "h", server.endpoint, (0, 1, 2))
+        running = [pool.submit(work, number) for number in range(20)]
+        time.sleep(3)
+        stop.set()
+        for one in running:
+            one.result(20)
+    mean = sum(done.values()) / 20
+    assert mean > 5 and all(abs(count - mean) <= max(2, 0.1 * mean) for count in done.values()), done
+
+
+def one_way_and_wrong() -> list[list[bytes]]:
+    """Messages that nobody may send to a server, or that say nothing."""
+    return [
+        encode(protocol.alive()), encode(protocol.taken(4711)), encode(Message(Kind.TAKEN, Status.OK, 1)),
+        encode(Message(Kind.ALIVE, Status.REQUEST, 1)), encode(Message(Kind.BATCH, Status.OK, 1)),
+        encode(Message(Kind.GATHER, Status.ERROR, 1)), encode(protocol.taken(1))[:1] + [b""] * 5000,
+        encode(Message(Kind.TAKEN, Status.REQUEST, 1, (np.arange(9),))), [b""] * 3, [b"GNFS"],
+    ]  # fmt: skip
+
+
+def requests_that_fail() -> list[Message]:
+    arrays = tuple(np.arange(3) for _ in range(4096))
+    return [
+        Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, records=bytes(999)),
+        *(Message(kind, Status.REQUEST, 1, arrays, "x", b"\xff" * 64, flags)
+          for kind in Kind if kind not in (Kind.TAKEN, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
+          for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.COMPRESS)),
+        hops.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
+        protocol.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
+        protocol.edges_request(2**31 - 1, HOMO_EDGE, 2**60, 5),
+    ]  # fmt: skip
+
+
+def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, server) -> None:
+    rounds, wrong, failing = 2, one_way_and_wrong(), list(map(encode, requests_that_fail()))
+    with peer_of(server) as peer, client_of(server.endpoint, route=True) as client:
+        for _ in range(rounds):
+            for frames in (*wrong, *failing):
+                peer.send_multipart(frames)
+            assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+        wait_until(lambda: server.stats().errors == rounds * len(failing), 20)
+        assert server.stats().malformed == rounds * (len(wrong) - 1)  # a TAKEN of nothing is no harm
+    assert server.running
+
+
+def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph) -> None:
+    many = np.zeros(50_000, np.int64)
+    with batch_server(graph, max_request=100_000) as server, client_of(server.endpoint, route=True) as client:
+        start = time.monotonic()
+        with pytest.raises(ServiceError, match=r"gather failed: the request takes 200\d\d\d bytes, over 100000"):
+            rows_of(client, many)
+        with pytest.raises(ServiceError, match="has_edges failed: the request takes"):
+            client.has_edges(HOMO_EDGE, many, many)
+        assert time.monotonic() - start < 5 and len(rows_of(client, many[:9])["x"]) == 9
+
+
+def test_the_stats_file_tells_what_goes_on(graph, tmp_path) -> None:
+    path, peers = tmp_path / "stats.json", [{"name": "node2 (b)", "state": "down"}]
+    with batch_server(graph, stats_file=path, peers=lambda: peers) as server:
+        with client_of(server.endpoint, route=True) as client:
+            for _ in range(20):
+                client.submit_batch(WORK, ME).result()
+            wait_until(lambda: path.exists() and json.loads(path.read_text())["batches"] == 20)
+    shown = json.loads(path.read_text())
+    assert set(shown) == {
+        "time", "endpoint", "node_rank", "parts", "uptime_s", "busy", "requests", "errors", "malformed", "refused",
+        "bytes_in", "bytes_out", "bytes_in_s", "bytes_out_s", "batches", "batches_s", "queue", "buffer_bytes",
+        "buffer_limit", "memory", "clients", "peers",
+    }  # fmt: skip
+    assert shown["requests"] >= 20 and shown["batches_s"] > 0 and 0 < shown["busy"] <= 1
+    assert shown["memory"] > 10**7 and shown["peers"] == peers and shown["clients"][0]["name"] == ME.name

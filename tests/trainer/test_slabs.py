@@ -1,0 +1,76 @@
+"""Memory of large arrays is used again, and never while anything still refers to it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import torch
+
+from trainer.slabs import LARGE, Slabs, cast
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_comes_back_once_nothing_refers_to_it() -> None:
+    slabs = Slabs()
+    array = slabs.empty((LARGE, 3), np.float32)
+    assert (
+        array.shape == (LARGE, 3) and array.dtype == np.float32 and array.flags.writeable and array.flags.c_contiguous
+    )
+    array[:] = 7
+    where, tensor = address(array), torch.from_numpy(array[5:9])
+    del array
+    other = slabs.empty((LARGE, 3), np.float32)
+    other[:] = 1
+    assert address(other) != where and tensor.eq(7).all()
+    del tensor
+    gc.collect()
+    assert address(slabs.empty((LARGE * 6,), np.int16)) == where
+
+
+def test_small_arrays_and_other_sizes_have_their_own() -> None:
+    slabs = Slabs()
+    assert slabs.empty((0, 5), np.float64).shape == (0, 5)
+    first = slabs.empty((LARGE + 5,), np.uint8)
+    where = address(first)
+    del first
+    assert address(slabs.empty((LARGE * 4,), np.uint8)) != where
+    assert address(slabs.empty((LARGE // 2,), np.uint8)) != where
+    assert address(slabs.empty((LARGE + LARGE // 10,), np.uint8)) == where
+
+
+def test_cast_copies() -> None:
+    array = np.arange(LARGE, dtype=np.int32).reshape(-1, 8)
+    there = cast(array, np.int64)
+    assert there.dtype == np.int64 and not np.shares_memory(there, cast(array, np.int32))
+    np.testing.assert_array_equal(there, array)
+    assert cast(np.float32(2.5).reshape(()), np.int64) == 2
+
+
+def test_no_more_is_kept_than_wanted() -> None:
+    slabs = Slabs(keep=3 * LARGE)
+    arrays = [slabs.empty((LARGE,), np.uint8) for _ in range(9)]
+    del arrays
+    assert sum(map(len, slabs._free)) <= 3 * LARGE
+
+
+def test_threads_never_share_memory() -> None:
+    slabs, wrong = Slabs(), []
+
+    def work(number: int) -> None:
+        for _ in range(60):
+            array = slabs.empty((LARGE // 8 + number,), np.int64)
+            array[:] = number
+            if not (array == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong

@@ -1,0 +1,56 @@
+"""Connections take turns, and one that is held up costs the others nothing."""
+
+from __future__ import annotations
+
+from trainer.service.turns import Turns, WaitingTurns
+
+
+def given(turns: Turns[int]) -> list[int]:
+    found = []
+    while (item := turns.pop()) is not None:
+        found.append(item)
+    return found
+
+
+def test_connections_take_turns() -> None:
+    turns: Turns[int] = Turns()
+    for item in (10, 11, 12):
+        turns.push(b"a", item)
+    turns.push(b"b", 20)
+    turns.push(b"c", 30)
+    assert len(turns) == 5 and turns.of(b"a") == 3
+    assert given(turns) == [10, 20, 30, 11, 12] and len(turns) == 0
+
+
+def test_items_of_a_held_connection_wait_and_count_for_nothing() -> None:
+    turns: Turns[int] = Turns()
+    turns.push(b"a", 10)
+    turns.hold(b"a")
+    turns.hold(b"a")
+    turns.push(b"a", 11)
+    turns.push(b"b", 20)
+    assert (len(turns), turns.of(b"a"), sorted(turns.peers())) == (1, 2, [b"a", b"b"])
+    assert given(turns) == [20]
+    turns.let_go(b"a")
+    turns.push(b"a", 12)
+    assert given(turns) == [10, 11, 12]
+
+
+def test_what_is_dropped_is_held_no_longer() -> None:
+    turns: Turns[int] = Turns()
+    turns.hold(b"a")
+    turns.push(b"a", 10)
+    turns.drop(b"a")
+    turns.push(b"a", 11)
+    assert given(turns) == [11] and turns.peers() == []
+
+
+def test_threads_wait_for_items_that_are_let_go() -> None:
+    turns: WaitingTurns[int] = WaitingTurns()
+    turns.hold(b"a")
+    turns.put(b"a", 10)
+    assert len(turns) == 0 and turns.of(b"a") == 1
+    turns.let_go(b"a")
+    assert turns.get() == 10
+    turns.close()
+    assert turns.get() is None

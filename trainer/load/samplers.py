@@ -1,0 +1,38 @@
+"""Who finds the subgraphs and rows of batches: this process, or the graph servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.sample.sampler import BatchWork, Sampled
+from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet
+from trainer.schema import AnyType, NodeType
+from trainer.service.gateway import Gateway
+
+
+class Sampler(Protocol):
+    """Makes batches of one kind; safe to call from several threads. Both methods raise ``ServiceError``."""
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """Subgraph and rows."""
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Nodes and edges alone."""
+
+
+@dataclass(frozen=True)
+class RemoteSampler:
+    """Has each batch made by a graph server, with one request."""
+
+    gateway: Gateway
+    settings: SampleSettings
+    attrs: Mapping[AnyType, tuple[str, ...]]
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, {})).subgraph

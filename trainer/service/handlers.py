@@ -1,0 +1,164 @@
+"""What a graph server answers: from its own parts, or, for clients without parts, from the whole graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from trainer.arrays import Array
+from trainer.errors import PartitionError, ServiceError
+from trainer.partition.format import MANIFEST
+from trainer.sample.edge_slice import edge_slice
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.sampler import BatchWork, CountedAccess, SubgraphSampler
+from trainer.sample.specs import check_type
+from trainer.sample.subgraph import SampleSettings
+from trainer.sample.types import EdgeList, GraphAccess
+from trainer.schema import EdgeType
+from trainer.service import batches, hops, protocol
+from trainer.service.bounded import BoundedGraph, check_rows
+from trainer.service.places import ServerPlace
+from trainer.service.protocol import HelloInfo, ServerStats, SharedSlice
+from trainer.service.wire import Flag, Kind, Message
+from trainer.store.part import PartStore
+
+Topology = Callable[[], tuple[int, tuple[ServerPlace, ...]]]  #: version of the cluster.json, all graph servers
+
+_GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
+
+
+class ServedGraph(GraphAccess, Protocol):
+    """The parts of a server."""
+
+    @property
+    def store(self) -> PartStore: ...
+
+
+class RoutedGraph(CountedAccess, Protocol):
+    """The whole graph, own parts and other servers'; ``DistGraph`` is one."""
+
+    def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList: ...
+
+
+def is_long(request: Message) -> bool:
+    """Whether answering may mean to wait for other servers."""
+    return request.kind == Kind.BATCH or (bool(request.flags & Flag.ROUTE) and request.kind in _GRAPH_KINDS)
+
+
+class Handlers:
+    """Answers requests; every method raises ``TrainerError`` for what the asker got wrong."""
+
+    def __init__(
+        self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
+    ):
+        self.routed: RoutedGraph | None = None  #: may be replaced at any time
+        self._graph, self._info, self._stats, self._topology, self._limit = graph, info, stats, topology, limit
+        self._sampler: SubgraphSampler | None = None
+        self._short: dict[Kind, Callable[[Message], Message]] = {
+            Kind.HELLO: self._hello,
+            Kind.STATS: lambda request: request.reply(text=protocol.info_text(self._stats())),
+            Kind.SAMPLE: self._sample,
+            Kind.GATHER: self._gather,
+            Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
+            Kind.EDGES: self._edges,
+            Kind.MANIFEST: self._manifest,
+            Kind.SHARED: self._shared,
+            Kind.TO_GLOBAL: self._to_global,
+        }
+
+    def short(self, request: Message) -> Message:
+        """The answer from what is here."""
+        if request.kind not in self._short:
+            raise ServiceError(f"{request.kind.name.lower()} is no question")
+        return self._short[request.kind](request)
+
+    def routed_answer(self, request: Message) -> Message:
+        """The answer of the whole graph."""
+        graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
+        if request.kind == Kind.SAMPLE:
+            return request.reply(hops.sample_arrays(graph.sample_hops(hops.read_sample_request(request))))
+        if request.kind == Kind.GATHER:
+            asked = protocol.read_gather_request(request)
+            return request.reply(protocol.row_arrays(asked, graph.gather(asked)))
+        if request.kind == Kind.HAS_EDGES:
+            return self._has_edges(graph, request)
+        return request.reply(protocol.edge_arrays(self._whole().edges_of(*protocol.read_edges_request(request))))
+
+    def batch(self, request: Message, work: BatchWork) -> Message:
+        """A whole batch."""
+        if self._sampler is None:  # its relabel tables, one for each thread, are kept
+            self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
+        graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
+        sampler = replace(
+            self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
+        )  # fmt: skip
+        return batches.batch_reply(request, sampler.sample(work.seeds, work.key))
+
+    def _whole(self) -> RoutedGraph:
+        if self.routed is None:
+            raise ServiceError("this graph server answers for its own parts only; it serves no clients")
+        return self.routed
+
+    def _hello(self, request: Message) -> Message:
+        version, servers = self._topology()
+        return request.reply(text=protocol.info_text(replace(self._info, version=version, servers=servers)))
+
+    def _sample(self, request: Message) -> Message:
+        samples, edges = [], 0
+        for asked in hops.read_sample_request(request):
+            samples += self._graph.sample_hops([asked])
+            edges += len(samples[-1].src)
+            if edges * 4 > self._limit:
+                raise ServiceError(f"{edges} edges and more are over {self._limit} bytes; ask for fewer nodes at once")
+        return request.reply(hops.sample_arrays(samples))
+
+    def _gather(self, request: Message) -> Message:
+        asked = protocol.read_gather_request(request)
+        if isinstance(self._graph, LocalGraph):
+            check_rows(self._graph.store, asked, self._limit)
+        return request.reply(protocol.row_arrays(asked, self._graph.gather(asked)))
+
+    @staticmethod
+    def _has_edges(graph: GraphAccess, request: Message) -> Message:
+        return request.reply([graph.has_edges(*protocol.read_has_edges_request(request))])
+
+    def _edges(self, request: Message) -> Message:
+        edges = edge_slice(self._graph.store, *protocol.read_edges_request(request))
+        return request.reply(protocol.edge_arrays(edges))
+
+    def _manifest(self, request: Message) -> Message:
+        path = self._graph.store.folder / MANIFEST
+        try:
+            return request.reply([np.frombuffer(path.read_bytes(), np.uint8)])
+        except OSError as error:
+            raise PartitionError(f"{path} cannot be read: {error.strerror}") from None
+
+    def _shared(self, request: Message) -> Message:
+        asked = protocol.read_shared_request(request)
+        array = self._shared_array(asked)
+        rows = array if array.ndim else array[None]
+        if asked.first + asked.count > len(rows):
+            raise PartitionError(f"{asked.name} has {len(rows)} rows; asked for {asked.count} from {asked.first} on")
+        if (size := asked.count * rows.dtype.itemsize * math.prod(rows.shape[1:])) > self._limit:
+            raise ServiceError(f"an answer of {size} bytes is over {self._limit}; ask for fewer rows at once")
+        return request.reply([array if not array.ndim else rows[asked.first : asked.first + asked.count]])
+
+    def _shared_array(self, asked: SharedSlice) -> Array:
+        store = self._graph.store
+        if asked.of is not None:
+            return store.seeds(asked.of, asked.name)
+        if asked.name not in store.graph_attrs:
+            raise PartitionError(f"no attribute {asked.name!r} of the graph; there are {sorted(store.graph_attrs)}")
+        return store.graph_attrs[asked.name]
+
+    def _to_global(self, request: Message) -> Message:
+        of, ids = protocol.read_to_global_request(request)
+        check_type(self._graph.store, of)
+        last = self._graph.store.manifest.nodes[of].num_nodes - 1
+        if len(ids) and not 0 <= ids.min() <= ids.max() <= last:
+            raise PartitionError(f"ids {ids.min()} to {ids.max()} of {of!r}; they go from 0 to {last}")
+        return request.reply([self._graph.store.to_global(of, ids)])

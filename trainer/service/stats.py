@@ -1,0 +1,119 @@
+"""What a graph server has done and is doing: counters, and the file that shows them to others."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.service.clients import DeskStatus
+from trainer.service.protocol import HelloInfo, ServerStats
+from trainer.service.wire import Kind
+
+STATS_EVERY = 2.0  #: seconds
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+Peers = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each
+
+
+class Counters:
+    """The numbers behind ``ServerStats``; several threads add to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("requests", "errors", "malformed", "refused", "bytes_in", "bytes_out"), 0)
+        self._seconds = {kind.name.lower(): 0.0 for kind in Kind}
+
+    def add(self, name: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += count
+
+    def answered(self, kind: Kind, seconds: float) -> None:
+        with self._lock:
+            self._counts["requests"] += 1
+            self._seconds[kind.name.lower()] += seconds
+
+    def read(self) -> ServerStats:
+        with self._lock:
+            return ServerStats(**self._counts, seconds=dict(self._seconds))
+
+
+class BusyTime:
+    """Seconds that some threads have worked, summed over them, what is under way included."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = 0.0
+        self._since: dict[int, float] = {}
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._lock:
+            self._since[me] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._total += time.monotonic() - self._since.pop(me)
+
+    def read(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            return self._total + sum(now - since for since in self._since.values())
+
+
+class StatsReport:
+    """Makes the content of the stats file; rates are those since the last time."""
+
+    def __init__(
+        self, info: HelloInfo, endpoint: str, batch_threads: int, counters: Counters, busy: BusyTime,
+        desk: Callable[[], DeskStatus], peers: Peers,
+    ):  # fmt: skip
+        self._info, self._endpoint, self._threads = info, endpoint, batch_threads
+        self._counters, self._busy, self._desk, self._peers = counters, busy, desk, peers
+        self._started = self._then = time.monotonic()
+        self._last: dict[str, float] = dict.fromkeys(("busy", "bytes_in", "bytes_out", "batches"), 0.0)
+
+    def make(self) -> dict[str, Any]:
+        stats, desk, now = asdict(self._counters.read()), self._desk(), time.monotonic()
+        del stats["seconds"]
+        totals = {"busy": self._busy.read(), "batches": desk.batches, **stats}
+        span = max(now - self._then, 1e-3)
+        rates = {name: (totals[name] - then) / span for name, then in self._last.items()}
+        self._last, self._then = {name: totals[name] for name in self._last}, now
+        return {
+            "time": time.time(),
+            "endpoint": self._endpoint,
+            "node_rank": self._info.node_rank,
+            "parts": list(self._info.part_ids),
+            "uptime_s": now - self._started,
+            "busy": min(1.0, rates.pop("busy") / max(1, self._threads)),
+            **stats,
+            **{f"{name}_s": rate for name, rate in rates.items()},
+            "batches": desk.batches,
+            "queue": desk.queue,
+            "buffer_bytes": desk.buffer_bytes,
+            "buffer_limit": desk.buffer_limit,
+            "memory": resident_bytes(),
+            "clients": [asdict(client) for client in desk.clients],
+            "peers": [dict(peer) for peer in self._peers()],
+        }
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+
+
+def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON beside and rename it, so that readers see the old or the new one whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)

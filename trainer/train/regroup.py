@@ -1,0 +1,268 @@
+"""Going on without ranks that were lost: those that are left form a new team, as often as it takes.
+
+Who is left says ``team.json`` in the node's run folder, which the node's supervisor writes:
+``{"generation": 1, "ranks": [0, 1, 4, 5], "lost": [{"node_rank": 2, "ranks": [2, 3], "why": "…"}]}``.
+A loss shows in one of two ways: a collective fails, at once where a process has died; or a newer team
+is in the file, also when a host has vanished and nothing comes from it. Then a thread cuts the
+connections, so that the collective fails here, and at the other ends. Teams meet in the run's store,
+under their generation's prefix; a team that loses somebody while it meets gives way to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from trainer.errors import PeerError, TrainingError
+from trainer.ranks import Ranks
+from trainer.train.team import Team, check_backend, gradient_group, join_team, lost_peer, not_met, says_peer_gone
+from trainer.train.wires import wires_made_by
+
+T = TypeVar("T")
+
+LOOK = 0.5  #: seconds between looks at team.json
+_CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have come
+_POLL = 0.05  #: seconds between looks at the store
+_PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
+
+
+class NoWayOn(PeerError):
+    """The run cannot go on without the ranks that were lost."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who is left of a run."""
+
+    generation: int  #: 0: everybody
+    ranks: tuple[int, ...]  #: ascending
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """That a run may go on without some of its ranks, and where it is said which."""
+
+    file: Path  #: team.json
+    patience: float = 16.0  #: seconds from a failed collective until the file tells who was lost
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], run_dir: Path) -> GoOn | None:
+        """None unless GNNFLEET_ON_CLIENT_LOSS is ``go-on``."""
+        if environ.get("GNNFLEET_ON_CLIENT_LOSS") != "go-on":
+            return None
+        folder = Path(environ.get("GNNFLEET_RUN_DIR") or run_dir)
+        return cls(folder / "team.json", float(environ.get("GNNFLEET_PEER_TIMEOUT") or 6.0) + 10.0)
+
+    def newest(self) -> Members | None:
+        """What the file says; None before it is there."""
+        try:
+            told = json.loads(self.file.read_text(encoding="utf-8"))
+            return Members(int(told["generation"]), tuple(sorted(told["ranks"])))
+        except FileNotFoundError:
+            return None
+
+
+def with_team(
+    work: Callable[[Team], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
+) -> T:
+    """``work`` done with all ranks, and with ``go_on`` again with those that are left each time some are lost.
+
+    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_team``.
+    """
+    if go_on is not None and ranks.world_size > 1:
+        check_backend(ranks, device, backend)
+        return _Survivor(ranks, device, backend, timeout, go_on).run(work)
+    with join_team(ranks, device, backend, timeout) as team:
+        result = work(team)
+        team.barrier()
+    return result
+
+
+class _Watch:
+    """A thread that cuts a team's connections when ``team.json`` names a newer one."""
+
+    def __init__(self, go_on: GoOn):
+        self._go_on, self._lock, self._over = go_on, threading.Lock(), threading.Event()
+        self._members: Members | None = None
+        self._cuts: tuple[Callable[[], None], ...] = ()
+
+    def guard(self, members: Members, *cuts: Callable[[], None]) -> None:
+        """From now on, these are the members; ``cuts`` end their connections."""
+        with self._lock:
+            self._members, self._cuts = members, cuts
+
+    def cut(self) -> None:
+        """End the connections, once."""
+        with self._lock:
+            cuts, self._cuts = self._cuts, ()
+        for cut in cuts:
+            cut()
+
+    def superseded(self, members: Members) -> bool:
+        """Whether there is a newer team."""
+        return (self._go_on.newest() or members).generation > members.generation
+
+    def __enter__(self) -> _Watch:
+        threading.Thread(target=self._run, name="team-watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        while not self._over.wait(LOOK):
+            members = self._members
+            if members is not None and self.superseded(members):
+                self.cut()
+
+
+class _Survivor:
+    """One rank of a run that may lose others."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn):
+        self.ranks, self.device, self.backend, self.timeout, self.go_on = ranks, device, backend, timeout, go_on
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
+        self.store, self.watch = _run_store(ranks, timeout), _Watch(go_on)
+
+    def run(self, work: Callable[[Team], T]) -> T:
+        """``work`` with one team after the other, until one has done it."""
+        members = self.go_on.newest() or Members(0, tuple(range(self.ranks.world_size)))
+        with self.watch:
+            while isinstance(ended := self._attempt(work, members), PeerError):
+                self.watch.cut()
+                _destroy_groups()
+                members = self._next(members, ended)
+        _destroy_groups()
+        return ended.result
+
+    def _attempt(self, work: Callable[[Team], T], members: Members) -> _Done[T] | PeerError:
+        """What ``work`` returns, or why the team has broken; whatever holds on to its groups ends with this call."""
+        try:
+            result = work(self._meet(members))
+            self._await_all(members)
+            return _Done(result)
+        except NoWayOn:
+            raise
+        except PeerError as error:
+            return PeerError(str(error))
+        except (RuntimeError, TrainingError) as error:
+            told = isinstance(error, RuntimeError) and says_peer_gone(error)
+            if not told and not self.watch.superseded(members):  # what fails beside a cut may look like anything
+                raise
+            return lost_peer(self.ranks, self.timeout, error)
+
+    def _next(self, members: Members, reason: PeerError) -> Members:
+        """The team after this one. Raises ``reason`` when nobody is said to have left."""
+        until = time.monotonic() + self.go_on.patience
+        while time.monotonic() < until:
+            newest = self.go_on.newest()
+            if newest is not None and newest.generation > members.generation:
+                return newest
+            time.sleep(_POLL)
+        raise reason
+
+    def _meet(self, members: Members) -> Team:
+        """All ranks of a team, connected."""
+        if self.ranks.rank not in members.ranks:
+            raise NoWayOn(f"{self.ranks} was taken for lost, and the others went on without it")
+        self.watch.guard(members)
+        self.store.delete_key(_done(self.ranks.rank))
+        self._await_arrival(members)
+        team = Team(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
+        if team.size == 1:
+            return team
+        _, wires = wires_made_by(lambda: self._connect(members, team), self.ranks.master_port)
+        self.watch.guard(members, wires.cut)
+        gradients = gradient_group(self.device, self.backend, team.size, self.timeout)
+        if gradients is not None:
+            self.watch.guard(members, wires.cut, gradients.abort)
+        return replace(team, gradients=gradients)
+
+    def _connect(self, members: Members, team: Team) -> None:
+        store = PrefixStore(f"team{members.generation}", self.store)
+        limit = timedelta(seconds=min(_CONNECT, self.timeout))
+        dist.init_process_group("gloo", store=store, rank=team.rank, world_size=team.size, timeout=limit)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout))
+
+    def _await_arrival(self, members: Members) -> None:
+        """Wait until all members have come."""
+        key = f"team{members.generation}/here"
+        self.store.set(f"{key}/{self.ranks.rank}", "")
+        until = time.monotonic() + self.timeout
+        while missing := self._without(members, lambda rank: f"{key}/{rank}"):
+            if self.watch.superseded(members):
+                raise PeerError(f"{self.ranks}: others were lost while it waited for them")
+            self._pause(missing, until)
+
+    def _await_all(self, members: Members) -> None:
+        """Wait until all who are left have done their work, or need this rank again in a newer team."""
+        own = self.ranks.rank
+        self.store.set(_done(own), "")
+        until = time.monotonic() + self.timeout
+        while missing := self._without(newest := self.go_on.newest() or members, _done):
+            if newest.generation > members.generation:
+                break
+            self._pause(missing, until)
+        if self._decide(members, "again" if missing else "over") == "again":
+            raise PeerError(f"{self.ranks}: others were lost while it waited for them")
+        self.store.set(f"left/{own}", "")
+        until = time.monotonic() + _PART
+        while own == members.ranks[0] and time.monotonic() < until:
+            if not self._without(self.go_on.newest() or members, lambda rank: f"left/{rank}"):
+                return
+            time.sleep(_POLL)
+
+    def _decide(self, members: Members, what: str) -> str:
+        """How this team ends, ``over`` or ``again``: for all of them what the first one says, or else some would leave
+        while others wait for them."""
+        return self.store.compare_set(f"team{members.generation}/end", "", what).decode()
+
+    def _without(self, members: Members, key: Callable[[int], str]) -> list[int]:
+        """The members whose key is not in the store."""
+        return [rank for rank in members.ranks if not self.store.check([key(rank)])]
+
+    def _pause(self, missing: list[int], until: float) -> None:
+        """Raises ``PeerError`` when it makes no more sense to wait."""
+        if time.monotonic() > until:
+            names = ", ".join(map(str, missing))
+            raise PeerError(f"{self.ranks} waited {self.timeout:g} s in vain for ranks {names}")
+        time.sleep(_POLL)
+
+
+@dataclass(frozen=True)
+class _Done(Generic[T]):
+    result: T
+
+
+def _done(rank: int) -> str:
+    """Key of a rank that has done its work."""
+    return f"done/{rank}"
+
+
+def _run_store(ranks: Ranks, timeout: float) -> Store:
+    """The run's store: torchrun's, which is the lead node's agent's, or else the one that rank 0 holds."""
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = TCPStore(
+            ranks.master_addr, ranks.master_port, None, not of_agent and ranks.rank == 0,
+            timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise not_met(ranks, timeout, error) from error
+    return PrefixStore("gnnfleet", store)
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

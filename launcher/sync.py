@@ -11,6 +11,7 @@ import errno
 import gzip
 import hashlib
 import io
+import secrets
 import tarfile
 import tempfile
 import threading
@@ -194,7 +195,8 @@ class _NodeJob:
         self.current = self.node.code_dir
         data = self.archive.data()
         sha256 = hashlib.sha256(data).hexdigest()
-        dest = f"{self.node.code_dir}-{sha256[:8]}.tgz{PART_SUFFIX}"
+        # A name of its own: launches of the same moment bring the same code, and each deletes its archive.
+        dest = f"{self.node.code_dir}-{sha256[:8]}-{secrets.token_hex(4)}.tgz{PART_SUFFIX}"
         with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
             packed.write(data)
             packed.flush()

@@ -127,6 +127,8 @@ def _commit_one(entry: Entry, cache: DigestCache) -> str:
     path = os.path.expanduser(entry["path"])
     part = path + PART_SUFFIX
     try:
+        if not os.path.exists(part) and os.path.isfile(path) and cache.digest(path) == entry["sha256"]:
+            return ""  # a run beside ours has brought the same file meanwhile
         found = sha256_of(part)
         if found != entry["sha256"]:
             os.unlink(part)
@@ -163,8 +165,11 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
             else:
                 tar.extractall(beside)
         os.chmod(beside, 0o755)
-        if not os.path.isdir(dest):  # a run beside ours may have brought the same code meanwhile
+        try:
             os.rename(beside, dest)
+        except OSError:
+            if not os.path.isdir(dest):  # a run beside ours may have brought the same code meanwhile
+                raise
         os.unlink(archive)
         return ""
     finally:

@@ -78,6 +78,7 @@ def test_a_sleeping_rank_shows_its_line(run_dir: Path, start: Start) -> None:
 
 def test_asking_twice_gives_two_answers(run_dir: Path, start: Start) -> None:
     pid = start(0)
+    wait_until(lambda: len(os.listdir(f"/proc/{pid}/task")) == 2)  # the one that said so is gone
     first, second = (stacks.collect(str(run_dir), {0: pid}) for _ in range(2))
     assert first == second and (run_dir / "logs" / "stacks-rank0.log").read_text().count(AT_LOAD) == 2
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import pytest
 
 from launcher import sync as sync_module
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
+from launcher.node import files
+from launcher.node.files import PART_SUFFIX, sha256_of
 from launcher.plan import LaunchPlan
 from launcher.progress import TransferProgress
 from launcher.sync import sync
@@ -287,3 +290,22 @@ def test_verify_refuses_two_different_partitions(tmp_path: Path) -> None:
     plan = shared_plan(make_parts(tmp_path / "a"), tmp_path, other=make_parts(tmp_path / "b", size=90_000))
     with pytest.raises(SyncError, match="one and the same partition"):
         verify(plan, lines(plan))
+
+
+def test_two_launches_that_bring_the_same_file_and_code_at_once_both_have_it(tmp_path: Path) -> None:
+    """Either commits and unpacks after the other: what is there already is as good."""
+    part = tmp_path / f"x.npy{PART_SUFFIX}"
+    part.write_bytes(b"rows")
+    entry = {"path": str(tmp_path / "x.npy"), "bytes": 4, "sha256": sha256_of(str(part))}
+    for _ in range(2):
+        assert files.main({"op": "commit", "files": [entry]}) == {"files": [{"path": entry["path"], "error": ""}]}
+    dest = tmp_path / "code" / "abc"
+    for number in range(2):
+        archive = tmp_path / f"{number}.tgz"
+        with tarfile.open(archive, "w:gz") as tar:
+            tar.add(entry["path"], "x.npy")
+        request = {"op": "unpack", "archive": str(archive), "sha256": sha256_of(str(archive)), "dest": str(dest)}
+        dest.parent.mkdir(exist_ok=True)
+        assert files.main(request) == {"error": ""} and not archive.exists()
+    assert [path.name for path in dest.parent.iterdir()] == ["abc"] and (dest / "x.npy").read_bytes() == b"rows"
+    assert files.main({"op": "commit", "files": [{**entry, "sha256": "0" * 64}]})["files"][0]["error"]

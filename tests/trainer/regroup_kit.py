@@ -139,10 +139,16 @@ def _finish(process: Any, output: Path) -> Ended:
 def _await_end(process: Any, loss: Loss) -> None:
     """Until the process is dead, or stopped."""
     until = time.monotonic() + 60
-    stat = Path(f"/proc/{process.pid}/stat")
-    while process.is_alive() and stat.read_text().rpartition(")")[2].split()[0] != "T":
+    while process.is_alive() and _state(process.pid) not in ("T", "gone"):
         assert time.monotonic() < until, f"{loss} did not happen"
         time.sleep(0.02)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
 
 
 class _Note:

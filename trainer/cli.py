@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast, get_args
 
 import click
 
 from trainer.config import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
-from trainer.errors import TrainerError
+from trainer.errors import SettingsError, TrainerError
+from trainer.reach import CacheSize, Reach, Topology, WireRows
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
 _ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
@@ -58,6 +61,16 @@ def _no_parts_if_set_empty() -> tuple[int, ...] | None:
     return () if "GNNFLEET_PART_IDS" in os.environ else None
 
 
+class _CacheSize(click.ParamType):
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> CacheSize:
+        try:
+            return value if isinstance(value, CacheSize) else CacheSize.parse(value)
+        except SettingsError as error:
+            self.fail(str(error), param, ctx)
+
+
 _GRAPH_OPTIONS = (
     click.option(
         "--parts",
@@ -99,14 +112,45 @@ _GRAPH_OPTIONS = (
         show_default=True,
         help="Batches travel compressed to client nodes.",
     ),
+    click.option(
+        "--topology",
+        type=click.Choice(get_args(Topology)),
+        envvar="GNNFLEET_TOPOLOGY",
+        default="partitioned",
+        show_default=True,
+        help="replicated: the edges of all parts are in the folder, so that only rows are asked of other hosts.",
+    ),
+    click.option(
+        "--cache",
+        type=_CacheSize(),
+        envvar="GNNFLEET_CACHE",
+        default="10%",
+        show_default=True,
+        help="Rows of other hosts kept here, those most likely to be asked for: a share of them, a size (512MB), or 0.",
+    ),
+    click.option(
+        "--wire-rows",
+        type=click.Choice(get_args(WireRows)),
+        envvar="GNNFLEET_WIRE_ROWS",
+        default="stored",
+        show_default=True,
+        help="What floating-point rows are rounded to on their way from other hosts.",
+    ),
 )
+_REACH = tuple(field.name for field in fields(Reach))
 
 
 def _graph_options(function: F) -> F:
     """Which graph, and where its other parts are: what every rank of a run is told."""
+
+    @functools.wraps(function)
+    def reaching(**options: Any) -> Any:
+        reach = Reach(**{name: options.pop(name) for name in _REACH})
+        return function(**options, reach=reach)
+
     for option in reversed(_GRAPH_OPTIONS):
-        function = option(function)
-    return function
+        reaching = option(reaching)
+    return cast(F, reaching)
 
 
 @click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
@@ -123,10 +167,10 @@ def cli() -> None:
 @settings_options
 def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
-    server_wait: float, compress: bool, **settings: Any,
+    reach: Reach, **settings: Any,
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, one rank of it."""
-    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, server_wait, compress)
+    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, reach)
     from trainer.train.job import train as run
 
     run(job)

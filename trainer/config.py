@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from trainer.errors import SettingsError
+from trainer.reach import Reach
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -82,8 +83,7 @@ class TrainJob:
     part_ids: tuple[int, ...] | None = None  #: parts opened here; None: all
     cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
     key_file: Path | None = None  #: service.key, when the graph service is encrypted
-    server_wait: float = 60.0  #: seconds a lost graph server may take to come back
-    compress: bool = False  #: a client's batches travel compressed
+    reach: Reach = Reach()
 
     @property
     def timeout(self) -> float:
@@ -101,8 +101,7 @@ class InferJob:
     part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
     cluster: Path | None = None
     key_file: Path | None = None
-    server_wait: float = 60.0
-    compress: bool = False
+    reach: Reach = Reach()
     nodes_at_once: int = 4096  #: nodes computed together; bounds memory
     timeout: float = 120.0  #: seconds any wait may take
 

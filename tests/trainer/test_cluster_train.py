@@ -19,6 +19,7 @@ from service_kit import free_endpoint, new_keys, serve_process, wait_for, write_
 from train_kit import command_line, curve, finish, free_port, infer_words, job, metrics, start_words, write_parts
 from trainer.config import InferJob, TrainJob
 from trainer.ranks import Ranks
+from trainer.reach import Reach
 from trainer.service.keys import write_key_file
 from trainer.train.infer import infer
 from trainer.train.job import train
@@ -123,7 +124,7 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
     endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
     with two_nodes(tmp_path / "nodes") as nodes:
         processes = start(
-            nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), server_wait=3.0))]
+            nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), reach=Reach(server_wait=3.0)))]
         )  # fmt: skip
         until = time.monotonic() + 60
         while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():

@@ -11,6 +11,7 @@ from trainer.errors import ServiceError, SettingsError
 from trainer.load.open import Graph
 from trainer.load.seeds import RankLayout
 from trainer.ranks import Ranks
+from trainer.reach import Reach
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster
@@ -25,7 +26,7 @@ _HELLO = 10.0  #: seconds a server may take to say who it is
 
 def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
-    server_wait: float = 60.0, compress: bool = False, placed: RankLayout | None = None,
+    reach: Reach = Reach(), placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
     """The graph as a client node of a run has it: all of it through the servers, home first.
 
@@ -36,7 +37,7 @@ def open_client(
     turn = ranks.rank % max(len(others), 1)
     gateway = Gateway(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
-        server_wait=server_wait, compress=compress, client=client_name(f"{cluster.run_id}/rank{ranks.rank}"),
+        server_wait=reach.server_wait, compress=reach.compress, client=client_name(f"{cluster.run_id}/rank{ranks.rank}"),
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, placed)
 

@@ -14,7 +14,7 @@ from trainer.load.attach import open_client
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
 from trainer.ranks import Ranks
-from trainer.sample.holders import SERVER_WAIT
+from trainer.reach import Reach
 from trainer.service.cluster import read_cluster
 
 _RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
@@ -34,8 +34,8 @@ def open_any(
     if path is None and part is None and is_client(cluster, ranks.node_rank):
         assert cluster is not None
         return open_client(
-            read_cluster(cluster), ranks, key_file=key_file, deadline=deadline, server_wait=server_wait(environ),
-            compress=compresses(environ), placed=_placed(cluster, ranks),
+            read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
+            reach=Reach.from_env(environ), placed=_placed(cluster, ranks),
         )  # fmt: skip
     if path is None:
         _check_in_run(environ)
@@ -47,7 +47,7 @@ def open_any(
         part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
-        ranks=ranks, placed=placed, server_wait=server_wait(environ),
+        ranks=ranks, placed=placed, reach=Reach.from_env(environ),
     )  # fmt: skip
 
 
@@ -72,16 +72,6 @@ def is_client(cluster: str | Path | None, node_rank: int) -> bool:
     """Whether a node of a run holds no part and asks graph servers. Raises ``SettingsError`` for a bad cluster file."""
     nodes = read_cluster(cluster).nodes if cluster else ()
     return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
-
-
-def server_wait(environ: Mapping[str, str] = os.environ) -> float:
-    """GNNFLEET_SERVER_WAIT: seconds that a lost graph server may take to come back."""
-    return float(environ.get("GNNFLEET_SERVER_WAIT") or SERVER_WAIT)
-
-
-def compresses(environ: Mapping[str, str] = os.environ) -> bool:
-    """GNNFLEET_COMPRESS: whether batches travel compressed."""
-    return environ.get("GNNFLEET_COMPRESS", "") not in ("", "0")
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:

@@ -13,7 +13,7 @@ from trainer.load.samplers import RemoteSampler, Sampler
 from trainer.load.seeds import RankLayout
 from trainer.partition.format import Manifest, manifest_digest
 from trainer.ranks import Ranks
-from trainer.sample.holders import SERVER_WAIT
+from trainer.reach import Reach
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.sample.sampler import SubgraphSampler
@@ -151,17 +151,17 @@ class Graph:
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
-    placed: RankLayout | None = None, server_wait: float = SERVER_WAIT,
+    placed: RankLayout | None = None, reach: Reach = Reach(),
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
-    ``server_wait``: seconds that a lost host may take to come back while no other one has its parts.
+    ``reach``: how to get at what is on the others.
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
     store = open_parts(parts, part_ids)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
-    access = DistGraph(LocalGraph(store), clients, server_wait=server_wait, turn=node_rank)
+    access = DistGraph(LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank)
     graph = Graph(store, access, clients, ranks or Ranks(), placed)
     try:
         _check_complete(graph)

@@ -15,7 +15,6 @@ from trainer.sample.types import HopRequest, RowRequest
 from trainer.schema import EdgeType
 
 HERE, NOBODY = -1, -2  #: instead of a node rank
-SERVER_WAIT = 60.0  #: seconds a lost server may take to come back when nobody else has its parts
 _RETRY_EVERY = 1.0  #: seconds
 _POLL = 0.05  #: seconds
 

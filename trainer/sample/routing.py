@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError, ServerGone, ServiceError
+from trainer.reach import SERVER_WAIT
 from trainer.sample.edge_slice import EDGES_AT_ONCE, edge_slice
 from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
-from trainer.sample.holders import HERE, NOBODY, SERVER_WAIT, Holders, Pending, RemoteHost
+from trainer.sample.holders import HERE, NOBODY, Holders, Pending, RemoteHost
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.specs import check_type, row_spec
 from trainer.sample.split import Groups, Split

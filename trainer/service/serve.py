@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
-from trainer.sample.holders import SERVER_WAIT
+from trainer.reach import SERVER_WAIT
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.service.keys import read_key_file

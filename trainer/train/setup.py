@@ -38,12 +38,11 @@ def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
                 f" {ranks.node_rank} is none, can do without"
             )
         return open_client(
-            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout,
-            server_wait=job.server_wait, compress=job.compress,
+            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout, reach=job.reach,
         )  # fmt: skip
     return open_graph(
         job.parts, job.part_ids, cluster_file=job.cluster, node_rank=ranks.node_rank, key_file=job.key_file,
-        deadline=job.timeout, server_wait=job.server_wait,
+        deadline=job.timeout, reach=job.reach,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class CacheSize:
         found = _SIZE.fullmatch(text.strip())
         if found is None:
             raise SettingsError(
-                f"{text!r} is no size of a cache; write a share of the remote rows, 10%, a size, 512MB, or 0"
+                f"{text!r} is no size of a cache; write a share of the remote rows (10%), a size (512MB), or 0"
             )
         number, unit = float(found[1]), found[2].upper()
         if unit != "%":

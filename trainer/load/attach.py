@@ -26,18 +26,19 @@ _HELLO = 10.0  #: seconds a server may take to say who it is
 
 def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
-    reach: Reach = Reach(), placed: RankLayout | None = None,
+    reach: Reach | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
     """The graph as a client node of a run has it: all of it through the servers, home first.
 
     Raises ``ServiceError`` when no server answers within ``deadline``, or another partition is served there.
     """
+    reach, asker = reach or Reach(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
     home = cluster.home_of(ranks.node_rank)
     others = [place for place in cluster.gateways() if place != home]
     turn = ranks.rank % max(len(others), 1)
     gateway = Gateway(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
-        server_wait=reach.server_wait, compress=reach.compress, client=client_name(f"{cluster.run_id}/rank{ranks.rank}"),
+        server_wait=reach.server_wait, compress=reach.compress, client=asker,
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, placed)
 

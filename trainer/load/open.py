@@ -151,7 +151,7 @@ class Graph:
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
-    placed: RankLayout | None = None, reach: Reach = Reach(),
+    placed: RankLayout | None = None, reach: Reach | None = None,
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
@@ -159,6 +159,7 @@ def open_graph(
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
+    reach = reach or Reach()
     store = open_parts(parts, part_ids)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
     access = DistGraph(LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trainer.cost import Cost
 from trainer.schema import EdgeType, NodeType
 
 
@@ -50,9 +51,7 @@ class Batch:
     input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
     blocks: tuple[Block, ...]
     degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
-    remote_bytes: int = 0  #: received from other hosts for this batch
-    gathered_rows: int = 0  #: rows of nodes and edges gathered for this batch; 0 with one host
-    remote_rows: int = 0  #: of them from other hosts
+    cost: Cost = Cost()  #: of making it
 
     def to(self, device: torch.device) -> Batch:
         """The batch with its tensors on ``device``."""
@@ -89,9 +88,7 @@ class HeteroBatch:
     input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
     blocks: tuple[Mapping[EdgeType, Block], ...]  #: every edge type with a fanout
     num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] each, cumulative
-    remote_bytes: int = 0  #: received from other hosts for this batch
-    gathered_rows: int = 0  #: rows of nodes and edges gathered for this batch; 0 with one host
-    remote_rows: int = 0  #: of them from other hosts
+    cost: Cost = Cost()  #: of making it
 
     def to(self, device: torch.device) -> HeteroBatch:
         """The batch with its tensors on ``device``."""

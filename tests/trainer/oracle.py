@@ -85,7 +85,7 @@ def _leaves(value, path=()):
                 yield from _leaves(store[name], (*path, store._key, name))
     elif is_dataclass(value):
         for field in fields(value):
-            if field.name not in ("remote_bytes", "gathered_rows", "remote_rows"):  # where it was fetched
+            if field.name != "cost":  # where it was fetched, and how fast
                 yield from _leaves(getattr(value, field.name), (*path, field.name))
     elif isinstance(value, dict):
         for key, item in value.items():

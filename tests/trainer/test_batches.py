@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
+from trainer.cost import Cost
 from trainer.errors import ServiceError, WireError
 from trainer.sample.sampler import BatchWork, Sampled, SubgraphSampler
 from trainer.sample.subgraph import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
@@ -105,8 +106,8 @@ def test_work_there_and_its_batch_back(graphs, name: str, compress: bool) -> Non
     rows = sum(len(next(iter(columns.values()))) for columns in made.rows.values()) + (
         len(work.seeds.nodes[work.labels[0]]) if work.labels[1] else 0
     )
-    assert (back.remote_bytes, back.gathered_rows, back.remote_rows) == (sum(map(len, frames)), rows, rows)
-    assert flat(dataclasses.replace(back, remote_bytes=0, gathered_rows=0, remote_rows=0)) == flat(made)
+    assert back.cost == Cost(remote_bytes=sum(map(len, frames)), rows=rows, remote_rows=rows)
+    assert flat(dataclasses.replace(back, cost=made.cost)) == flat(made)
 
 
 DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16")
@@ -171,7 +172,7 @@ def test_any_batch_comes_back_bit_for_bit(made_of, compress: bool) -> None:
     request = sent(batches.batch_request(work, ME))
     assert flat(batches.read_batch_request(request)[0]) == flat(work)
     back = batches.read_batch(sent(batches.batch_reply(request, made), compress=compress), work)
-    assert flat(dataclasses.replace(back, remote_bytes=0, gathered_rows=0, remote_rows=0)) == flat(made)
+    assert flat(dataclasses.replace(back, cost=made.cost)) == flat(made)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from load_kit import homo_data
 from oracle import assert_identical
 from service_kit import free_endpoint
 from trainer import DistNeighborLoader
+from trainer.cost import Cost
 from trainer.errors import PartitionError, ServiceError, SettingsError
 from trainer.load.open import open_graph
 from trainer.sample.sampler import BatchWork
@@ -254,8 +255,9 @@ def test_large_questions_are_asked_in_pieces(servers, folder, monkeypatch):
         ours, theirs = graph.access.edge_list(HOMO_EDGE), local.access.edge_list(HOMO_EDGE)
         for name in ("src", "dst", "orig_id"):
             np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-        assert graph.access.take_rows() == (60 + len(edges), 60 + len(edges)) and graph.access.take_remote_bytes() > 0
-        assert graph.access.take_rows() == (0, 0) and graph.access.take_remote_bytes() == 0
+        cost = graph.access.take_cost()
+        assert (cost.rows, cost.remote_rows) == (60 + len(edges), 60 + len(edges)) and cost.remote_bytes > 0
+        assert graph.access.take_cost() == Cost()
 
 
 def test_ids_are_asked_for_few_at_a_time_until_the_table_is_worth_it(servers):

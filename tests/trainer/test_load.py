@@ -94,7 +94,7 @@ def test_batches_are_bit_identical_by_every_road(road, threads):
         expected = batches(graph)
     with opened(*ROADS[road]) as graph:
         got = batches(graph, threads=threads)
-        crossed = sum(batch.remote_bytes for batch in got)
+        crossed = sum(batch.cost.remote_bytes for batch in got)
     assert len(got) == len(expected) == 5
     for ours, theirs in zip(got, expected, strict=True):
         assert_same_batch(ours, theirs)

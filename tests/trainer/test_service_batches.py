@@ -16,6 +16,7 @@ import zmq
 from load_kit import homo_data, parts_of
 from service_kit import client_of, rows_of, serving
 from test_batches import HOMO, ME, flat, sample
+from trainer.cost import Cost
 from trainer.errors import ServiceError
 from trainer.sample.types import HopRequest, RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE
@@ -76,8 +77,7 @@ def wait_until(true, seconds=5.0):
 
 
 def same_batch(there, here) -> bool:
-    counts = {"remote_bytes": 0, "gathered_rows": 0, "remote_rows": 0}
-    return flat(dataclasses.replace(there, **counts)) == flat(dataclasses.replace(here, **counts))
+    return flat(dataclasses.replace(there, cost=Cost())) == flat(dataclasses.replace(here, cost=Cost()))
 
 
 @pytest.mark.parametrize("name", HOMO)

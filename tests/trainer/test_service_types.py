@@ -101,10 +101,10 @@ def test_hops_under_all_conditions_are_the_same_anywhere_in_one_message(whole, h
     asked = hops_of_every_kind(nodes, WRITES, COUNTS["author"])
     asked += [replace(PLAIN, edge_type=CITES, nodes=nodes, fanout=4, key=9)]
     before = asked_so_far(hosts)
-    hosts.take_remote_bytes()
+    hosts.take_cost()
     there = hosts.sample_hops(asked)
     assert asked_so_far(hosts) == {rank: count + 2 for rank, count in before.items()}  # one, and one stats each
-    assert hosts.take_remote_bytes() > 0 == hosts.take_remote_bytes()
+    assert hosts.take_cost().remote_bytes > 0 == hosts.take_cost().remote_bytes
     differing = set()
     for mine, theirs in zip(whole.sample_hops(asked), there, strict=True):
         assert_same_sample(theirs, mine)

@@ -114,9 +114,7 @@ class BatchLoader:
             input_id=torch.from_numpy(share.positions),
             blocks=homo_blocks(sampled.subgraph),
             degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
-            remote_bytes=sampled.remote_bytes,
-            gathered_rows=sampled.gathered_rows,
-            remote_rows=sampled.remote_rows,
+            cost=sampled.cost,
         )
 
     def _hetero(self, share: Share, sampled: Sampled) -> HeteroBatch:
@@ -133,9 +131,7 @@ class BatchLoader:
             input_id=torch.from_numpy(share.positions),
             blocks=hetero_blocks(sampled.subgraph),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
-            remote_bytes=sampled.remote_bytes,
-            gathered_rows=sampled.gathered_rows,
-            remote_rows=sampled.remote_rows,
+            cost=sampled.cost,
         )
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from trainer.sample.sampler import BatchWork, Sampled
@@ -32,7 +33,9 @@ class RemoteSampler:
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())
 
     def sample(self, seeds: SeedSet, key: int) -> Sampled:
-        return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
+        began = time.perf_counter()
+        sampled = self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
+        return replace(sampled, cost=replace(sampled.cost, wait_s=time.perf_counter() - began))
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, {})).subgraph

@@ -114,9 +114,7 @@ def as_hetero(batch: Batch) -> HeteroBatch:
         input_id=batch.input_id,
         blocks=tuple({HOMO_EDGE: block} for block in batch.blocks),
         num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
-        remote_bytes=batch.remote_bytes,
-        gathered_rows=batch.gathered_rows,
-        remote_rows=batch.remote_rows,
+        cost=batch.cost,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
+from trainer.cost import Cost, CostMeter
 from trainer.errors import PartitionError, ServerGone, ServiceError
 from trainer.reach import SERVER_WAIT
 from trainer.sample.edge_slice import EDGES_AT_ONCE, edge_slice
@@ -112,7 +113,7 @@ class DistGraph:
             lambda pairs: (pairs.edge_type[2], pairs.dst),
             lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
         )
-        self._count = threading.local()
+        self._meter = CostMeter()
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
@@ -213,17 +214,9 @@ class DistGraph:
         piece = _Slice(first, part_id, first, count)
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
-    def take_remote_bytes(self) -> int:
-        """Payload bytes this thread received from other hosts since it last asked."""
-        received = getattr(self._count, "bytes", 0)
-        self._count.bytes = 0
-        return int(received)
-
-    def take_rows(self) -> tuple[int, int]:
-        """Rows this thread gathered since it last asked, and how many came from other hosts; 0, 0 with one host."""
-        rows = getattr(self._count, "rows", (0, 0))
-        self._count.rows = (0, 0)
-        return rows
+    def take_cost(self) -> Cost:
+        """Bytes, rows and waiting of this thread since it last asked; no rows with one host."""
+        return self._meter.take()
 
     def _ask(self, shares: _Shares[T], question: _Question[T]) -> Iterator[tuple[int, _Share[T], Any]]:
         """Each share with its host and answer; the remote hosts work while this one does."""
@@ -237,12 +230,15 @@ class DistGraph:
                     yield HERE, share, answer
             unanswered: list[_Share[T]] = []
             for host, pending in under_way.items():
+                began = time.perf_counter()
                 try:
                     answers = pending.result()
                 except ServerGone as error:
                     self._holders.lost(host, error)
                     unanswered += shares[host]
                     continue
+                finally:
+                    self._meter.add(Cost(wait_s=time.perf_counter() - began))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
             shares = self._again(unanswered, question)
@@ -322,12 +318,10 @@ class DistGraph:
             return edges
 
     def _add_rows(self, number: int, remote: bool) -> None:
-        gathered, from_others = getattr(self._count, "rows", (0, 0))
-        self._count.rows = (gathered + number, from_others + number * remote)
+        self._meter.add(Cost(rows=number, remote_rows=number * remote))
 
     def _add_bytes(self, *arrays: Array | None) -> None:
-        received = sum(array.nbytes for array in arrays if array is not None)
-        self._count.bytes = getattr(self._count, "bytes", 0) + received
+        self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
 
 
 def _merged(request: HopRequest, answers: Sequence[tuple[Ids, HopSample]]) -> HopSample:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from trainer.arrays import Array, Ids
+from trainer.cost import Cost
 from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
 from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet
 from trainer.sample.types import GraphAccess, GraphSchema, RowRequest
@@ -19,9 +21,7 @@ Rows = Mapping[str, Array]  #: attribute -> [n, …]
 class CountedAccess(GraphAccess, Protocol):
     """A graph that counts what each thread had from other hosts; ``DistGraph`` is one."""
 
-    def take_remote_bytes(self) -> int: ...
-
-    def take_rows(self) -> tuple[int, int]: ...
+    def take_cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Sampled:
     subgraph: SampledSubgraph
     rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
     labels: Rows  #: of the seeds, where asked for
-    remote_bytes: int
-    gathered_rows: int = 0  #: of nodes and edges; 0 with one host
-    remote_rows: int = 0  #: of them from other hosts
+    cost: Cost = Cost()
 
 
 @dataclass
@@ -61,15 +59,20 @@ class SubgraphSampler:
     def sample(self, seeds: SeedSet, key: int) -> Sampled:
         """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
         access = self.access
-        access.take_remote_bytes()
-        access.take_rows()
+        access.take_cost()
+        began = time.perf_counter()
         subgraph = self.subgraph(seeds, key)
+        sampling, found_at = access.take_cost(), time.perf_counter()
         requests = self._requests(subgraph)
         labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
         answers = access.gather([*requests, *labels])
         rows = {request.of: answer for request, answer in zip(requests, answers, strict=False)}
         found = answers[-1] if labels else {}
-        return Sampled(subgraph, rows, found, access.take_remote_bytes(), *access.take_rows())
+        gathering = access.take_cost()
+        seconds = Cost(
+            sample_s=found_at - began - sampling.wait_s, gather_s=time.perf_counter() - found_at - gathering.wait_s
+        )
+        return Sampled(subgraph, rows, found, sampling + gathering + seconds)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Nodes and edges alone. Raises ``ServiceError``."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from trainer.arrays import Array, Ids
+from trainer.cost import Cost
 from trainer.errors import WireError
 from trainer.sample.sampler import BatchWork, Rows, Sampled
 from trainer.sample.subgraph import (
@@ -282,7 +283,7 @@ def read_batch(reply: Message, work: BatchWork) -> Sampled:
     subgraph = SampledSubgraph(num_hops, nodes, edges, induced)
     _check_subgraph(subgraph, work)
     gathered = _check_rows(subgraph, rows, work) + _check_labels(labels, work)
-    return Sampled(subgraph, rows, labels, reply.size, gathered, gathered)
+    return Sampled(subgraph, rows, labels, Cost(remote_bytes=reply.size, rows=gathered, remote_rows=gathered))
 
 
 def _read_nodes(come: _In) -> NodeSet:

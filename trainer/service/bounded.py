@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
+from trainer.cost import Cost
 from trainer.errors import ServiceError
 from trainer.sample.sampler import CountedAccess
 from trainer.sample.specs import row_spec
@@ -56,8 +57,5 @@ class BoundedGraph:
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
         return self._graph.edge_list(edge_type)
 
-    def take_remote_bytes(self) -> int:
-        return self._graph.take_remote_bytes()
-
-    def take_rows(self) -> tuple[int, int]:
-        return self._graph.take_rows()
+    def take_cost(self) -> Cost:
+        return self._graph.take_cost()

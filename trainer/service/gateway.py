@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
+from trainer.cost import Cost, CostMeter
 from trainer.errors import PartitionError, ServerGone, ServiceError, SettingsError
 from trainer.partition.format import AttrSpec, Manifest, parse_manifest
 from trainer.sample.sampler import BatchWork, Sampled
@@ -72,7 +73,7 @@ class Gateway:
         self._met: set[HostClient] = set()
         self._version = 0
         self._room = threading.BoundedSemaphore(_BATCHES_UNDER_WAY)
-        self._count = threading.local()
+        self._meter = CostMeter()
         self._closed = threading.Event()
         self._manifest: Manifest | None = None
         self.digest = ""  #: sha256 of manifest.json, hex
@@ -132,15 +133,8 @@ class Gateway:
                 whole.src[to], whole.dst[to], whole.orig_id[to] = edges.src, edges.dst, edges.orig_id
         return whole
 
-    def take_remote_bytes(self) -> int:
-        received = getattr(self._count, "bytes", 0)
-        self._count.bytes = 0
-        return int(received)
-
-    def take_rows(self) -> tuple[int, int]:
-        rows = getattr(self._count, "rows", 0)
-        self._count.rows = 0
-        return rows, rows
+    def take_cost(self) -> Cost:
+        return self._meter.take()
 
     def seeds(self, of: NodeType, split: str) -> Ids:
         """Global ids of a split's nodes, int64 [n], in the dataset's order."""
@@ -224,7 +218,8 @@ class Gateway:
     def _gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         answers = self._ask(lambda client: client.submit_gather(requests))
         self._count_bytes(*(array for rows in answers for array in rows.values()))
-        self._count.rows = getattr(self._count, "rows", 0) + sum(len(request.ids) for request in requests)
+        number = sum(len(request.ids) for request in requests)
+        self._meter.add(Cost(rows=number, remote_rows=number))
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
@@ -255,8 +250,7 @@ class Gateway:
         return self._ask(lambda client: client.submit_shared(asked))
 
     def _count_bytes(self, *arrays: Array | None) -> None:
-        received = sum(array.nbytes for array in arrays if array is not None)
-        self._count.bytes = getattr(self._count, "bytes", 0) + received
+        self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
 
 
 def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:

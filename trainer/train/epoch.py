@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.batch import Batch, HeteroBatch
+from trainer.cost import Cost
 from trainer.errors import TrainingError
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
@@ -43,26 +44,13 @@ class EpochReport:
     seconds: float
     seeds: int
     own_seeds: int  #: this rank's
-    remote_bytes: int  #: this rank's
+    cost: Cost  #: of this rank's batches
     wait_s: float  #: this rank's, for batches
     pace: Mapping[str, float]  #: this rank's seconds per step: ``step_s``, ``own_s``, ``batch_s``
-    remote_share: float | None  #: of this rank's rows, from other hosts; None with one host
 
     @property
     def seeds_per_s(self) -> float:
         return self.seeds / self.seconds
-
-
-class Rows(NamedTuple):
-    """Rows of nodes and edges gathered for batches; 0 with one host."""
-
-    gathered: int = 0
-    remote: int = 0  #: from other hosts
-
-    @property
-    def share(self) -> float | None:
-        """What part came from other hosts; None with one host."""
-        return round(self.remote / self.gathered, 4) if self.gathered else None
 
 
 @dataclass
@@ -73,22 +61,21 @@ class Tally:
     losses: list[Tensor] = field(default_factory=list)  #: of every step after those, summed over own seeds
     sizes: list[int] = field(default_factory=list)  #: per step, seeds over all ranks
     seeds: int = 0
-    remote_bytes: int = 0
-    rows: Rows = Rows()
-    _told: Rows = Rows()  #: of ``rows``, in a step line already
+    cost: Cost = Cost()  #: of this rank's batches
+    lap_cost: Cost = Cost()  #: of those that no step line has told of
     started: float = field(default_factory=time.monotonic)
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
         self.sizes.append(batch.global_seeds)
         self.seeds += batch.num_seeds
-        self.remote_bytes += batch.remote_bytes
-        self.rows = Rows(self.rows.gathered + batch.gathered_rows, self.rows.remote + batch.remote_rows)
+        self.cost += batch.cost
+        self.lap_cost += batch.cost
 
-    def take_share(self) -> float | None:
-        """Share of rows from other hosts since the last step line."""
-        rows, self._told = Rows(*(now - before for now, before in zip(self.rows, self._told, strict=True))), self.rows
-        return rows.share
+    def take_lap_cost(self) -> Cost:
+        """Of the batches since the last step line."""
+        cost, self.lap_cost = self.lap_cost, Cost()
+        return cost
 
     def settle(self, team: Team) -> None:
         """Add up the losses over ranks, all of which take part: what a rank has contributed then outlives it."""
@@ -167,7 +154,7 @@ def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int
         "seeds_per_s": round(tally.seeds / tally.seconds, 1),
         "wait_s": round(pace.batch_s, 4),
         **lap,
-        "remote_share": tally.take_share(),
+        "remote_share": tally.take_lap_cost().remote_share,
     }
 
 
@@ -185,10 +172,9 @@ def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
         seconds=tally.seconds,
         seeds=int(sizes.sum()),
         own_seeds=tally.seeds,
-        remote_bytes=tally.remote_bytes,
+        cost=tally.cost,
         wait_s=pace.batch_s,
         pace=pace.means(),
-        remote_share=tally.rows.share,
     )
 
 

@@ -160,7 +160,7 @@ def open_graph(
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
     reach = reach or Reach()
-    store = open_parts(parts, part_ids)
+    store = open_parts(parts, part_ids, reach.topology)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
     access = DistGraph(LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank)
     graph = Graph(store, access, clients, ranks or Ranks(), placed)

@@ -24,6 +24,7 @@ from trainer.sample.specs import check_type, row_spec
 from trainer.sample.split import Groups, Split
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
+from trainer.store.cache import RowCache
 
 _RowSpec = tuple[np.dtype[Any], tuple[int, ...]]  #: dtype and shape of one row
 
@@ -114,6 +115,7 @@ class DistGraph:
             lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
         )
         self._meter = CostMeter()
+        self._cache: RowCache | None = None
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
@@ -123,6 +125,10 @@ class DistGraph:
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
         """Ask these hosts from now on; calls under way go on with whom they asked, or with these."""
         self._holders.set_remotes(remotes)
+
+    def use_cache(self, cache: RowCache | None) -> None:
+        """Answer what ``cache`` keeps from there from now on."""
+        self._cache = cache
 
     def lost(self) -> frozenset[int]:
         """Node ranks of the hosts that do not answer just now."""

@@ -12,7 +12,8 @@ import numpy as np
 from trainer.arrays import Array, Ids
 from trainer.errors import PartitionError
 from trainer.partition.book import PartitionBook
-from trainer.partition.format import Manifest, read_manifest
+from trainer.partition.format import AttrSpec, Manifest, read_manifest
+from trainer.reach import Topology
 from trainer.schema import AnyType, EdgeType, NodeType, type_name
 
 
@@ -67,6 +68,18 @@ class PartStore:
     global_ids: Mapping[NodeType, Array]  #: [num_nodes] global id of each original id; absent where they are equal
     splits: Mapping[tuple[NodeType, str], Ids]  #: (type, split) -> global ids, int64 [n], in the dataset's order
     graph_attrs: Mapping[str, Array] = field(default_factory=dict)
+    #: Of the other parts, what all hosts have where topology is replicated: all but attributes of several dimensions.
+    replicas: Mapping[int, Part] = field(default_factory=dict)
+
+    @cached_property
+    def topology(self) -> Mapping[int, Part]:
+        """The parts whose edges, ids and 1-d attributes are here."""
+        return dict(sorted({**self.replicas, **self.parts}.items()))
+
+    @cached_property
+    def whole_topology(self) -> bool:
+        """Whether the edges of all parts are here."""
+        return len(self.topology) == self.manifest.num_parts
 
     @cached_property
     def books(self) -> Mapping[AnyType, PartitionBook]:
@@ -91,15 +104,18 @@ class PartStore:
         return self.splits[node_type, split]
 
 
-def open_parts(folder: str | Path, part_ids: Sequence[int] | None = None) -> PartStore:
-    """Open ``part_ids`` (default: all) of a partition folder.
+def open_parts(
+    folder: str | Path, part_ids: Sequence[int] | None = None, topology: Topology = "partitioned"
+) -> PartStore:
+    """Open ``part_ids`` (default: all) of a partition folder; of the others what ``topology`` asks for.
 
-    Raises ``PartitionError`` when the folder, its manifest or a part is missing.
+    Raises ``PartitionError`` when the folder, its manifest, a part or a file of it is missing.
     """
     root = Path(folder)
     manifest = read_manifest(root)
     wanted = range(manifest.num_parts) if part_ids is None else part_ids
     shared = root / "shared"
+    others = sorted(set(range(manifest.num_parts)) - set(wanted)) if topology == "replicated" else ()
     return PartStore(
         folder=root,
         manifest=manifest,
@@ -113,34 +129,50 @@ def open_parts(folder: str | Path, part_ids: Sequence[int] | None = None) -> Par
             for split in spec.splits
         },
         graph_attrs={name: _map(shared / "graph" / f"{name}.npy") for name in manifest.graph_attrs},
+        replicas={part_id: _open_replica(root, manifest, part_id) for part_id in others},
     )
 
 
-def _open_part(root: Path, manifest: Manifest, part_id: int) -> Part:
+def _open_replica(root: Path, manifest: Manifest, part_id: int) -> Part:
+    try:
+        return _open_part(root, manifest, part_id, light=True)
+    except PartitionError as error:
+        raise PartitionError(
+            f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} here too;"
+            " send them, or run with --topology partitioned"
+        ) from error
+
+
+def _open_part(root: Path, manifest: Manifest, part_id: int, *, light: bool = False) -> Part:
+    """``light``: without attributes of several dimensions."""
     if not 0 <= part_id < manifest.num_parts:
         raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
     own = root / f"part{part_id}"
-    nodes = {of: _open_nodes(own / "nodes" / of, manifest, of, part_id) for of in manifest.nodes}
-    edges = {of: _open_edges(own / "edges" / type_name(of), manifest, of, part_id) for of in manifest.edges}
+    nodes = {of: _open_nodes(own / "nodes" / of, manifest, of, part_id, light) for of in manifest.nodes}
+    edges = {of: _open_edges(own / "edges" / type_name(of), manifest, of, part_id, light) for of in manifest.edges}
     return Part(part_id, nodes, edges)
 
 
-def _open_nodes(folder: Path, manifest: Manifest, node_type: NodeType, part_id: int) -> NodePart:
+def _open_nodes(folder: Path, manifest: Manifest, node_type: NodeType, part_id: int, light: bool) -> NodePart:
     spec = manifest.nodes[node_type]
-    attrs = {name: _map(folder / "attrs" / f"{name}.npy") for name in spec.attrs}
+    attrs = _open_attrs(folder / "attrs", spec.attrs, light)
     return NodePart(spec.offsets[part_id], _map(folder / "orig_id.npy"), attrs)
 
 
-def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: int) -> EdgePart:
+def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: int, light: bool) -> EdgePart:
     spec = manifest.edges[edge_type]
     return EdgePart(
         start=spec.offsets[part_id],
         indptr=_map(folder / "indptr.npy"),
         indices=_map(folder / "indices.npy"),
         orig_id=_map(folder / "orig_id.npy"),
-        attrs={name: _map(folder / "attrs" / f"{name}.npy") for name in spec.attrs},
+        attrs=_open_attrs(folder / "attrs", spec.attrs, light),
         src_times={name: _map(folder / "src_times" / f"{name}.npy") for name in spec.src_times},
     )
+
+
+def _open_attrs(folder: Path, specs: Mapping[str, AttrSpec], light: bool) -> dict[str, Array]:
+    return {name: _map(folder / f"{name}.npy") for name, spec in specs.items() if len(spec.shape) == 1 or not light}
 
 
 def _map(path: Path) -> Array:

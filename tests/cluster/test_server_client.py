@@ -134,6 +134,7 @@ def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seco
 # --- a client is lost ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_killed_client_the_others_go_on_as_if_nothing_were(stage: Stage) -> None:
     run = stage.run(on_client_loss="go-on").await_step(2, 25)
     run.kill_rank(3)

@@ -75,6 +75,7 @@ def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
     client.close()
 
 
+@pytest.mark.slow
 def test_a_host_that_vanishes_is_gone_within_seconds(host: Host) -> None:
     client = client_of(host, deadline=60, gone_after=3)
     gather_wide(client, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +32,8 @@ def test_a_run_that_is_watched_from_its_preparation_is_seen_to_train_and_to_end(
 
     def goes_on() -> None:
         while not told:
-            pass
-        made.start("import time; time.sleep(2); raise SystemExit(3)")
+            time.sleep(0.02)
+        made.start("import time; time.sleep(4); raise SystemExit(3)")
         made.launched("train", alive=True)
 
     threading.Thread(target=goes_on, daemon=True).start()

@@ -11,6 +11,7 @@ import pytest
 
 from launcher.cli import run
 from launcher.operate import status
+from node_kit import wait_until
 from operate_kit import MadeRun
 
 
@@ -34,6 +35,7 @@ def test_a_run_that_is_watched_from_its_preparation_is_seen_to_train_and_to_end(
         while not told:
             time.sleep(0.02)
         made.start("import time; time.sleep(4); raise SystemExit(3)")
+        wait_until(lambda: all((node.path / "state.json").exists() for node in made.nodes))  # as a launcher does
         made.launched("train", alive=True)
 
     threading.Thread(target=goes_on, daemon=True).start()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 
@@ -20,7 +22,15 @@ class Cost:
     wait_s: float = 0.0  #: waiting for other hosts
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return Cost(*map(operator.add, _values(self), _values(other)))
+
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(*map(operator.sub, _values(self), _values(other)))
+
+    @classmethod
+    def total(cls, costs: Iterable[Cost]) -> Cost:
+        """All of them added up."""
+        return cls(*map(sum, zip(*map(_values, costs), strict=True)))
 
     @property
     def asked_rows(self) -> int:
@@ -31,6 +41,9 @@ class Cost:
     def remote_share(self) -> float | None:
         """What part of the rows other hosts own; None with one host."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
+
+
+_values = operator.attrgetter(*(field.name for field in fields(Cost)))
 
 
 class CostMeter:
@@ -51,3 +64,14 @@ class CostMeter:
     def _now(self) -> Cost:
         cost: Cost = getattr(self._own, "cost", Cost())
         return cost
+
+
+class CostSum:
+    """Adds up what several threads do."""
+
+    def __init__(self) -> None:
+        self._lock, self.sum = threading.Lock(), Cost()
+
+    def add(self, cost: Cost) -> None:
+        with self._lock:
+            self.sum += cost

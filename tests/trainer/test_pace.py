@@ -21,7 +21,6 @@ from trainer.errors import TrainingError
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
 from trainer.ranks import Ranks
-from trainer.train import pace as pace_module
 from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
@@ -160,31 +159,3 @@ def test_a_pace_leaves_no_hooks_behind() -> None:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-
-
-class Event:
-    """A device's event: reached when the clock of the test comes to it."""
-
-    now = 0.0
-
-    def record(self) -> None:
-        self.at = Event.now
-
-    def query(self) -> bool:
-        return self.at < Event.now
-
-    def elapsed_time(self, later: Event) -> float:
-        return (later.at - self.at) * 1000
-
-
-def test_on_a_device_its_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks that the device has not reached count with a later lap."""
-    monkeypatch.setattr(pace_module, "_event", Event)
-    marks = pace_module._DeviceMarks()
-    for seconds in (2.0, 0.5):
-        marks.ready()
-        Event.now += seconds
-        marks.reduced()
-    assert marks.take() == 2.0
-    Event.now += 1
-    assert (marks.take(), marks.take()) == (0.5, 0)

@@ -233,7 +233,7 @@ def test_step_lines_are_rationed(tmp_path: Path) -> None:
     assert all(later["t"] - earlier["t"] > 0.99 for earlier, later in zip(lines, lines[1:], strict=False))
     assert lines[0].keys() == {
         "t", "kind", "rank", "epoch", "step", "steps", "loss", "seeds", "seeds_per_s", "wait_s",
-        "step_s", "own_s", "batch_s", "remote_share",
+        "step_s", "own_s", "batch_s", "spent", "behind", "traffic", "remote_share",
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from trainer.arrays import Ids
+from trainer.cost import Cost, CostSum
 from trainer.errors import SettingsError
 from trainer.load.agree import SameOnAllRanks
 from trainer.load.arguments import LoadOptions, OutputOptions, whole_number
@@ -67,6 +68,12 @@ class PyGLoader(ABC):
         self._join = join_of(graph, attrs, output.custom_cls)
         self._same = SameOnAllRanks(_digest(digest, settings, self.order), self.rank, world)
         self._epoch = 0
+        self._costs = CostSum()
+
+    @property
+    def cost(self) -> Cost:
+        """Bytes, rows and seconds of a sampler thread that all batches made so far took, those made ahead too."""
+        return self._costs.sum
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
         """What finds the subgraph of a batch."""
@@ -152,6 +159,7 @@ class PyGLoader(ABC):
         """What the sampler threads do."""
         seeded = self.seeds(share)
         made = _Made(seeded, self.sampler.sample(seeded.seeds, share.key))
+        self._costs.add(made.sampled.cost)
         if self._joins_late:
             return made
         data = self._joined(made)

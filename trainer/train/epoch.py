@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from trainer.errors import TrainingError
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.pace import Pace
+from trainer.train.spent import Lap, Phase, traffic
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -45,8 +46,17 @@ class EpochReport:
     seeds: int
     own_seeds: int  #: this rank's
     cost: Cost  #: of this rank's batches
-    wait_s: float  #: this rank's, for batches
-    pace: Mapping[str, float]  #: this rank's seconds per step: ``step_s``, ``own_s``, ``batch_s``
+    lap: Lap  #: this rank's seconds, since it last had to begin anew
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """What a metrics line tells of this rank's time and traffic."""
+        return {
+            "wait_s": round(self.lap.batch_s, 3),
+            **self.lap.means(),
+            "traffic": traffic(self.cost, len(self.step_loss)),
+            "remote_share": self.cost.remote_share,
+        }
 
     @property
     def seeds_per_s(self) -> float:
@@ -61,21 +71,14 @@ class Tally:
     losses: list[Tensor] = field(default_factory=list)  #: of every step after those, summed over own seeds
     sizes: list[int] = field(default_factory=list)  #: per step, seeds over all ranks
     seeds: int = 0
-    cost: Cost = Cost()  #: of this rank's batches
-    lap_cost: Cost = Cost()  #: of those that no step line has told of
+    costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
     started: float = field(default_factory=time.monotonic)
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
         self.sizes.append(batch.global_seeds)
         self.seeds += batch.num_seeds
-        self.cost += batch.cost
-        self.lap_cost += batch.cost
-
-    def take_lap_cost(self) -> Cost:
-        """Of the batches since the last step line."""
-        cost, self.lap_cost = self.lap_cost, Cost()
-        return cost
+        self.costs.append(batch.cost)
 
     def settle(self, team: Team) -> None:
         """Add up the losses over ranks, all of which take part: what a rank has contributed then outlives it."""
@@ -85,7 +88,7 @@ class Tally:
 
     def copy(self) -> Tally:
         """One that stays as it is while this one goes on."""
-        return replace(self, losses=list(self.losses), sizes=list(self.sizes))
+        return replace(self, losses=list(self.losses), sizes=list(self.sizes), costs=list(self.costs))
 
     @property
     def steps(self) -> int:
@@ -125,14 +128,17 @@ def train_epoch(
     with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
         for batch in pace.waited(own):
             metrics.at(epoch, batch.step, "compute")
+            pace.to(Phase.COPY)
             batch = batch.to(team.device)
+            pace.to(Phase.FORWARD)
             loss = task.loss_sum(model(batch), batch)
             due = metrics.step_due()
             if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
                 _check_own(float(loss.detach()), batch, epoch, steps, metrics, team)
+            pace.to(Phase.BACKWARD)
             optimizers.step(loss * (team.size / batch.global_seeds))
-            tally.add(batch, loss)
             pace.step()
+            tally.add(batch, loss)
             if due:
                 metrics.write("step", **_step_line(tally, pace, batch, epoch, steps))
             metrics.at(epoch, batch.step + 1, "load")
@@ -152,9 +158,10 @@ def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int
         "loss": float(tally.losses[-1]) / max(batch.num_seeds, 1),
         "seeds": batch.num_seeds,
         "seeds_per_s": round(tally.seeds / tally.seconds, 1),
-        "wait_s": round(pace.batch_s, 4),
-        **lap,
-        "remote_share": tally.take_lap_cost().remote_share,
+        "wait_s": round(pace.total.batch_s, 4),
+        **lap.means(),
+        "traffic": traffic(lap.cost, lap.batches),
+        "remote_share": lap.cost.remote_share,
     }
 
 
@@ -172,9 +179,8 @@ def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
         seconds=tally.seconds,
         seeds=int(sizes.sum()),
         own_seeds=tally.seeds,
-        cost=tally.cost,
-        wait_s=pace.batch_s,
-        pace=pace.means(),
+        cost=Cost.total(tally.costs),
+        lap=pace.total,
     )
 
 

@@ -190,8 +190,7 @@ class Fit:
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
-            remote_bytes=report.cost.remote_bytes, wait_s=round(report.wait_s, 3), **report.pace,
-            remote_share=report.cost.remote_share,
+            remote_bytes=report.cost.remote_bytes, **report.line,
         )  # fmt: skip
 
     def _say_epoch(self, report: EpochReport, val: Score | None) -> None:

@@ -111,6 +111,11 @@ class PartitionConfig:
         "Divide each part into so many clusters, for batches of clusters (Cluster-GCN).", None, at_least=1
     )
     seed: int = setting("Seed of the partition algorithm.", 0, at_least=0, below=2**32)
+    rows: Literal["stored", "float16", "int8"] = setting(
+        "What floating-point attributes are kept as in the parts: as the dataset has them, rounded to float16, or to "
+        "int8 with a scale for each row.",
+        "stored",
+    )
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,17 @@ class DataConfig:
         "Name of a serving cluster (`gnnfleet serve`) that has the graph: all nodes are its clients then.", None
     )
     partition: PartitionConfig = setting("How the graph is cut.", PartitionConfig)
+    topology: Literal["auto", "replicated", "partitioned"] = setting(
+        "`replicated`: each node that holds parts has the edges of all, so that only rows cross the network; "
+        "`partitioned`: its own only; `auto`: replicated where they take at most 4 GB, and a tenth of the memory, of "
+        "each host.",
+        "auto",
+    )
+    cache: str = setting(
+        "Rows of other hosts that each host keeps, those most likely to be needed: a share of them (10%), a size "
+        "(512MB), or 0.",
+        "10%",
+    )
     mode: Literal["sync", "verify"] = setting(
         "`sync` sends each node its parts; `verify` checks parts that the nodes already see.", "sync"
     )
@@ -192,6 +208,9 @@ class TrainConfig:
     prefetch: int = setting("Batches prepared ahead per process.", 3, at_least=1)
     backend: Literal["auto", "gloo", "nccl"] = setting(
         "torch.distributed backend; auto: nccl when every node has devices, else gloo.", "auto"
+    )
+    precision: Literal["float32", "bfloat16"] = setting(
+        "What layers compute in; `bfloat16` adds up in float32, and changes results.", "float32"
     )
     timeout: float = setting("Seconds after which any wait for another process fails.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting(
@@ -274,6 +293,10 @@ class RunConfig:
     )
     server_threads: int | Literal["auto"] = setting(
         "Threads by which a graph server makes batches for clients; auto: one per processor.", "auto", at_least=1
+    )
+    wire_rows: Literal["stored", "float16", "int8"] = setting(
+        "What floating-point rows are rounded to on their way between hosts; `int8` has a scale for each row.",
+        "stored",
     )
     compress: bool = setting("Batches travel to clients compressed: less traffic, more work.", False)
     encrypt: Literal["auto", "on", "off"] = setting(

@@ -11,6 +11,7 @@ from launcher.nodespec import RANK_VARIABLES
 from launcher.options import is_run_id
 from launcher.placement import host_key, node_workdir
 from launcher.roles import clients
+from launcher.rowcache import CacheSize
 from launcher.words import count
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -151,10 +152,19 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
         reader.report(
             ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
         )
+    if reader.good(("data", "cache")):
+        _cache(data.cache, reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
         reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
+
+
+def _cache(text: str, reader: Reader) -> None:
+    try:
+        CacheSize.parse(text)
+    except ValueError as error:
+        reader.report(("data", "cache"), f"data.cache: {error}")
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:
@@ -170,7 +180,7 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
         return
     folder = os.path.normpath(reader.origin(("data", "folder")).folder / DataConfig.folder)
     standard = DataConfig(folder=folder)
-    for name in ("folder", "num_parts", "replicas", "mode", "partition"):
+    for name in ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache"):
         if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
             reader.report(
                 ("data", name),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from launcher.errors import FleetError
 
@@ -21,6 +22,7 @@ class PartFile:
     path: str  #: relative, begins with ``shared/`` or ``part<p>/``; or ``manifest.json``
     bytes: int
     sha256: str
+    flat: bool = False  #: holds a 1-d array: edges, ids, times, labels, weights; no features
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,32 @@ class PartitionFiles:
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
 
-    def of_parts(self, parts: Iterable[int]) -> tuple[PartFile, ...]:
-        """What a node that owns ``parts`` needs: its parts, the shared files, the manifest."""
+    def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
+        """What a node that owns ``parts`` needs: its parts, the shared files, the manifest; with a ``replicated``
+        topology also what is 1-d of the other parts."""
         tops = {f"part{part}" for part in parts} | {"shared", "manifest.json"}
-        return tuple(self.files[place] for place in sorted(i for top in tops for i in self._below.get(top, ())))
+        places = {i for top in tops for i in self._below.get(top, ())}
+        return tuple(self.files[place] for place in sorted(places.union(self._flat if replicated else ())))
+
+    @property
+    def topology_files(self) -> int:
+        """How many those are."""
+        return len(self._flat)
+
+    @cached_property
+    def topology_bytes(self) -> int:
+        """Of all that a replicated topology has on every node; 0 where the manifest does not tell."""
+        return sum(self.files[place].bytes for place in self._flat)
+
+    def topology_beside(self, parts: Iterable[int]) -> int:
+        """The same, less what a node that owns ``parts`` has anyway."""
+        places = (i for part in set(parts) for i in self._below.get(f"part{part}", ()))
+        return self.topology_bytes - sum(self.files[i].bytes for i in places if self.files[i].flat)
+
+    @cached_property
+    def _flat(self) -> list[int]:
+        """Places in ``files`` of what is 1-d in any part."""
+        return [i for i, file in enumerate(self.files) if file.flat]
 
     @cached_property
     def _below(self) -> dict[str, list[int]]:
@@ -68,6 +92,11 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
         raise ValueError(f"its format is {manifest['format']!r}, not {_FORMAT!r}")
     if manifest["version"] != _VERSION:
         raise ValueError(f"it has format version {manifest['version']!r}, this program reads version {_VERSION}")
-    files = [PartFile(file["path"], file["bytes"], file["sha256"]) for file in manifest["files"]]
+    files = [PartFile(file["path"], file["bytes"], file["sha256"], _is_flat(file)) for file in manifest["files"]]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     return PartitionFiles(folder, manifest["dataset"], manifest["fingerprint"], manifest["num_parts"], tuple(files))
+
+
+def _is_flat(file: Mapping[str, Any]) -> bool:
+    """Whether a replicated topology has it: a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
+    return file["path"].startswith("part") and len(file.get("shape", ())) == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from launcher.config import ClusterConfig, TrainConfig
 from launcher.findings.base import GraphSize
-from launcher.roles import clients, gateways, serves
+from launcher.roles import clients, gateways, holdings, serves
+from launcher.rowcache import CacheSize
 
 _MB = 10**6
 # Private memory of our processes on a tiny graph, measured with torch 2.13.0+cpu and Python 3.11 on x86_64:
@@ -30,6 +31,15 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
         threads = cpus if config.run.server_threads == "auto" else config.run.server_threads
         found += config.run.server_buffer * _MB + _batch(config, graph) * threads
     return found
+
+
+def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
+    """Bytes of other nodes' rows that a node keeps (``data.cache``): its processes share one copy."""
+    parts = len(holdings(config)[node_rank].parts)
+    if graph is None or not parts:
+        return 0
+    remote = graph.nodes * (1 - parts / config.num_parts)
+    return CacheSize.parse(config.data.cache).of_rows(remote, graph.row_bytes)
 
 
 def _batch(config: ClusterConfig, graph: GraphSize | None) -> int:

@@ -41,7 +41,7 @@ def node_files(
     """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
     files = [_below(site.code_dir, file) for file in shared.code]
     if manifest and site.parts:
-        files += _part_files(site, manifest)
+        files += _part_files(site, manifest, job.topology.replicated)
     if job.own and site.ranks:
         files += [_below(f"{site.run_dir}/files", file) for file in job.own.files]
     if job.resume and site.ranks:
@@ -55,10 +55,10 @@ def _below(folder: str, file: PlannedFile) -> PlannedFile:
     return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
 
 
-def _part_files(site: Site, manifest: PartitionFiles) -> list[PlannedFile]:
+def _part_files(site: Site, manifest: PartitionFiles, replicated: bool) -> list[PlannedFile]:
     return [
         PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{manifest.folder}/{file.path}", "", file.sha256)
-        for file in manifest.of_parts(site.parts)
+        for file in manifest.of_parts(site.parts, replicated=replicated)
     ]
 
 

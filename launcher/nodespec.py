@@ -12,6 +12,7 @@ from launcher.placement import Site, endpoint
 from launcher.planned import PlannedFile
 from launcher.roles import ServingCluster, trainers
 from launcher.script import Command, Secret, quote
+from launcher.topology import Topology
 
 RANK_VARIABLES = frozenset(
     ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
@@ -35,6 +36,7 @@ class Job:
     resume: PlannedFile | None
     serving: ServingCluster | None = None  #: known, and not this run's own
     version: int = 1  #: of cluster.json
+    topology: Topology = Topology()
 
     @property
     def num_parts(self) -> int:
@@ -98,7 +100,7 @@ def server_command(job: Job, site: Site) -> Command:
     argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
     argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
     argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
-    env = _run_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
+    env = _run_env(job, site) | _reach_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
     return Command(tuple(argv), _user_env(site, env), site.run_dir)
 
 
@@ -135,6 +137,8 @@ def train_flags(train: TrainConfig) -> list[str]:
         value = getattr(train, field.name)
         if field.name == "resume" or value is None or value is False:
             continue
+        if field.name == "precision" and value == field.default:
+            continue
         flags.append("--" + field.name.replace("_", "-"))
         if value is not True:
             flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
@@ -163,7 +167,7 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
 def _rank_env(job: Job, site: Site) -> dict[str, str]:
     run, env = job.config.run, _run_env(job, site)
     if job.remote:
-        env["GNNFLEET_SERVER_WAIT"] = f"{run.server_wait:g}"
+        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(job, site)
     if run.compress and site.node.role == "client":
         env["GNNFLEET_COMPRESS"] = "1"
     if run.on_client_loss == "go-on":
@@ -177,6 +181,16 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
         env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
     if site.threads is not None:
         env["OMP_NUM_THREADS"] = str(site.threads)
+    return env
+
+
+def _reach_env(job: Job, site: Site) -> dict[str, str]:
+    """How its processes get at what other nodes hold: ``trainer.reach.Reach``. Clients are sent whole batches."""
+    env = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
+    if site.parts:
+        env["GNNFLEET_CACHE"] = job.config.data.cache
+    if site.parts and job.topology.choice:
+        env["GNNFLEET_TOPOLOGY"] = job.topology.choice
     return env
 
 

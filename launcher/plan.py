@@ -35,6 +35,7 @@ from launcher.placement import (
 from launcher.planned import PlannedFile
 from launcher.roles import ServingCluster, Standing, carried_out, lead, left_out
 from launcher.script import Command, Secret
+from launcher.topology import Topology, decide
 from launcher.words import count, spans
 
 
@@ -57,6 +58,7 @@ class NodeFacts:
     clock_offset: float  #: node clock minus this machine's, seconds
     free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound, in the order to take them
     addresses: tuple[str, ...] = ()  #: all of its own
+    topology_bytes: int = 0  #: in mode verify, of the edges of all parts, if it sees them all
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class NodePlan:
     copies: tuple[int, ...] = ()  #: of ``parts``, those that another node holds in the first place
     home: str = ""  #: label of the graph server that a client asks first
     trainer_index: int | None = None  #: among the nodes that train: the node rank of torch.distributed.run
+    topology_bytes: int = 0  #: edges of parts that it does not hold, sent to it all the same
 
     @property
     def label(self) -> str:
@@ -113,6 +116,7 @@ class LaunchPlan:
     lead: int = 0  #: node_rank of the first node that trains: rank 0, master port, control port
     serving: str = ""  #: the serving cluster whose clients the nodes are; '': they serve themselves
     version: int = 1  #: of cluster.json
+    topology: Topology = Topology()  #: whether each node has the edges of all parts
 
     @property
     def serve_only(self) -> bool:
@@ -172,6 +176,7 @@ def make_plan(
         resume=None if own or serve_only else resume_file(config, cwd),
         serving=serving,
         version=standing.version if standing else 1,
+        topology=decide(config, sites, config.num_parts, usable, facts),
     )
     shared = shared_files(job)
     return LaunchPlan(
@@ -195,6 +200,7 @@ def make_plan(
         lead=first,
         serving=config.data.serving or "",
         version=job.version,
+        topology=job.topology,
     )
 
 
@@ -233,7 +239,8 @@ def _method_words(config: ClusterConfig) -> list[str]:
         words += ["--balance", how.balance]
     if how.method == "frequency":
         words += ["--fanouts", ",".join(map(str, config.train.fanouts))]
-    return [*words, *(["--clusters", str(how.clusters)] if how.clusters else [])]
+    words += ["--clusters", str(how.clusters)] if how.clusters else []
+    return [*words, *(["--rows", how.rows] if how.rows != "stored" else [])]
 
 
 def to_json(plan: LaunchPlan) -> str:
@@ -243,6 +250,7 @@ def to_json(plan: LaunchPlan) -> str:
 
 def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(job, site)
+    replicated = job.topology.replicated and bool(site.parts)
     logs = ["supervisor", *(["launcher"] if site.ranks else []), *(["server"] if site.serves else [])]
     logs += [f"rank{rank}" for rank in site.ranks]
     return NodePlan(
@@ -269,6 +277,7 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
         copies=site.copies,
         home=site.home,
         trainer_index=job.trainer_index(site),
+        topology_bytes=manifest.topology_beside(site.parts) if manifest and replicated else 0,
     )
 
 

@@ -132,10 +132,24 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
     if plan.control_port:
         yield "nodes meet", f"at node{plan.lead}, port {plan.control_port}"
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
+    if plan.topology.why:
+        yield "topology", _topology(plan)
     if plan.partition:
         yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
     for note in plan.notes:
         yield "note", note
+
+
+def _topology(plan: LaunchPlan) -> str:
+    """``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, 17.0 MB for node1``."""
+    text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
+    more = {f"node{node.node_rank}": node.topology_bytes for node in plan.nodes if node.topology_bytes}
+    if not more:
+        return text
+    if len(more) < _MANY:
+        first, *rest = (f"{decimal(size)} for {name}" for name, size in more.items())
+        return f"{text}; {', '.join([first.replace(' for', ' more for'), *rest])}"
+    return f"{text}; {decimal(min(more.values()))} to {decimal(max(more.values()))} more for each node"
 
 
 def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:

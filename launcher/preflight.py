@@ -134,6 +134,7 @@ def _facts(config: ClusterConfig, k: int, probe: Mapping[str, Any], offset: floa
         clock_offset=offset,
         free_ports=_in_any_order(port for port in candidate_ports(config, k) if str(port) not in probe["busy_ports"]),
         addresses=tuple(address for _, address in probe["addresses"]),
+        topology_bytes=probe["graph"].get("topology_bytes", 0),
     )
 
 

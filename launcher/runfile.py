@@ -16,6 +16,7 @@ from launcher.errors import FleetError
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.planned import generated
 from launcher.script import Command, Secret
+from launcher.topology import Topology
 
 FORMAT, VERSION = "gnnfleet-run", 1
 _LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
@@ -64,7 +65,7 @@ def with_run_file(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (LaunchPlan, NodePlan, Command)):
+    if isinstance(value, (LaunchPlan, NodePlan, Command, Topology)):
         names = (field.name for field in dataclasses.fields(value))
         return {name: _plain(getattr(value, name)) for name in names if name != "files"}
     if isinstance(value, Mapping):
@@ -76,7 +77,9 @@ def _plain(value: Any) -> Any:
 
 def _launch_plan(values: Mapping[str, Any]) -> LaunchPlan:
     nodes = tuple(map(_node_plan, values["nodes"]))
-    return LaunchPlan(**{**_tuples(values), "nodes": nodes, "partition": _command(values["partition"])})
+    made = {"nodes": nodes, "partition": _command(values["partition"])}
+    made |= {"topology": Topology(**values["topology"])} if "topology" in values else {}  # else of an older version
+    return LaunchPlan(**{**_tuples(values), **made})
 
 
 def _node_plan(values: Mapping[str, Any]) -> NodePlan:

@@ -26,7 +26,8 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All nodes hold the same manifest, and each its own parts and the shared files."""
+    """All nodes hold the same manifest, and each its own parts, the shared files, and the edges of all parts where the
+    plan wants them everywhere."""
 
     fingerprint: str
     files: int  #: checked, over all nodes
@@ -40,7 +41,8 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     _all_have_one(list(nodes.values()), raw)
     manifests = {k: _parsed(nodes[k], text) for k, text in raw.items() if text is not None}
     _all_the_same(plan, manifests)
-    wanted = {k: manifest.of_parts(nodes[k].parts) for k, manifest in manifests.items()}
+    replicated = plan.topology.replicated
+    wanted = {k: manifest.of_parts(nodes[k].parts, replicated=replicated) for k, manifest in manifests.items()}
     answers = on_nodes(nodes, lambda k: _wrong_files(nodes[k], transports[k], wanted[k])).or_raise()
     wrong = [line for k in sorted(answers) for line in answers[k]]
     if wrong:

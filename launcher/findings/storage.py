@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from launcher.findings.base import Finding, Survey
-from launcher.memory import base_memory, batch_memory
+from launcher.memory import base_memory, batch_memory, cache_memory
 from launcher.node.words import size
 
 _LOGS = 200 * 10**6  # bytes that logs and checkpoints of a small run take
@@ -58,12 +58,12 @@ def _disk(survey: Survey, k: int) -> Iterator[Finding]:
 
 
 def _memory(survey: Survey, k: int) -> Iterator[Finding]:
-    """Parts are mapped: those that do not fit are read again and again, but break nothing."""
+    """Parts and the row cache are mapped: those that do not fit are read again and again, but break nothing."""
     probe, mates, own = survey.probes[k], survey.housemates(k), survey.own_command
     least = sum(base_memory(survey.config, j, own) for j in mates)
     graph = None if own else survey.graph
     likely = least + sum(batch_memory(survey.config, j, graph, survey.probes[j]["cpus"]) for j in mates)
-    parts = sum(survey.bytes_needed.get(j, 0) for j in mates)
+    parts = sum(survey.bytes_needed.get(j, 0) + cache_memory(survey.config, j, survey.graph) for j in mates)
     limit, free = probe["memory_limit"], probe["memory_free"]
     whose = f" by {len(mates)} nodes of this machine" if len(mates) > 1 else ""
     fewer = "fewer `procs`, a smaller train.batch_size or another machine"

@@ -100,14 +100,15 @@ def glibc() -> str:
 
 
 def graph_size(manifest: str) -> dict[str, Any]:
-    """Of a partition folder on this node: {"nodes", "row_bytes"}; {} without one that can be read."""
+    """Of a partition folder on this node: {"nodes", "row_bytes", "topology_bytes"}; {} without one that can be read."""
     if not manifest:
         return {}
     import json
 
     try:
         with open(os.path.expanduser(manifest)) as file:
-            return size_of(json.load(file))
+            found = json.load(file)
+        return {**size_of(found), "topology_bytes": topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # what is wrong with it, the check of the data says
 
@@ -117,3 +118,16 @@ def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
     nodes = sum(kind["num_nodes"] for kind in manifest["nodes"].values())
     rows = sum(file["bytes"] for file in manifest["files"] if "/nodes/" in file["path"] and "/attrs/" in file["path"])
     return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
+
+
+def topology_of(manifest: dict[str, Any], folder: str) -> int:
+    """Bytes of the edges of all parts, their 1-d files; 0 unless ``folder`` has every one of them."""
+    files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
+    for file in files:
+        try:
+            size = os.stat(os.path.join(folder, file["path"])).st_size
+        except OSError:
+            return 0
+        if size != file["bytes"]:
+            return 0
+    return sum(file["bytes"] for file in files)

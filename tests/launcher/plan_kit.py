@@ -60,14 +60,17 @@ def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
 
 
 def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:
-    """A partition folder with a manifest and one small file per place."""
-    names = ["shared/nodes/node/seeds/train.npy", *(f"part{p}/nodes/node/attrs/x.npy" for p in range(num_parts))]
+    """A partition folder with a manifest and one small file per place; of a part, features and edges."""
+    shapes = {"shared/nodes/node/seeds/train.npy": [4]}
+    for p in range(num_parts):
+        shapes |= {f"part{p}/edges/node__to__node/indptr.npy": [5], f"part{p}/nodes/node/attrs/x.npy": [4, 2]}
     files = []
-    for name in names:
+    for name, shape in shapes.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
-        files.append({"path": name, "bytes": len(name), "sha256": hashlib.sha256(name.encode()).hexdigest()})
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        files.append({"path": name, "bytes": len(name), "sha256": digest, "dtype": "float32", "shape": shape})
     manifest = {"format": "gnnfleet-partition", "version": 2, "dataset": "synthetic", "fingerprint": "f1"}
     (folder / "manifest.json").write_text(json.dumps({**manifest, "num_parts": num_parts, "files": files}))
     found = read_partition_files(folder)

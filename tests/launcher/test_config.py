@@ -61,7 +61,19 @@ MISTAKES = {
     TWO + "run:\n  workdir: /x\n": ["4: unknown key `workdir` in run; it belongs in nodes"],
     TWO + "train: {transport: local}\n": ["3: unknown key `transport` in train; it belongs at the top level"],
     "nodes: [a]\ndata: {dataset: synthetic, partition: {qqq: 1}}\n": [
-        "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed"
+        "2: unknown key `qqq` in data.partition; the keys here are method, balance, clusters, seed, rows"
+    ],
+    "nodes: [a]\ndata: {dataset: synthetic,\n  cache: a lot}\n": [
+        "3: data.cache: expected a share of the remote rows (10%), a size (512MB) or 0, found `a lot`"
+    ],
+    "nodes: [a]\ndata:\n  dataset: synthetic\n  cache: 120%\n  topology: replicate\n": [
+        "4: data.cache: the most there is of the remote rows is 100%, found `120%`",
+        "5: data.topology: expected one of auto, replicated, partitioned, found the text `replicate`; did you mean "
+        "`replicated`?",
+    ],
+    TWO + "run: {wire_rows: fp16}\ntrain: {precision: bf16}\n": [
+        "3: run.wire_rows: expected one of stored, float16, int8, found the text `fp16`",
+        "4: train.precision: expected one of float32, bfloat16, found the text `bf16`; did you mean `bfloat16`?",
     ],
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [

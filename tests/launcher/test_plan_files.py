@@ -17,14 +17,21 @@ from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:
     manifest = parts_folder(tmp_path, 3)
-    config = cluster(data=DataConfig(dataset="synthetic", folder=str(tmp_path), num_parts=3))
+    config = cluster(data=DataConfig(dataset="synthetic", folder=str(tmp_path), num_parts=3, topology="partitioned"))
     plan = plan_of(config, manifest=manifest, facts=facts_of(2))
     sent = [[file for file in node.files if file.dest.startswith(node.data_dir + "/")] for node in plan.nodes]
     assert [[file.dest.removeprefix(plan.nodes[k].data_dir) for file in sent[k]] for k in (0, 1)] == [
-        ["/shared/nodes/node/seeds/train.npy", "/part0/nodes/node/attrs/x.npy", "/manifest.json"],
         [
             "/shared/nodes/node/seeds/train.npy",
+            "/part0/edges/node__to__node/indptr.npy",
+            "/part0/nodes/node/attrs/x.npy",
+            "/manifest.json",
+        ],
+        [
+            "/shared/nodes/node/seeds/train.npy",
+            "/part1/edges/node__to__node/indptr.npy",
             "/part1/nodes/node/attrs/x.npy",
+            "/part2/edges/node__to__node/indptr.npy",
             "/part2/nodes/node/attrs/x.npy",
             "/manifest.json",
         ],

@@ -24,7 +24,7 @@ def config_of(folder: Path, nodes: int) -> Path:
     path = folder / f"{nodes}.yml"
     path.write_text(
         f"defaults: {{venv: ~/v, env: {{A: b}}}}\nnodes:\n  - host: n[0001-{nodes + 1:04}].lab\n    devices: [0, 1]\n"
-        "train: {batch_size: 9000}\ndata: {dataset: synthetic}\n"
+        "train: {batch_size: 9000}\ndata: {dataset: synthetic, topology: partitioned}\n"
     )
     return path
 
@@ -79,5 +79,5 @@ def test_each_node_is_sent_its_own_part_only(tmp_path: Path) -> None:
         sent = {
             file.dest.removeprefix(f"{node.data_dir}/") for file in node.files if file.dest.startswith(node.data_dir)
         }
-        mine = f"part{node.node_rank}/nodes/node/attrs/x.npy"
-        assert sent == {mine, "shared/nodes/node/seeds/train.npy", "manifest.json"}
+        mine = {f"part{node.node_rank}/{name}.npy" for name in ("nodes/node/attrs/x", "edges/node__to__node/indptr")}
+        assert sent == mine | {"shared/nodes/node/seeds/train.npy", "manifest.json"}

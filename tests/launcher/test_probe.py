@@ -116,7 +116,7 @@ def test_what_starts_on_all_nodes_at_once_imports_little() -> None:
 def test_graph_size_of_parts_on_the_node(tmp_path: Path) -> None:
     file = {"path": "part0/nodes/node/attrs/x.npy", "bytes": 4000}
     (tmp_path / "manifest.json").write_text(json.dumps({"nodes": {"node": {"num_nodes": 10}}, "files": [file]}))
-    assert packages.graph_size(f"{tmp_path}/manifest.json") == {"nodes": 10, "row_bytes": 400.0}
+    assert packages.graph_size(f"{tmp_path}/manifest.json") == {"nodes": 10, "row_bytes": 400.0, "topology_bytes": 0}
     (tmp_path / "manifest.json").write_text("[]")
     assert packages.graph_size(f"{tmp_path}/manifest.json") == {}
 

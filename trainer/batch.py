@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,24 @@ class Block:
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """Which of a batch's rows are on the device already, and not among its ``x``."""
+
+    slots: Tensor  #: int32 [n] rows of ``rows``, -1 where ``x`` has them
+    rows: Tensor  #: float [k, f], on the device
+
+    def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
+        """All rows, float [n, f], on the device of ``rows``; ``others``, those missing here, are in their order."""
+        slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
+        others = others.to(self.rows.device, non_blocking=non_blocking)
+        if len(self.rows) == 0:
+            return others
+        joined = self.rows[slots.clamp(min=0)].to(others.dtype)
+        joined[slots < 0] = others
+        return joined
+
+
+@dataclass(frozen=True)
 class Batch:
     """One rank's share of one step. ``blocks[0]`` feeds the first layer (the outermost hop).
 
@@ -46,25 +64,31 @@ class Batch:
     num_seeds: int
     global_seeds: int  #: seeds of this step over all ranks
     n_id: Tensor  #: int64 [n] original ids
-    x: Tensor  #: float32 [n, f]
+    x: Tensor  #: float32 [n, f]; before ``to`` only the rows that ``kept`` lacks
     y: Tensor | None  #: [num_seeds, …]
     input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
     blocks: tuple[Block, ...]
     degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
+    kept: KeptRows | None = None  #: rows that need not be copied to the device
     cost: Cost = Cost()  #: of making it
 
-    def to(self, device: torch.device) -> Batch:
-        """The batch with its tensors on ``device``."""
-        if device.type == "cpu":
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The batch with its tensors, and all rows of ``x``, on ``device``."""
+        if device.type == "cpu" and self.kept is None:
             return self
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
         return replace(
             self,
-            n_id=self.n_id.to(device),
-            x=self.x.to(device),
-            y=None if self.y is None else self.y.to(device),
-            input_id=self.input_id.to(device),
-            blocks=tuple(block.to(device) for block in self.blocks),
-            degree=None if self.degree is None else self.degree.to(device),
+            n_id=moved(self.n_id),
+            x=moved(self.x) if self.kept is None else self.kept.joined(self.x, non_blocking),
+            kept=None,
+            y=None if self.y is None else moved(self.y),
+            input_id=moved(self.input_id),
+            blocks=tuple(block.to(device, non_blocking) for block in self.blocks),
+            degree=None if self.degree is None else moved(self.degree),
         )
 
 
@@ -83,22 +107,31 @@ class HeteroBatch:
     global_seeds: int  #: seeds of this step over all ranks
     target: NodeType
     n_id: Mapping[NodeType, Tensor]  #: int64 [n_t] original ids, every type
-    x: Mapping[NodeType, Tensor]  #: float32 [n_t, f_t] of the types that have features
+    x: Mapping[NodeType, Tensor]  #: float32 [n_t, f_t] of the types that have features; before ``to`` as in ``Batch``
     y: Tensor | None  #: [num_seeds, …]
     input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
     blocks: tuple[Mapping[EdgeType, Block], ...]  #: every edge type with a fanout
     num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] each, cumulative
+    kept: Mapping[NodeType, KeptRows] = field(default_factory=dict)  #: rows that need not be copied to the device
     cost: Cost = Cost()  #: of making it
 
-    def to(self, device: torch.device) -> HeteroBatch:
-        """The batch with its tensors on ``device``."""
-        if device.type == "cpu":
+    def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
+        """The batch with its tensors, and all rows of ``x``, on ``device``."""
+        if device.type == "cpu" and not self.kept:
             return self
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
         return replace(
             self,
-            n_id={of: ids.to(device) for of, ids in self.n_id.items()},
-            x={of: rows.to(device) for of, rows in self.x.items()},
-            y=None if self.y is None else self.y.to(device),
-            input_id=self.input_id.to(device),
-            blocks=tuple({of: block.to(device) for of, block in layer.items()} for layer in self.blocks),
+            n_id={of: moved(ids) for of, ids in self.n_id.items()},
+            x={
+                of: self.kept[of].joined(rows, non_blocking) if of in self.kept else moved(rows)
+                for of, rows in self.x.items()
+            },
+            kept={},
+            y=None if self.y is None else moved(self.y),
+            input_id=moved(self.input_id),
+            blocks=tuple({of: block.to(device, non_blocking) for of, block in layer.items()} for layer in self.blocks),
         )

@@ -6,6 +6,7 @@ import ctypes
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ class Slabs:
     An array's memory comes back once nothing refers to it, views and tensors included.
     """
 
-    def __init__(self, keep: int = KEEP):
-        self._keep = keep
+    def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = lambda size: np.empty(size, np.uint8)):
+        """``make``: new memory of so many bytes, uint8."""
+        self._keep, self._make = keep, make
         self._free: deque[Array] = deque()  # appended to by finalizers, which may run anywhere: no lock
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
@@ -49,7 +51,7 @@ class Slabs:
             if size <= len(slab) <= size + size // 2:
                 return slab
             self._free.append(slab)
-        return np.empty(size, np.uint8)
+        return self._make(size)
 
     def _give_back(self, slab: Array) -> None:
         self._free.append(slab)
@@ -67,6 +69,21 @@ def _rounded(size: int) -> int:
 
 
 _slabs = Slabs()
+
+
+def use_pinned() -> None:
+    """From now on slabs are page-locked, so that a GPU copies from them while the processor goes on."""
+    global _slabs
+    _slabs = _pinned
+
+
+def _page_locked(size: int) -> Array:
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+_pinned = Slabs(make=_page_locked)
 
 
 def cast(array: Array, dtype: npt.DTypeLike) -> Array:

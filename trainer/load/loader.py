@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from trainer.arrays import Array, Ids
-from trainer.batch import Batch, HeteroBatch
+from trainer.batch import Batch, HeteroBatch, KeptRows
 from trainer.errors import SettingsError
 from trainer.load.arguments import time_level
 from trainer.load.convert import as_label, as_tensor, hetero_blocks, homo_blocks
+from trainer.load.device import DeviceRows
 from trainer.load.open import Graph
 from trainer.load.prefetch import ordered_ahead
 from trainer.load.seeds import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.sample.multi_hop import check_settings
-from trainer.sample.sampler import Sampled
+from trainer.sample.sampler import Sampled, SubgraphSampler
 from trainer.sample.subgraph import SampleSettings, SeedSet, TimeRule
 from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
@@ -69,10 +70,21 @@ class BatchLoader:
                 f"seeds, of type {settings.target!r}, have no {settings.time_attr!r} to compare times with"
             )
         self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
-        self.sampler = graph.sampler(sampling, _attrs(graph, settings), _labels(graph, settings))
+        self._kept: dict[NodeType, DeviceRows] = {}
+        self.sampler = graph.sampler(sampling, columns_of(graph, settings), labels_of(graph, settings))
 
     def __len__(self) -> int:
         return self.order.num_steps
+
+    def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
+        """Leave ``x`` of these rows, which stay on the device, out of batches until those are moved there.
+
+        Raises ``SettingsError`` in a client, which is sent whole batches.
+        """
+        if not isinstance(self.sampler, SubgraphSampler):
+            raise SettingsError("rows cannot be kept on the device of a client node, which is sent whole batches")
+        self._kept = dict(rows)
+        self.sampler.kept = {of: kept.slots for of, kept in rows.items()}
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
         """Batches of one epoch from ``first_step`` on. Raises ``ServiceError``."""
@@ -114,6 +126,7 @@ class BatchLoader:
             input_id=torch.from_numpy(share.positions),
             blocks=homo_blocks(sampled.subgraph),
             degree=torch.from_numpy(rows["in_degree"]) if "in_degree" in rows else None,
+            kept=self._kept_rows(sampled).get(HOMO_NODE),
             cost=sampled.cost,
         )
 
@@ -131,8 +144,12 @@ class BatchLoader:
             input_id=torch.from_numpy(share.positions),
             blocks=hetero_blocks(sampled.subgraph),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
+            kept=self._kept_rows(sampled),
             cost=sampled.cost,
         )
+
+    def _kept_rows(self, sampled: Sampled) -> dict[NodeType, KeptRows]:
+        return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:
         return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
@@ -154,7 +171,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     return SampleSettings(every, replace=settings.replace, disjoint=disjoint, weight=settings.weight, time=time)
 
 
-def _attrs(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
+def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
     """Rows to gather: features of the types that have some."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
@@ -164,5 +181,6 @@ def _attrs(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, .
     return wanted
 
 
-def _labels(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
+def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
+    """Rows to gather of the seeds alone."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())

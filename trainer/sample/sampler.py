@@ -43,6 +43,9 @@ class Sampled:
     rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
     labels: Rows  #: of the seeds, where asked for
     cost: Cost = Cost()
+    kept: Mapping[NodeType, Array] = field(
+        default_factory=dict
+    )  #: int32 [n] slots, as the sampler has them
 
 
 @dataclass
@@ -54,6 +57,8 @@ class SubgraphSampler:
     settings: SampleSettings
     attrs: Mapping[AnyType, tuple[str, ...]]  #: to gather besides ``orig_id``
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
+    #: int32 [num_nodes] slots, -1 for none, of nodes whose ``x`` is wherever it is needed: theirs is not gathered.
+    kept: Mapping[NodeType, Array] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def sample(self, seeds: SeedSet, key: int) -> Sampled:
@@ -63,16 +68,19 @@ class SubgraphSampler:
         began = time.perf_counter()
         subgraph = self.subgraph(seeds, key)
         sampling, found_at = access.take_cost(), time.perf_counter()
-        requests = self._requests(subgraph)
+        kept = {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
+        requests = [*self._requests(subgraph), *_missing(subgraph, kept)]
         labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
         answers = access.gather([*requests, *labels])
-        rows = {request.of: answer for request, answer in zip(requests, answers, strict=False)}
+        rows: dict[AnyType, dict[str, Array]] = {request.of: {} for request in requests}
+        for request, answer in zip(requests, answers, strict=False):
+            rows[request.of] |= answer
         found = answers[-1] if labels else {}
         gathering = access.take_cost()
         seconds = Cost(
             sample_s=found_at - began - sampling.wait_s, gather_s=time.perf_counter() - found_at - gathering.wait_s
         )
-        return Sampled(subgraph, rows, found, sampling + gathering + seconds)
+        return Sampled(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Nodes and edges alone. Raises ``ServiceError``."""
@@ -85,10 +93,19 @@ class SubgraphSampler:
     def _requests(self, subgraph: SampledSubgraph) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
         found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
-        return [RowRequest(of, ids, ("orig_id", *self.attrs.get(of, ()))) for of, ids in found.items()]
+        return [RowRequest(of, ids, ("orig_id", *self._attrs_of(of))) for of, ids in found.items()]
+
+    def _attrs_of(self, of: AnyType) -> tuple[str, ...]:
+        names = self.attrs.get(of, ())
+        return tuple(name for name in names if name != "x") if of in self.kept else names
 
     def _tables(self) -> RelabelTables:
         if not hasattr(self._local, "tables"):
             self._local.tables = RelabelTables(self.schema)
         tables: RelabelTables = self._local.tables
         return tables
+
+
+def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
+    """The rows of ``x`` that are not kept."""
+    return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

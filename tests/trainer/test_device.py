@@ -1,0 +1,83 @@
+"""Rows that stay on the device, and memory from which a GPU copies; what needs CUDA is skipped without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oracle import assert_identical
+from trainer.batch import Batch, HeteroBatch, KeptRows
+from trainer.load.device import DeviceRows, feed, tensors_of
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.open import Graph, open_graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sample.types import RowRequest
+from trainer.schema import NodeType
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["synthetic", "synthetic-hetero"])
+def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
+    folder = tmp_path_factory.mktemp("parts") / "parts"
+    make_partition(PartitionSpec(request.param, str(folder), None, {}, 2, "random"))
+    return open_graph(folder)
+
+
+def loader_of(graph: Graph) -> BatchLoader:
+    target = next(of for of, spec in graph.manifest.nodes.items() if "train" in spec.splits)
+    return BatchLoader(graph, LoaderSettings("train", (4, 3), 64, target=target), 0, RankLayout.single(2))
+
+
+def kept_of(graph: Graph, share: float, device: torch.device = CPU) -> dict[NodeType, DeviceRows]:
+    found = {}
+    for of, spec in graph.manifest.nodes.items():
+        if "x" in spec.attrs:
+            ids = np.random.default_rng(0).permutation(spec.num_nodes)[: int(share * spec.num_nodes)]
+            (rows,) = graph.access.gather([RowRequest(of, ids, ("x",))])
+            found[of] = DeviceRows.of(ids, torch.from_numpy(rows["x"]).float(), spec.num_nodes, device)
+    return found
+
+
+def all_moved(loader: BatchLoader, device: torch.device = CPU) -> list[Batch | HeteroBatch]:
+    return [batch.to(device) for batch in loader.epoch(1)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_batches_are_the_same_with_rows_kept_on_the_device(graph: Graph, share: float) -> None:
+    loader, plain = loader_of(graph), all_moved(loader_of(graph))
+    loader.keep(kept_of(graph, share))
+    before = list(loader.epoch(1))
+    for batch, expected in zip(before, plain, strict=True):
+        rows, whole = _num_rows(batch), _num_rows(expected)
+        assert rows == whole if share == 0 else rows < whole if share < 1 else rows == 0
+        assert_identical(batch.to(CPU), expected)
+
+
+def _num_rows(batch: Batch | HeteroBatch) -> int:
+    return len(batch.x) if isinstance(batch, Batch) else sum(map(len, batch.x.values()))
+
+
+def test_joined_puts_each_row_in_its_place() -> None:
+    kept = KeptRows(torch.tensor([1, -1, 0, -1], dtype=torch.int32), torch.tensor([[10.0], [11.0]]))
+    assert kept.joined(torch.tensor([[1.0], [2.0]])).tolist() == [[11.0], [1.0], [10.0], [2.0]]
+
+
+def test_a_batch_for_the_processor_is_not_copied(graph: Graph) -> None:
+    batch = next(loader_of(graph).epoch(1))
+    assert feed(CPU)(batch) is batch and len(list(tensors_of(batch))) > 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_batches_on_a_gpu_are_those_of_the_processor(graph: Graph, tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    loader, bring = loader_of(graph), feed(device)
+    loader.keep(kept_of(graph, 0.3, device))
+    for batch, expected in zip(loader.epoch(1), all_moved(loader_of(graph)), strict=True):
+        moved = bring(batch)
+        assert all(tensor.is_cuda for tensor in tensors_of(moved))
+        assert_identical(moved.to(CPU), expected)

@@ -1,4 +1,4 @@
-"""``python -m trainer``: partition, train, infer, serve, inspect, verify."""
+"""``python -m trainer``: partition, train, profile, infer, serve, inspect, verify."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainer.reach import CacheSize, Reach, Topology, WireRows
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
 _ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
+_ELSEWHERE["profile"] = ("trainer.train.profile", "profile")
 
 
 def _dashes(name: str) -> str:

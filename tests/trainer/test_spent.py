@@ -20,9 +20,9 @@ from trainer.batch import Batch
 from trainer.cost import Cost
 from trainer.train import spent as spent_module
 from trainer.train.epoch import EpochReport, train_epoch
-from trainer.train.metrics import MetricsLog
+from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.spent import KINDS, DeviceClock, Lap, Load, Phase, behind, traffic
+from trainer.train.spent import DeviceClock, Lap, Load, Phase, behind, traffic
 from trainer.train.task import NodeClassification
 
 SLEEP = 0.02

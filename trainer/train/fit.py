@@ -13,13 +13,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainSettings
+from trainer.load.expected import Prediction
+from trainer.load.keep import Kept
 from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
+from trainer.train.advice import keeping_up
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
 from trainer.train.evaluate import Score, evaluate
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.recorded import RankRecord
 from trainer.train.regroup import NoWayOn
 from trainer.train.snapshot import SNAPSHOT_STEPS, Progress, Snapshots, newest_common
 from trainer.train.task import Task
@@ -74,6 +78,8 @@ class Fit:
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._snapshots = Snapshots() if goes_on else None
         self._told: set[tuple[Any, ...]] = set()
+        self._foretold: Prediction | None = None  #: what this rank receives of other hosts
+        self._starved = False  #: and that has been said
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint that fits (``check_fits``); on rank 0 it holds the embedding tables."""
@@ -84,6 +90,12 @@ class Fit:
             load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
+
+    def foretell(self, kept: Kept) -> None:
+        """Tell what this rank will receive of other hosts; the end of each epoch says it beside what it was."""
+        self.metrics.write("predict", **kept.prediction.line())
+        self._foretold = kept.prediction
+        self._say(str(kept))
 
     def rejoin(self, team: Team, loaders: Mapping[str, Batches]) -> None:
         """Go back to the newest snapshot that all ranks of ``team``, those that are left, have; ``run`` goes on there.
@@ -149,6 +161,7 @@ class Fit:
             self._keep()
         if self.at.report is not None and self._first_time("said"):
             self._say_epoch(self.at.report, score)
+            self._say_starved(self.at.report)
         if self._due(self.settings.checkpoint_every):
             self._save()
 
@@ -197,7 +210,19 @@ class Fit:
         words = [f"epoch {report.epoch}/{self.settings.epochs}", f"loss {report.loss:.4f}"]
         words += [f"val {val.accuracy:.4f}"] if val else []
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
+        if self._foretold is not None:
+            received, foretold = report.cost.remote_bytes / 1e6, self._foretold.remote_bytes / 1e6
+            words.append(f"{received:,.1f} MB of other hosts on rank {self.team.ranks.rank} (expected {foretold:,.1f})")
         self._say("  ".join(words))
+
+    def _say_starved(self, report: EpochReport) -> None:
+        """Once, and not of the first epoch, in which kernels are compiled and files read for the first time."""
+        if len(self.at.seconds) < 2 or self._starved:
+            return
+        record = RankRecord.of(self.team.ranks.rank, [report.line])
+        if text := keeping_up(record):
+            self._starved = True
+            self._say(f"rank {record.rank} waits for batches {record.wait_s / record.step_s:.0%} of a step: {text}")
 
     @property
     def _path(self) -> Path:

@@ -15,6 +15,9 @@ from trainer.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
+LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the work on it
+#: What a step's time goes to.
+KINDS = (*LOADING, "copy", "forward", "backward", "reduce", "optimizer", "other")
 _WIDTH = 40  # bytes of the progress file, so that it is always overwritten whole
 
 

@@ -12,9 +12,7 @@ import torch
 
 from trainer.cost import Cost
 from trainer.exchange import take_waited
-
-#: What a step's time goes to, in metrics lines. The first three are the waiting for batches.
-KINDS = ("sample", "remote", "gather", "copy", "forward", "backward", "reduce", "optimizer", "other")
+from trainer.train.metrics import KINDS, LOADING
 
 
 class Phase(IntEnum):
@@ -72,7 +70,7 @@ class Lap:
     @property
     def batch_s(self) -> float:
         """Waiting for batches, over all steps."""
-        return sum(self.seconds[:3])
+        return sum(self.seconds[: len(LOADING)])
 
     def means(self) -> dict[str, Any]:
         """For a line: ``step_s``, ``own_s``, ``batch_s``; where known ``spent``, ``behind``; {} without steps."""
@@ -95,7 +93,7 @@ class Lap:
 
 def behind(cost: Cost, batches: int) -> dict[str, float]:
     """Seconds of a sampler thread per batch, by what it was at."""
-    return {name: round(part / batches, 6) for name, part in zip(KINDS, _work(cost), strict=False)}
+    return {name: round(part / batches, 6) for name, part in zip(LOADING, _work(cost), strict=True)}
 
 
 def traffic(cost: Cost, batches: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trainer.batch import Batch, HeteroBatch
 from trainer.cost import Cost
 from trainer.errors import TrainingError
+from trainer.load.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.pace import Pace
@@ -122,14 +123,14 @@ def train_epoch(
     Raises ``TrainingError`` when the loss is no finite number.
     """
     model.train()
-    tally, steps = tally or Tally(), len(batches)
+    tally, steps, bring = tally or Tally(), len(batches), feed(team.device)
     metrics.at(epoch, tally.steps, "load")
     pacing = Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
     with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
         for batch in pace.waited(own):
             metrics.at(epoch, batch.step, "compute")
             pace.to(Phase.COPY)
-            batch = batch.to(team.device)
+            batch = bring(batch)
             pace.to(Phase.FORWARD)
             loss = task.loss_sum(model(batch), batch)
             due = metrics.step_due()

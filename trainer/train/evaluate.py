@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.errors import TrainingError
+from trainer.load.device import feed
 from trainer.train.epoch import Batches, closed_after
 from trainer.train.task import Task
 from trainer.train.team import Team
@@ -32,10 +33,11 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Scor
     Raises ``TrainingError`` when the loss is NaN.
     """
     model.eval()
+    bring = feed(team.device)
     sums = torch.zeros(3, dtype=torch.float64, device=team.device)
     with closed_after(batches.epoch(EVAL_EPOCH)) as own:
         for batch in own:
-            batch = batch.to(team.device)
+            batch = bring(batch)
             out = model(batch)
             sums[0] += task.correct(out, batch)
             sums[1] += task.loss_sum(out, batch)

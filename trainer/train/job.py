@@ -15,7 +15,7 @@ from trainer.train.checkpoint import check_fits, graph_record
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
 from trainer.train.regroup import GoOn, with_team
-from trainer.train.setup import check_same_partition, layout_of, make_model, open_places, read_on_first
+from trainer.train.setup import check_same_partition, keep_rows, layout_of, make_model, open_places, read_on_first
 from trainer.train.task import node_classification, pick_target
 from trainer.train.team import Team, pick_device
 
@@ -76,7 +76,10 @@ def _prepare(
         return of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
 
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
-    fit = Fit(settings, model, task, loaders(team), team, metrics, folder, record, embedding, goes_on)
+    first = loaders(team)
+    fit = Fit(settings, model, task, first, team, metrics, folder, record, embedding, goes_on)
+    if kept := keep_rows(graph, first["train"], job.reach, job.run_dir, team):
+        fit.foretell(kept)
     if settings.resume is not None:
         path = settings.resume
         fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), team))

@@ -12,6 +12,9 @@ from trainer.config import InferJob, TrainJob, TrainSettings
 from trainer.errors import PartitionError, SettingsError
 from trainer.load.attach import open_client
 from trainer.load.env import is_client
+from trainer.load.hot import BatchPlan
+from trainer.load.keep import Kept, keep_hot_rows
+from trainer.load.loader import BatchLoader, columns_of, labels_of, sampling_of
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
 from trainer.nn.facts import facts_of, layer_needs
@@ -20,6 +23,7 @@ from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import scatter_tables
 from trainer.partition.format import Manifest
 from trainer.ranks import Ranks
+from trainer.reach import Reach
 from trainer.schema import NodeType
 from trainer.service.cluster import read_cluster
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
@@ -79,6 +83,30 @@ def one_host_layout(graph: Graph, team: Team) -> RankLayout:
         chosen.append(min(near, key=lambda node: given[node]))
         given[chosen[-1]] += 1
     return RankLayout(team.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
+
+
+def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
+    """What the loader's batches ask for."""
+    settings = loader.settings
+    sampling, attrs = sampling_of(graph, settings), columns_of(graph, settings)
+    return BatchPlan(
+        settings.target,
+        graph.store.seeds(settings.target, settings.split),
+        loader.order,
+        sampling.fanouts,
+        {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes},
+        labels_of(graph, settings)[1],
+        replace=settings.replace,
+        threads=settings.threads,
+    )
+
+
+def keep_rows(graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, team: Team) -> Kept | None:
+    """Keep rows of other hosts for the loader's batches here; what they will bring all the same. Collective."""
+    node = f"{team.ranks.node_rank} {team.ranks.host}"
+    plan = team.agree(lambda: batch_plan(graph, loader))
+    folder = run_dir / "cache"
+    return keep_hot_rows(graph.access, graph.store, plan, loader.layout, node, reach.cache, folder, team)
 
 
 def make_model(

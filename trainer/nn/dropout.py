@@ -68,7 +68,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
         return mask_rows_torch(h, n_id, p, stream_key)
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
     arrays = (h.detach().contiguous().numpy(), n_id.contiguous().numpy(), out.numpy())
-    run_rows(_mask_rows, len(h), *arrays, np.uint64(stream_key), np.uint32(_threshold(p)), 1.0 / (1.0 - p))
+    run_rows(_mask_rows, len(h), *arrays, np.uint64(stream_key), np.uint32(threshold_of(p)), 1.0 / (1.0 - p))
     return out
 
 
@@ -81,10 +81,11 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
     bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
     bits = bits ^ (bits >> 16)
     scale = torch.tensor(1.0 / (1.0 - p), dtype=h.dtype, device=h.device)
-    return torch.where(bits >= _threshold(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
+    return torch.where(bits >= threshold_of(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
 
 
-def _threshold(p: float) -> int:
+def threshold_of(p: float) -> int:
+    """The uint32 below which an element's bits drop it."""
     return min(round(p * 2**32), MASK32)
 
 

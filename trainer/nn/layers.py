@@ -13,6 +13,8 @@ from torch_geometric.nn.inits import glorot
 from torch_geometric.utils import softmax
 
 from trainer.batch import Block
+from trainer.nn.activation import Activation
+from trainer.nn.sage import sage_rows
 from trainer.nn.spmm import aggregate, attend, edge_targets
 
 #: Multiply-adds of a dense product that take as long as one of an aggregation, which waits for memory.
@@ -40,12 +42,25 @@ class SAGEConv(nn.Module):
         self.lin_l = nn.Linear(in_dim, out_dim)
         self.lin_r = nn.Linear(in_dim, out_dim, bias=False)
 
+    @property
+    def bias(self) -> Tensor:
+        return self.lin_l.bias
+
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
-        out_dim, in_dim = self.lin_l.weight.shape
-        out: Tensor = self.lin_r(x[: block.num_dst])
-        if linear_first(block, in_dim, out_dim, x.requires_grad):
-            return out + aggregate(block, x @ self.lin_l.weight.t(), "mean") + self.lin_l.bias
-        return out + functional.linear(aggregate(block, x, "mean"), self.lin_l.weight, self.lin_l.bias)
+        return self.without_bias(block, x) + self.bias
+
+    def without_bias(
+        self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
+    ) -> Tensor:
+        """``before``: applied to ``x`` first, which is used up."""
+        of_mean, of_self = self.lin_l.weight, self.lin_r.weight
+        if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
+            x = x if before is None else before.of(x)
+            return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
+        if x.device.type == "cpu":
+            return sage_rows(block, x, of_mean, of_self, before, x.dtype)
+        x = x if before is None else before.of(x)
+        return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
 
 
 class GCNConv(nn.Module):
@@ -65,11 +80,19 @@ class GCNConv(nn.Module):
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
         """``degree``: in-degrees in the whole graph, [>= num_src]."""
+        return self.without_bias(block, x, degree) + self.bias
+
+    def without_bias(
+        self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
+    ) -> Tensor:
+        """``before``: applied to ``x`` first, which is used up."""
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
+        x = x if before is None else before.of(x)
         if linear_first(block, in_dim, out_dim, x.requires_grad):
-            return self._propagate(block, self.lin(x), degree) + self.bias
-        return functional.linear(self._propagate(block, x, degree), self.lin.weight, self.bias)
+            return self._propagate(block, self.lin(x), degree)
+        rows: Tensor = self.lin(self._propagate(block, x, degree))
+        return rows
 
     def _propagate(self, block: Block, x: Tensor, degree: Tensor) -> Tensor:
         whole = degree[: block.num_src].to(x.dtype)
@@ -97,10 +120,16 @@ class GATConv(nn.Module):
             glorot(weight)
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
+        return self.without_bias(block, x) + self.bias
+
+    def without_bias(
+        self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
+    ) -> Tensor:
+        """``before``: applied to ``x`` first, which is used up."""
         looped = with_self_loops(block)
-        h = self.lin(x).view(-1, self.heads, self.out_dim)
+        h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
         out: Tensor = attend(looped, h, self._attention(looped, h))
-        return (out.flatten(1) if self.concat else out.mean(1)) + self.bias
+        return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
         """Weights [num_edges, heads] that sum to 1 over each target's edges."""

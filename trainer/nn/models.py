@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.batch import Batch
 from trainer.errors import DataError, SettingsError
-from trainer.nn.dropout import hash_dropout
+from trainer.nn.activation import Activation
 from trainer.nn.embeddings import Embeddings
 from trainer.nn.facts import GraphFacts
 from trainer.nn.hetero import HeteroModel, HeteroShape, widths
@@ -47,12 +47,13 @@ class BlockModel(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
-        h = batch.x
+        h, before, bias = batch.x, None, None
         for number, (layer, block) in enumerate(zip(self.layers, batch.blocks, strict=True)):
-            if number > 0:
-                h = hash_dropout(h.relu(), batch.n_id[: len(h)], self.dropout, batch.key, number, self.training)
-            h = layer(block, h, batch.degree)
-        return h
+            if bias is not None:
+                p = self.dropout if self.training else 0.0
+                before = Activation(bias, batch.n_id[: len(h)], p, batch.key, number)
+            h, bias = layer.without_bias(block, h, batch.degree, before), layer.bias
+        return h + bias
 
 
 Builder = Callable[[ModelSettings, int, int], nn.Module]

@@ -130,7 +130,7 @@ def test_holders_share_the_load() -> None:
 
 def test_a_lost_host_is_not_asked_until_it_shows_life_again() -> None:
     hosts = {1: Host(1, 2, 3), 2: Host(1, 2, 3)}
-    graph, rows = graph_of([0], hosts), [RowRequest("paper", np.arange(60), ("x",))]
+    graph, rows = graph_of([0], hosts, held=0), [RowRequest("paper", np.arange(60), ("x",))]
     hosts[1].up = False
     graph.gather(rows)
     asked = hosts[1].asked

@@ -19,9 +19,9 @@ def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, 
     Raises ``PartitionError`` for a part that is not open, an unknown type, or slots that are not there.
     """
     check_type(store, edge_type)
-    if part_id not in store.parts:
+    if part_id not in store.topology:
         raise PartitionError(f"asked for edges of part {part_id}; this process holds parts {sorted(store.parts)}")
-    edges, last = store.parts[part_id].edges[edge_type], first + count
+    edges, last = store.topology[part_id].edges[edge_type], first + count
     if not 0 <= first <= last <= edges.num_edges:
         raise PartitionError(f"part {part_id} has {edges.num_edges} edges; asked for {first} to {last}")
     begin = np.searchsorted(edges.indptr, first, side="right") - 1

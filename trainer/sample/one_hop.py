@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +13,12 @@ from trainer.arrays import Array, Ids, read_only
 from trainer.errors import PartitionError
 from trainer.sample import kernels
 from trainer.sample.draw import sample_rows
-from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
+from trainer.sample.grouping import cut_request, merge_samples
+from trainer.sample.places import Codes, Placed, locate, put_rows
 from trainer.sample.specs import check_type, row_spec
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 from trainer.store.part import EdgePart, NodePart, Part, PartStore
-
-_FEW_PARTS = 4  #: all of which are looked into for every id
-_LINEAR_PARTS = 16  #: among which an id's is found without a binary search
 
 
 class LocalGraph:
@@ -29,6 +27,8 @@ class LocalGraph:
     def __init__(self, store: PartStore):
         self.store = store
         self.books = store.books
+        self._codes = Codes(store.manifest.num_parts, 0)
+        self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
@@ -47,8 +47,9 @@ class LocalGraph:
         """Whether there is an edge ``src[i]`` -> ``dst[i]`` (owned): bool [n]. Raises ``PartitionError``."""
         check_type(self.store, edge_type)
         found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
-        for part_id, at in self._by_part(edge_type[2], dst).items():
-            nodes, edges = _ends(self.store.parts[part_id], edge_type)
+        for part_id, placed in self.by_part(edge_type[2], dst).items():
+            nodes, edges = _ends(self.store.topology[part_id], edge_type)
+            at = placed.at
             order = at[np.lexsort((src[at], dst[at]))]
             kernels.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
         return found
@@ -67,11 +68,11 @@ class LocalGraph:
     def _sample(self, request: HopRequest) -> HopSample:
         check_type(self.store, request.edge_type)
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
-        groups = self._by_part(request.edge_type[2], request.nodes)
+        groups = self.by_part(request.edge_type[2], request.nodes)
         answers = [
-            (at, sample_rows(*self._read(self.store.parts[p], request), cut, num_sources))
-            for p, at in groups.items()
-            for cut in [request if len(groups) == 1 else cut_request(request, at)]
+            (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
+            for p, placed in groups.items()
+            for cut in [request if len(groups) == 1 else cut_request(request, placed.at)]
         ]
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
 
@@ -87,48 +88,44 @@ class LocalGraph:
         return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
 
     def _gather(self, request: RowRequest) -> Mapping[str, Array]:
-        check_type(self.store, request.of)
-        if request.attrs == ("orig_id",) and len(self.store.parts) <= _FEW_PARTS:
-            found = self._orig_ids_of_few(request)
-            if found is not None:
-                return {"orig_id": found}
-        groups = self._by_part(request.of, request.ids)
-        return {name: self._rows(request, name, groups) for name in request.attrs}
-
-    def _rows(self, request: RowRequest, name: str, groups: Mapping[int, Ids]) -> Array:
-        if name == "orig_id":
-            return self._orig_ids(request, groups)
-        dtype, shape = row_spec(self.store, request.of, name)
-        answers = [(at, *_column(self.store.parts[p], request.of, name, request.ids[at])) for p, at in groups.items()]
-        return merge_rows(len(request.ids), answers, dtype, shape)
-
-    def _orig_ids(self, request: RowRequest, groups: Mapping[int, Ids]) -> Ids:
-        out = slabs.empty(len(request.ids), np.int64)
-        for part_id, at in groups.items():
-            table = _table(self.store.parts[part_id], request.of)
-            kernels.take_numbers(read_only(table.orig_id), table.start, request.ids, at, out)
+        """Where some columns are of several dimensions, all rows must be of own parts."""
+        out = self.new_rows(request)
+        light = all(values.ndim == 1 for values in out.values())
+        self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if light else self._own))
         return out
 
-    def _orig_ids_of_few(self, request: RowRequest) -> Ids | None:
-        """Without finding out each id's part first; None when some are of other parts."""
-        out, taken = slabs.empty(len(request.ids), np.int64), 0
-        for part in self.store.parts.values():
-            table = _table(part, request.of)
-            taken += kernels.take_numbers_between(read_only(table.orig_id), table.start, request.ids, out)
-        return out if taken == len(out) else None
+    def new_rows(self, request: RowRequest) -> dict[str, Array]:
+        """Arrays for the answer, not filled. Raises ``PartitionError`` for an unknown type or attribute."""
+        check_type(self.store, request.of)
+        specs = {name: row_spec(self.store, request.of, name) for name in request.attrs}
+        return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
 
-    def _by_part(self, of: AnyType, ids: Ids) -> dict[int, Ids]:
-        if len(self.store.parts) == 1:
-            ((part_id, _),) = self.store.parts.items()
-            start, end = self.books[of].range_of(part_id)
-            if len(ids) == 0 or (ids.min() >= start and ids.max() < end):
-                return {part_id: np.arange(len(ids))}
-        book = self.books[of]
-        few = book.num_parts <= _LINEAR_PARTS
-        groups = group_by(kernels.owners(book.offsets, ids) if few else book.part_of(ids))
-        if foreign := set(groups) - set(self.store.parts):
+    def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, Placed]) -> None:
+        """Write the rows of parts that are here, by part, into the columns ``out`` [n, …].
+
+        Raises ``PartitionError`` for a part that is not here.
+        """
+        light = all(values.ndim == 1 for values in out.values())
+        parts = self.store.topology if light else self.store.parts
+        if foreign := set(placed) - set(parts):
             raise self._foreign(of, foreign)
-        return groups
+        for part_id, rows in placed.items():
+            part = parts[part_id]
+            for name, values in out.items():
+                if name == "in_degree":
+                    put_rows(_in_degree(part, of, rows.rows), Placed.in_order(rows.at), values)
+                else:
+                    put_rows(_column(_table(part, of), name), rows, values)
+
+    def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, Placed]:
+        """Rows of nodes or edges by part; of replicas too. Raises ``PartitionError``."""
+        return self._by_part(of, ids, self._topology)
+
+    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, Placed]:
+        wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
+        if wrong >= 0:
+            raise self._foreign(of, set(self.books[of].part_of(ids).tolist()) - set(self.store.parts))
+        return placed
 
     def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
         book = self.books[of]
@@ -146,13 +143,14 @@ def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
     return np.repeat(nodes.start + np.arange(nodes.num_nodes), np.diff(edges.indptr))
 
 
-def _column(part: Part, of: AnyType, name: str, ids: Ids) -> tuple[Array, Ids]:
-    """The array to take from and the rows to take."""
-    table = _table(part, of)
-    rows = ids - table.start
-    if name == "in_degree":
-        return _in_degree(part, of, rows), np.arange(len(rows))
-    return table.attrs[name], rows
+def _column(table: NodePart | EdgePart, name: str) -> Array:
+    return table.orig_id if name == "orig_id" else table.attrs[name]
+
+
+def _codes_of(parts: Collection[int], num_parts: int) -> Array:
+    """What ``locate`` has to know of the parts that are here."""
+    codes = [part if part in parts else -1 for part in range(num_parts)]
+    return read_only(np.array([-1, *codes, -1], np.int32))
 
 
 def _table(part: Part, of: AnyType) -> NodePart | EdgePart:

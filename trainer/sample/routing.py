@@ -14,19 +14,20 @@ import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
 from trainer.cost import Cost, CostMeter
-from trainer.errors import PartitionError, ServerGone, ServiceError
+from trainer.errors import PartitionError, ServerGone
 from trainer.reach import SERVER_WAIT
+from trainer.sample.collect import Collection, Piece
 from trainer.sample.edge_slice import EDGES_AT_ONCE, edge_slice
-from trainer.sample.grouping import cut_request, group_by, merge_rows, merge_samples
+from trainer.sample.grouping import cut_request, merge_samples
+from trainer.sample.held import HELD, Answer, HeldRows
 from trainer.sample.holders import HERE, NOBODY, Holders, Pending, RemoteHost
 from trainer.sample.one_hop import LocalGraph
+from trainer.sample.places import Codes, locate
 from trainer.sample.specs import check_type, row_spec
 from trainer.sample.split import Groups, Split
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 from trainer.store.cache import RowCache
-
-_RowSpec = tuple[np.dtype[Any], tuple[int, ...]]  #: dtype and shape of one row
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Share(Generic[T]):
     """What one host is asked of one request."""
 
     number: int  #: of the request in the call
-    at: Ids  #: its rows
+    at: Array  #: its rows, int32 positions
     request: T
 
 
@@ -60,7 +61,7 @@ class _Question(Generic[T]):
     submit: Callable[[RemoteHost, Sequence[T]], Pending]
     local: Callable[[Sequence[T]], Sequence[Any]]
     rows: Callable[[T], tuple[AnyType, Ids]]
-    cut: Callable[[T, Ids], T]
+    cut: Callable[[T, Array], T]
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,15 @@ class DistGraph:
     With replicas a part has several owners, which answer alike: rows that were asked of a host that is lost
     (``ServerGone``) are asked again of the next one, or of the same one once it is back, up to ``server_wait`` seconds.
     ``turn`` is a number of this process's node, so that several nodes do not all ask the same owner.
+
+    Where the topology of all parts is here, edges and 1-d columns are never asked of others. Rows are taken from the
+    cache, and from answers of the last ``held`` batches, before they are asked for.
     """
 
     def __init__(
-        self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *, server_wait: float = SERVER_WAIT, turn: int = 0
-    ):
+        self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *,
+        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD,
+    ):  # fmt: skip
         self.local, self.books = local, local.books
         self._holders = Holders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
         self._hops = _Question[HopRequest](
@@ -116,6 +121,8 @@ class DistGraph:
         )
         self._meter = CostMeter()
         self._cache: RowCache | None = None
+        self._held = HeldRows(held)
+        self._codes = Codes(local.store.manifest.num_parts, 0)
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
@@ -127,8 +134,9 @@ class DistGraph:
         self._holders.set_remotes(remotes)
 
     def use_cache(self, cache: RowCache | None) -> None:
-        """Answer what ``cache`` keeps from there from now on."""
+        """Take from ``cache`` what it keeps from now on; None for none."""
         self._cache = cache
+        self._held.clear()
 
     def lost(self) -> frozenset[int]:
         """Node ranks of the hosts that do not answer just now."""
@@ -136,7 +144,7 @@ class DistGraph:
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Neighbours of any nodes, in request order. Raises ``ServiceError`` and ``PartitionError``."""
-        if not self.remotes:
+        if self._edges_here:
             return self.local.sample_hops(requests)
         split = Split(self._by_host)
         shares: _Shares[HopRequest] = defaultdict(list)
@@ -144,7 +152,7 @@ class DistGraph:
             self._check_hop(request)
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
                 shares[host].append(_Share(number, at, split.hop(request, host, at)))
-        answers: list[list[tuple[Ids, HopSample]]] = [[] for _ in requests]
+        answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
         for host, share, sample in self._ask(shares, self._hops):
             if host != HERE:
                 self._add_bytes(sample.counts, sample.src, sample.edge)
@@ -155,27 +163,36 @@ class DistGraph:
         """Rows of any nodes and edges, in request order. Raises ``ServiceError`` and ``PartitionError``."""
         if not self.remotes:
             return self.local.gather(requests)
-        specs = [self._row_specs(request) for request in requests]
+        columns = [self.local.new_rows(request) for request in requests]
+        call = Collection(self.local, self._holders.table(), self._cache, self._held)
+        pieces = [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
         split = Split(self._by_host)
-        shares: _Shares[RowRequest] = defaultdict(list)
-        for number, request in enumerate(requests):
-            for host, at in self._owners(split, request.of, request.ids).items():
-                mine = RowRequest(request.of, split.cut(request.ids, at), request.attrs)
-                shares[host].append(_Share(number, at, mine))
-        answers: list[list[tuple[Ids, Mapping[str, Array]]]] = [[] for _ in requests]
-        for host, share, rows in self._ask(shares, self._rows):
-            self._add_rows(len(share.at), host != HERE)
-            if host != HERE:
-                self._add_bytes(*rows.values())
-                self._check_rows(host, rows, specs[share.number])
-            answers[share.number].append((share.at, rows))
-        return [
-            found[0][1] if len(found) == 1 else _merged_rows(len(request.ids), found, columns)
-            for request, found, columns in zip(requests, answers, specs, strict=True)
-        ]
+        shares: _Shares[RowRequest] = defaultdict(list, {HERE: []})
+        for number, piece in enumerate(pieces):
+            for host, at in piece.asked.items():
+                of, names = piece.columns
+                shares[host].append(_Share(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
+        answers: list[list[Answer]] = [[] for _ in pieces]
+        for host, share, rows in self._ask(shares, replace(self._rows, local=lambda _: self._copy_near(pieces))):
+            self._add_bytes(*rows.values())
+            pieces[share.number].put(self.remotes[host].name, rows, share.at)
+            answers[share.number].append(Answer(share.request.ids, rows))
+        for piece, found in zip(pieces, answers, strict=True):
+            if piece.keeps:
+                self._held.add(piece.columns, piece.cost.remote_rows - piece.cost.cached_rows, found)
+        return [*columns]
+
+    def _copy_near(self, pieces: Sequence[Piece]) -> tuple[()]:
+        for piece in pieces:
+            piece.copy_near(self.local)
+            if piece.counts:
+                self._meter.add(piece.cost)
+        return ()
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Which of any edges exist: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
+        if self._edges_here:
+            return self.local.has_edges(edge_type, src, dst)
         check_type(self.local.store, edge_type)
         shares: _Shares[_Pairs] = {
             host: [_Share(0, at, _Pairs(edge_type, src[at], dst[at]))]
@@ -197,7 +214,7 @@ class DistGraph:
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
         under_way: deque[tuple[_Slice, int, Pending]] = deque()
         for piece in self._slices(edge_type):
-            host = int(self._holders.table()[piece.part_id + 1])
+            host = self._holder_of(piece.part_id)
             if host == HERE:
                 _put(whole, piece.at, edge_slice(self.local.store, piece.part_id, edge_type, piece.first, piece.count))
                 continue
@@ -214,7 +231,7 @@ class DistGraph:
         check_type(self.local.store, edge_type)
         if not 0 <= part_id < self.local.store.manifest.num_parts:
             raise PartitionError(f"no part {part_id}; they go from 0 to {self.local.store.manifest.num_parts - 1}")
-        host = int(self._holders.table()[part_id + 1])
+        host = self._holder_of(part_id)
         if host == HERE:
             return edge_slice(self.local.store, part_id, edge_type, first, count)
         piece = _Slice(first, part_id, first, count)
@@ -280,9 +297,13 @@ class DistGraph:
         return groups
 
     def _by_host(self, of: AnyType, ids: Ids) -> Groups:
-        if not self.remotes or len(ids) == 0:
-            return {HERE: np.arange(len(ids))}
-        return group_by(self._holders.table()[self.books[of].part_of(ids) + 1])
+        """Rows by host; one that nobody owns alone as ``NOBODY``."""
+        table = self._holders.table()
+        wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
+        if wrong >= 0:
+            return {NOBODY: np.array([wrong])}
+        first = self._codes.first_host
+        return {code - first - 1: rows.at for code, rows in placed.items()}
 
     def _check_hop(self, request: HopRequest) -> None:
         """Raise ``PartitionError`` for an unknown type or attribute, whoever owns the rows."""
@@ -292,19 +313,13 @@ class DistGraph:
         if request.bound is not None and request.bound.on == "edge":
             row_spec(self.local.store, request.edge_type, request.bound.attr)
 
-    def _row_specs(self, request: RowRequest) -> dict[str, _RowSpec]:
-        """What each attribute has to be. Raises ``PartitionError`` for an unknown type or attribute."""
-        check_type(self.local.store, request.of)
-        return {name: row_spec(self.local.store, request.of, name) for name in request.attrs}
+    @property
+    def _edges_here(self) -> bool:
+        return not self.remotes or self.local.store.whole_topology
 
-    def _check_rows(self, host: int, rows: Mapping[str, Array], specs: Mapping[str, _RowSpec]) -> None:
-        for name, (dtype, shape) in specs.items():
-            found = rows[name]
-            if found.dtype != dtype or found.shape[1:] != shape:
-                raise ServiceError(
-                    f"{self.remotes[host].name}: rows of {name} came as {found.dtype} {found.shape[1:]}, "
-                    f"the manifest says {dtype} {shape}; do both nodes have the same partition?"
-                )
+    def _holder_of(self, part_id: int) -> int:
+        """Who has the edges of a part."""
+        return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
 
     def _ask_slice(self, piece: _Slice, edge_type: EdgeType, host: int) -> Pending:
         return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
@@ -323,27 +338,14 @@ class DistGraph:
             self._add_bytes(edges.src, edges.dst, edges.orig_id)
             return edges
 
-    def _add_rows(self, number: int, remote: bool) -> None:
-        self._meter.add(Cost(rows=number, remote_rows=number * remote))
-
     def _add_bytes(self, *arrays: Array | None) -> None:
         self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
 
 
-def _merged(request: HopRequest, answers: Sequence[tuple[Ids, HopSample]]) -> HopSample:
+def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:
     if len(answers) == 1:
         return answers[0][1]
     return merge_samples(len(request.nodes), answers, request.with_edge)
-
-
-def _merged_rows(
-    num_rows: int, answers: Sequence[tuple[Ids, Mapping[str, Array]]], specs: Mapping[str, _RowSpec]
-) -> dict[str, Array]:
-    found = [(at, np.arange(len(at)), rows) for at, rows in answers]
-    return {
-        name: merge_rows(num_rows, [(at, rows[name], order) for at, order, rows in found], *spec)
-        for name, spec in specs.items()
-    }
 
 
 def _put(whole: EdgeList, at: int, edges: EdgeList) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from trainer.arrays import Ids
+from trainer.arrays import Array, Ids
 from trainer.sample.types import HopRequest
 from trainer.schema import AnyType
 
-Groups = Mapping[int, Ids]  #: host -> int64 positions, ascending
+Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
 class Split:
@@ -30,7 +30,7 @@ class Split:
             self._groups[key] = self._group(of, ids)
         return self._groups[key]
 
-    def cut(self, array: Ids, at: Ids) -> Ids:
+    def cut(self, array: Ids, at: Array) -> Ids:
         """``array[at]``; ``at`` comes from ``groups``."""
         if len(at) == len(array):
             return array
@@ -39,7 +39,7 @@ class Split:
             self._cuts[key] = array[at]
         return self._cuts[key]
 
-    def hop(self, request: HopRequest, host: int, at: Ids) -> HopRequest:
+    def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
         """What ``host`` has to know of a request: its rows, and exclusions of edges it owns."""
         bound = request.bound
         return replace(

@@ -1,0 +1,242 @@
+"""What a host asks of others: with topology here, a cache and held rows less of it, and never another batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from load_kit import CITES, COUNTS, hetero_data, homo_data, parts_of
+from oracle import assert_identical, hosts_of, loader_of
+from partitions import write_store
+from test_oracle import HOW, arguments_of
+from trainer.errors import PartitionError
+from trainer.load.open import Graph, open_graph
+from trainer.reach import Reach
+from trainer.sample.edge_slice import edge_slice
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.types import RowRequest
+from trainer.store.cache import CachedRows, RowCache
+from trainer.store.part import open_parts
+
+MAKE = {"homo": homo_data, "hetero": hetero_data}
+PARTS = 3
+WAYS = (
+    ("partitioned", False, 2),
+    ("partitioned", True, 2),
+    ("replicated", False, 0),
+    ("replicated", True, 0),
+    ("replicated", True, 2),
+)
+
+
+class Host:
+    """A host in this process that writes down what it is asked."""
+
+    def __init__(self, store):
+        self.name, self.part_ids = f"host of {list(store.parts)}", tuple(store.parts)
+        self.hops, self.rows, self.pairs, self.slices = [], [], [], []
+        self._graph = LocalGraph(store)
+
+    def submit_sample(self, requests):
+        return self._answer(self.hops, requests, self._graph.sample_hops)
+
+    def submit_gather(self, requests):
+        return self._answer(self.rows, requests, self._graph.gather)
+
+    def submit_has_edges(self, *asked):
+        return self._answer(self.pairs, [asked], lambda _: self._graph.has_edges(*asked))
+
+    def submit_edges(self, *asked):
+        return self._answer(self.slices, [asked], lambda _: edge_slice(self._graph.store, *asked))
+
+    def asked_ids(self, of, name):
+        """All ids that this column was asked for."""
+        found = [request.ids for request in self.rows if request.of == of and name in request.attrs]
+        return np.concatenate([np.empty(0, np.int64), *found])
+
+    def _answer(self, log, requests, answer):
+        log += requests
+        return SimpleNamespace(result=lambda timeout=None: answer(requests))
+
+
+def host_store(data, own, topology="replicated", parts=PARTS):
+    """What one host opens."""
+    whole = parts_of(data, parts).store
+    others = {p: light(part) for p, part in whole.parts.items() if p != own} if topology == "replicated" else {}
+    return dataclasses.replace(whole, parts={own: whole.parts[own]}, replicas=others)
+
+
+def light(part):
+    def of(tables):
+        return {
+            key: dataclasses.replace(table, attrs={k: v for k, v in table.attrs.items() if v.ndim == 1})
+            for key, table in tables.items()
+        }
+
+    return dataclasses.replace(part, nodes=of(part.nodes), edges=of(part.edges))
+
+
+def some_rows(graph, share=0.3):
+    """A cache of some rows of every type, remote and own, with and without ids."""
+    rng, types = np.random.default_rng(1), {}
+    for of, spec in graph.manifest.nodes.items():
+        ids = rng.permutation(spec.num_nodes)[: round(share * spec.num_nodes)]
+        names = tuple(name for name, attr in spec.attrs.items() if len(attr.shape) > 1)
+        if names:
+            names = (*names, "orig_id") if of != "venue" else names
+            types[of] = CachedRows.of(ids, graph.access.gather([RowRequest(of, ids, names)])[0], spec.num_nodes)
+    return RowCache(types)
+
+
+def host_of(data, topology, cache, held):
+    """One host's graph and the others, in this process."""
+    others = {part: Host(host_store(data, part, "partitioned")) for part in range(1, PARTS)}
+    store = host_store(data, 0, topology)
+    graph = Graph(store, DistGraph(LocalGraph(store), others, held=held))
+    if cache:
+        graph.access.use_cache(some_rows(parts_of(data, PARTS)))
+    return graph, others
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("kind", MAKE)
+def test_topology_cache_and_held_rows_change_no_batch(kind, how) -> None:
+    data = MAKE[kind]()
+    load = "binary" if how in ("uniform", "induced") else "nodes"
+    arguments = arguments_of(data, HOW[how])
+    expected = list(loader_of(parts_of(data, 1), load, arguments))
+    for topology, cache, held in WAYS:
+        graph, others = host_of(data, topology, cache, held)
+        assert_identical(list(loader_of(graph, load, arguments)), expected)
+        edges_asked = any(host.hops or host.pairs or host.slices for host in others.values())
+        assert edges_asked == (topology == "partitioned")
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_over_the_wire_too(kind) -> None:
+    data = MAKE[kind]()
+
+    def make(data, num_parts, only):
+        return SimpleNamespace(store=host_store(data, only[0], parts=num_parts))
+
+    arguments = arguments_of(data, HOW["weighted"])
+    expected = list(loader_of(parts_of(data, 1), "nodes", arguments))
+    with hosts_of(data, 2, make=make) as hosts:
+        for graph in hosts:
+            for cache in (None, some_rows(graph)):
+                graph.access.use_cache(cache)
+                before = [client.stats() for client in graph.clients.values()]
+                assert_identical(list(loader_of(graph, "nodes", {**arguments, "threads": 2})), expected)
+                after = [client.stats() for client in graph.clients.values()]
+                asked = [
+                    a.seconds.get("sample", 0) - b.seconds.get("sample", 0) for a, b in zip(after, before, strict=True)
+                ]
+                assert asked == [0.0]
+
+
+@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+def test_a_row_that_is_cached_or_held_is_not_asked_for_again(topology) -> None:
+    graph, others = host_of(homo_data(), topology, cache=True, held=2)
+    rng, access = np.random.default_rng(0), graph.access
+    cached = np.flatnonzero(some_rows(parts_of(homo_data(), PARTS)).types["node"].slots >= 0)
+    own, wide = graph.store.books["node"].range_of(0), ("x", "image", "half", "orig_id")
+    asked, needed = np.empty(0, np.int64), []
+    for _ in range(2):  # as many batches as are held
+        ids = np.sort(rng.permutation(60)[:30])
+        access.take_cost()
+        access.gather([RowRequest("node", ids, wide)])
+        cost = access.take_cost()
+        far = ids[(ids < own[0]) | (ids >= own[1])]
+        here, held = np.isin(far, cached), np.isin(far, asked)
+        assert (cost.rows, cost.remote_rows) == (30, len(far))
+        assert (cost.cached_rows, cost.held_rows) == (here.sum(), (held & ~here).sum())
+        asked = np.union1d(asked, far[~here])
+        needed.append(cost.asked_rows)
+    there = np.concatenate([host.asked_ids("node", "x") for host in others.values()])
+    assert len(there) == len(asked) == sum(needed) and set(there) == set(asked)
+    assert np.concatenate([host.asked_ids("node", "orig_id") for host in others.values()]).size == (
+        0 if topology == "replicated" else len(there)
+    )
+
+
+def test_what_is_handed_out_is_the_users_to_change() -> None:
+    graph, _ = host_of(homo_data(), "replicated", cache=True, held=2)
+    request = [RowRequest("node", np.arange(60), ("x",))]
+    first = graph.access.gather(request)[0]["x"]
+    kept = first.copy()
+    first[:] = -1
+    assert np.array_equal(graph.access.gather(request)[0]["x"], kept)
+
+
+def test_answers_are_let_go_after_some_batches() -> None:
+    graph, others = host_of(homo_data(), "replicated", cache=False, held=2)
+    pieces = np.split(np.arange(*graph.store.books["node"].range_of(1))[:12], 4)
+    for ids in pieces:
+        graph.access.gather([RowRequest("node", ids, ("x",))])
+    for ids in (pieces[3], pieces[2], pieces[0]):
+        graph.access.gather([RowRequest("node", ids, ("x",))])
+    asked = [request.ids.tolist() for request in others[1].rows]
+    assert asked == [ids.tolist() for ids in (*pieces, pieces[0])]
+
+
+def test_light_columns_and_labels_are_here_where_topology_is() -> None:
+    data = hetero_data()
+    graph, others = host_of(data, "replicated", cache=False, held=2)
+    papers = np.arange(COUNTS["paper"])
+    request = [
+        RowRequest("paper", papers, ("y", "time", "orig_id", "in_degree")),
+        RowRequest(CITES, papers, ("edge_weight",)),
+    ]
+    whole = LocalGraph(parts_of(data, PARTS).store)
+    for found, expected in zip(graph.access.gather(request), whole.gather(request), strict=True):
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    assert not any(host.rows for host in others.values())
+    cost = graph.access.take_cost()
+    assert (cost.rows, cost.remote_rows, cost.remote_bytes) == (140, 0, 0)
+
+
+def test_edges_of_all_parts_are_here_where_topology_is() -> None:
+    data = homo_data()
+    graph, others = host_of(data, "replicated", cache=False, held=2)
+    there, here = (
+        graph.access.edge_list(("node", "to", "node")),
+        LocalGraph(parts_of(data, PARTS).store).edge_list(("node", "to", "node")),
+    )
+    assert all(np.array_equal(getattr(there, name), getattr(here, name)) for name in ("src", "dst", "orig_id"))
+    assert not any(host.slices for host in others.values())
+
+
+def test_a_cache_is_the_same_from_its_folder(tmp_path) -> None:
+    graph = parts_of(hetero_data(), PARTS)
+    cache, folder = some_rows(graph), tmp_path / "here" / "cache"
+    for kept in (RowCache({}), cache):  # the second takes the place of the first
+        kept.save(folder)
+    again = RowCache.open(folder)
+    assert again.types.keys() == cache.types.keys() and again.num_rows == cache.num_rows > 0
+    for of, kept in cache.types.items():
+        assert np.array_equal(again.types[of].slots, kept.slots)
+        assert all(np.array_equal(again.types[of].rows[name], rows) for name, rows in kept.rows.items())
+    assert [path.name for path in folder.parent.iterdir()] == ["cache"]
+    (folder / "cache.json").unlink()
+    with pytest.raises(PartitionError, match="cannot be read: .*delete it"):
+        RowCache.open(folder)
+
+
+def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_what_is_missing(tmp_path) -> None:
+    data = homo_data()
+    write_store(tmp_path, parts_of(data, 2).store)
+    for path in (tmp_path / "part1").rglob("*.npy"):
+        if np.load(path, mmap_mode="r").ndim > 1:
+            path.unlink()
+    store = open_parts(tmp_path, [0], "replicated")
+    assert list(store.parts) == [0] and list(store.topology) == [0, 1]
+    assert "x" not in store.replicas[1].nodes["node"].attrs and "y" in store.replicas[1].nodes["node"].attrs
+    with pytest.raises(PartitionError, match=r"parts \[1\] .* neither opened here nor served"):
+        open_graph(tmp_path, [0], reach=Reach(topology="replicated"))
+    (tmp_path / "part1" / "nodes" / "node" / "attrs" / "y.npy").unlink()
+    with pytest.raises(PartitionError, match="(?s)y.npy is missing.*--topology partitioned"):
+        open_parts(tmp_path, [0], "replicated")

@@ -1,4 +1,4 @@
-"""Commands for runs that have been launched: status, logs, follow, attach, stop, collect, runs, resume."""
+"""Commands for runs that have been launched: status, logs, profile, follow, attach, stop, collect, runs, resume."""
 
 from __future__ import annotations
 
@@ -113,6 +113,30 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
         follows = follows and not showlogs.all_collected(run.found)
         missing = (showlogs.follow_logs if follows else showlogs.print_logs)(run, wanted, printer)
     for line in showlogs.missing_words(missing, plan):
+        click.secho(line, fg="yellow", err=True)
+    ctx.exit(1 if missing else 0)
+
+
+@click.command(epilog=_examples("profile", "profile toy-2026 --json"))
+@_with(*_RUN)
+@click.pass_context
+def profile(ctx: click.Context, **values: Any) -> None:
+    """Where a run's time goes, and what would help.
+
+    RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that goes on, what its
+    ranks have told by now. `python -m trainer profile RUN_DIR` shows each rank of one node.
+    """
+    from launcher.operate import profiled
+    from launcher.operate.showlogs import all_collected, missing_words
+
+    console, as_json = _console(ctx, values)
+    with _open(ctx, values, all_collected) as run:
+        found, missing = profiled.run_profile(run)
+    if as_json:
+        click.echo(json.dumps(profiled.to_json(run, found), indent=1))
+    else:
+        profiled.show_profile(run, found, console)
+    for line in missing_words(missing, run.found.needed_plan):
         click.secho(line, fg="yellow", err=True)
     ctx.exit(1 if missing else 0)
 
@@ -277,7 +301,7 @@ def resume(
     ctx.exit(report.exit_status)
 
 
-COMMANDS = (status, logs, follow, attach, stop, collect, runs, resume)
+COMMANDS = (status, logs, profile, follow, attach, stop, collect, runs, resume)
 
 
 def register_commands(group: click.Group) -> None:

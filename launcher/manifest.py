@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import FleetError
 
-_FORMAT, _VERSION = "gnnfleet-partition", 2
+_FORMAT, _VERSIONS = "gnnfleet-partition", (2, 3)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     manifest = json.loads(raw)
     if manifest["format"] != _FORMAT:
         raise ValueError(f"its format is {manifest['format']!r}, not {_FORMAT!r}")
-    if manifest["version"] != _VERSION:
-        raise ValueError(f"it has format version {manifest['version']!r}, this program reads version {_VERSION}")
+    if manifest["version"] not in _VERSIONS:
+        raise ValueError(f"it has format version {manifest['version']!r}, this program reads version 2 or 3")
     files = [PartFile(file["path"], file["bytes"], file["sha256"], _is_flat(file)) for file in manifest["files"]]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
     return PartitionFiles(folder, manifest["dataset"], manifest["fingerprint"], manifest["num_parts"], tuple(files))

@@ -186,7 +186,7 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
 
 def _reach_env(job: Job, site: Site) -> dict[str, str]:
     """How its processes get at what other nodes hold: ``trainer.reach.Reach``. Clients are sent whole batches."""
-    env = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
+    env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = job.config.data.cache
     if site.parts and job.topology.choice:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from launcher.aftermath import aftermath_of
 from launcher.outcome import Outcome
+from launcher.profile import Profile, print_profile, read_profile
 from launcher.wholefile import appearing, write_whole
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
@@ -31,6 +32,7 @@ class Metrics:
 
     lines: tuple[Mapping[str, Any], ...] = ()
     files: tuple[Path, ...] = ()  #: of all ranks, whole
+    profile: Profile | None = None  #: where their time went; None where they do not tell
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [line for line in self.lines if line.get("kind") == kind]
@@ -42,8 +44,9 @@ class Metrics:
         return found[-1] if found else {}
 
     def summary(self) -> dict[str, Any]:
-        """For result.json: accuracies, epoch times, and each rank's mean seeds per second."""
+        """For result.json: accuracies, epoch times, where the time went, and each rank's mean seeds per second."""
         result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
+        result |= {"profile": self.profile.to_json()} if self.profile else {}
         speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
         return {**result, "seeds_per_s": speed} if speed else result
 
@@ -144,7 +147,12 @@ def read_metrics(files: Iterable[Path]) -> Metrics:
     """Merge metrics files by time; a last line cut short by a killed writer is left out."""
     files = tuple(files)
     lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
-    return Metrics(lines, files)
+    return Metrics(lines, files, read_profile(lines))
+
+
+def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+    """All lines, file by file."""
+    return (line.values for file in files for line in _lines_of(file))
 
 
 def _merged(files: Iterable[Path]) -> Iterator[_Line]:
@@ -203,6 +211,8 @@ def _print_done(report: RunReport, console: Console) -> None:
     throughput = report.metrics.throughput()
     if throughput:
         console.print(_throughput_table(throughput, report.outcomes), soft_wrap=True)
+    if report.metrics.profile:
+        print_profile(report.metrics.profile, console, _nodes_of(report.outcomes))
     result = report.metrics.result
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:
@@ -229,8 +239,13 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float]) -> tuple[str, 
     return str(line["epoch"]), f"{line['seconds']:.2f}", f"{line['loss']:.4f}", shown
 
 
+def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
+    """node_rank by rank."""
+    return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
+
+
 def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome]) -> Text:
-    node_of = {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
+    node_of = _nodes_of(outcomes)
     text = Text("throughput: ")
     parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
     text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")

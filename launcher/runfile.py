@@ -77,7 +77,7 @@ def _plain(value: Any) -> Any:
 
 def _launch_plan(values: Mapping[str, Any]) -> LaunchPlan:
     nodes = tuple(map(_node_plan, values["nodes"]))
-    made = {"nodes": nodes, "partition": _command(values["partition"])}
+    made: dict[str, Any] = {"nodes": nodes, "partition": _command(values["partition"])}
     made |= {"topology": Topology(**values["topology"])} if "topology" in values else {}  # else of an older version
     return LaunchPlan(**{**_tuples(values), **made})
 

@@ -49,10 +49,10 @@ def decide(
         return Topology()
     found = _bytes_known(config, holders, manifest, facts)
     if config.data.topology != "auto":
-        return Topology(config.data.topology, "data.topology says so", found or 0)
+        return Topology(config.data.topology, "data.topology says so", found)
     if all(len(site.parts) == num_parts for site in holders):
-        return Topology("partitioned", "auto: each node that holds parts has all of them", found or 0)
-    if found is None:
+        return Topology("partitioned", "auto: each node that holds parts has all of them", found)
+    if not found:
         return _unknown(config, holders, facts)
     files = manifest.topology_files * len(holders) if manifest else 0
     if files > MOST_FILES:
@@ -62,12 +62,12 @@ def decide(
 
 def _bytes_known(
     config: ClusterConfig, holders: Sequence[Site], manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]
-) -> int | None:
-    """Of the edges of all parts; None where that cannot be told, or where a node does not see all of them."""
+) -> int:
+    """Of the edges of all parts; 0 where that cannot be told, or where a node does not see all of them."""
     if config.makes_parts:
-        return (manifest.topology_bytes or None) if manifest else None
+        return manifest.topology_bytes if manifest else 0
     told = [facts[site.node_rank].topology_bytes for site in holders if site.node_rank in facts]
-    return max(told) if told and min(told) else None
+    return max(told, default=0) if all(told) else 0
 
 
 def _unknown(config: ClusterConfig, holders: Sequence[Site], facts: Mapping[int, NodeFacts]) -> Topology:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.node.vitals import largest
 from launcher.plan import LaunchPlan
 from launcher.words import count
 
@@ -28,6 +29,7 @@ class RankRow:
     loss: float | None = None
     seeds_per_s: float | None = None
     remote_share: float | None = None  #: of the rows gathered, 0 to 1
+    most: str = ""  #: what takes most of a step, as ``forward 41%``
     t: float = -math.inf  #: of the line, by its node's clock
     ended: str = ""  #: 'done' or 'failed'
 
@@ -42,6 +44,7 @@ class RankRow:
             setattr(self, name, value if isinstance(value, int) else None)
         for name in ("loss", "seeds_per_s", "remote_share"):
             setattr(self, name, _number(metric.get(name)))
+        self.most = most_of(metric)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -204,6 +207,12 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Of those that are known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def most_of(metric: Metric) -> str:
+    """``forward 41%``, by a metrics line or by what a node's state says of it; '' where that tells nothing."""
+    most = largest(metric.get("spent")) or metric.get("most")
+    return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
 
 
 def _number(value: Any) -> float | None:

@@ -28,6 +28,7 @@ class Line:
     step: str
     speed: str
     loss: str
+    most: str
     remote: str
     heartbeat: str
     severity: int
@@ -52,6 +53,7 @@ _COLUMNS = (
     Column("step", lambda line: line.step, 7),
     Column("seeds/s", lambda line: line.speed, 4),
     Column("loss", lambda line: line.loss, 5),
+    Column("mostly", lambda line: line.most, 2),
     Column("remote", lambda line: line.remote, 2),
     Column("heard", lambda line: line.heartbeat, 3),
 )
@@ -135,6 +137,7 @@ def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
         step=_of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
         speed=_shown(_sum([row.seeds_per_s for row in stepping]), "{:,.0f}"),
         loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
+        most=slowest.most if slowest else "",
         remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),
         heartbeat="" if age is None else f"{age:.0f} s",
         severity=board.severity(node.node_rank, now),

@@ -25,8 +25,9 @@ class Vitals:
     """The ranks of one node, looked at once a second; damaged and half lines do no harm.
 
     ``ranks[r]`` holds of rank r, once its metrics file has a line: ``epoch``, ``step``, ``steps``, ``loss``,
-    ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s``, ``batch_s`` as last told (None: never), ``kind`` and
-    ``t`` of its last line, ``at`` ([epoch, step, phase] by its progress file, or None) and ``ended``.
+    ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s``, ``batch_s`` as last told (None: never), ``most``
+    (``largest`` of its ``spent``), ``kind`` and ``t`` of its last line, ``at`` ([epoch, step, phase] by its progress
+    file, or None) and ``ended``.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class Vitals:
         return self.findings[-1:]
 
     def _take(self, rank: int, line: dict[str, Any], now: float) -> dict[str, Any] | None:
-        known = self.ranks.setdefault(rank, {**dict.fromkeys(_NUMBERS), "at": None, "ended": False})
+        known = self.ranks.setdefault(rank, {**dict.fromkeys((*_NUMBERS, "most")), "at": None, "ended": False})
         training = line["kind"] in _TRAINING
         known |= {name: line[name] for name in (_NUMBERS if training else ("epoch",)) if _is_number(line.get(name))}
         if training and line.get("remote_share", 0) is None:
             known["remote_share"] = None
+        if training:
+            known["most"] = largest(line.get("spent")) or known["most"]
         known |= {"kind": line["kind"], "t": line["t"] if _is_number(line.get("t")) else now}
         loss: Any = line.get("loss")
         if not (training and _is_number(loss) and _is_number(line.get("epoch"))):
@@ -84,6 +87,18 @@ class Vitals:
         text += ". Lower the learning rate, or look for NaN and huge values in the features"
         finding = {"t": known["t"], "kind": "nan", "node_rank": self.node_rank, "rank": rank}
         return {**finding, "text": text, "stop": self.stop_on_nan}
+
+
+def largest(spent: Any) -> list[Any] | None:
+    """``[kind, share]`` of what took most of a step; ``spent`` as in a metrics line. None where it tells nothing."""
+    if not isinstance(spent, dict):
+        return None
+    kinds = {kind: value for kind, value in spent.items() if _is_number(value) and 0 <= value < math.inf}
+    whole = sum(kinds.values())
+    if not whole:
+        return None
+    most = max(kinds, key=lambda kind: kinds[kind])
+    return [most[:_LONGEST_KIND], round(kinds[most] / whole, 3)]
 
 
 class _Tail:

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from launcher.live.board import most_of
 from launcher.operate.columns import Cell, Column, FittedTable
 from launcher.operate.found import FoundRun, read_folder
 from launcher.operate.verdict import Verdict, from_here, judge, known_without_nodes, place_of
@@ -34,6 +35,7 @@ _COLUMNS = (
     Column("step", 7, right=True),
     Column("seeds/s", 3, right=True),
     Column("loss", 5, right=True),
+    Column("mostly", 2, right=True),
     Column("remote", 2, right=True),
     Column("heartbeat", 4, right=True),
 )
@@ -105,13 +107,21 @@ def rendered(status: Status) -> Group:
     parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
     if status.views:
         rows = [row for view in status.views.values() for row in _rows(view)]
-        parts.append(FittedTable(_COLUMNS, rows))
+        parts.append(_table(rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
     parts += [Text(f"next: {command}", "dim") for command in verdict.next]
     if status.found.folder:
         parts.append(Text(f"run folder: {status.found.folder}", "dim"))
     return Group(*parts)
+
+
+def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
+    """Without what takes most of a step where no rank tells it: before the first step, and with older versions."""
+    place = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
+    if any(row[place] != "–" for row in rows):
+        return FittedTable(_COLUMNS, rows)
+    return FittedTable((*_COLUMNS[:place], *_COLUMNS[place + 1 :]), [(*row[:place], *row[place + 1 :]) for row in rows])
 
 
 def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
@@ -126,15 +136,16 @@ def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
         yield (view.node.label, "–", state, *_step_cells({}), beat)
 
 
-def _step_cells(step: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
+def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
     place = place_of(step)
     if not place:
-        return ("–",) * 5
+        return ("–",) * 6
     return (
         str(place[0]),
         f"{place[1] + 1}/{step['steps']}",
         _number(step.get("seeds_per_s"), ",.0f"),
         _number(step.get("loss"), ".4f"),
+        most_of(step) or "–",
         _number(step.get("remote_share"), ".0%"),
     )
 

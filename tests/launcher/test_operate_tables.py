@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -29,9 +30,9 @@ def printed(what: RenderableType, width: int) -> list[str]:
     return lines
 
 
-def status_of(target: str) -> Status:
+def status_of(target: str, **more: Any) -> Status:
     nodes = [replace(make_node(Path("/w"), k, []), target=f"{target}{k}") for k in range(2)]
-    state = {"state": "training", "time": 100.0, "ranks": {"0": STEP, "1": STEP}}
+    state = {"state": "training", "time": 100.0, "ranks": {"0": {**STEP, **more}, "1": STEP}}
     views = {k: NodeView(node, state, now=101.5) for k, node in enumerate(nodes)}
     found = FoundRun("r1", None, None, make_launch(nodes), None, None)
     return Status(found, Verdict("running", "run r1 trains"), views)
@@ -49,6 +50,12 @@ def test_status_at_120_columns_shows_all() -> None:
     _, titles, first, _ = printed(rendered(status_of("gnn")), 120)
     assert titles.split() == ["node", "rank", "state", "epoch", "step", "seeds/s", "loss", "remote", "heartbeat"]
     assert first.split()[3:] == ["training", "12", "1234/40000", "123,456", "0.5123", "25%", "1.5", "s", "ago"]
+
+
+def test_status_shows_what_takes_most_of_a_step_where_a_rank_tells() -> None:
+    _, titles, first, second = printed(rendered(status_of("gnn", most=["backward", 0.412])), 130)
+    assert titles.split()[-3:] == ["mostly", "remote", "heartbeat"]
+    assert "  backward 41%     25%  " in first and "             –     25%  " in second
 
 
 WHY = "rank 1 on node1 (gnn2) raised ValueError: the shapes of the two operands do not agree\nat all " + "x" * 200

@@ -29,12 +29,19 @@ def step(number: int, loss: float = 0.5, **more: Any) -> dict[str, Any]:
 def test_the_last_line_of_each_rank_is_seen(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [2, 3])
     assert vitals.look(50.0) == [] and vitals.ranks == {}
-    write(tmp_path, 3, {"t": 1.0, "kind": "start"}, step(4), step(5, 0.25, remote_share=0.5))
+    write(
+        tmp_path,
+        3,
+        {"t": 1.0, "kind": "start"},
+        step(4),
+        step(5, 0.25, remote_share=0.5, spent={"forward": 0.03, "sample": 0.07}),
+    )
     vitals.look(51.0)
     assert vitals.ranks == {
         3: {
             "epoch": 2, "step": 5, "steps": 40, "loss": 0.25, "seeds_per_s": 99.5, "remote_share": 0.5, "own_s": 0.2,
             "step_s": 0.3, "batch_s": 0.1, "kind": "step", "t": 105.0, "at": None, "ended": False,
+            "most": ["sample", 0.7],
         }
     }  # fmt: skip
     write(tmp_path, 3, {"t": 110.0, "kind": "eval", "epoch": 2, "loss": 9.9, "accuracy": 0.5})

@@ -315,7 +315,7 @@ def test_edges_are_found_and_listed(num_parts):
 def test_kernels_release_the_gil():
     """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
     used = (
-        kernels.pick_positions, kernels.relabel, kernels.block_rows, candidates.pick_candidates, pairs.relabel,
+        kernels.draw_edges, kernels.relabel, kernels.block_rows, candidates.pick_candidates, pairs.relabel,
         kernels.find_edges, kernels.take_rows,
     )  # fmt: skip
     assert all(kernel.targetoptions["nogil"] for kernel in used)

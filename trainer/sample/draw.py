@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from trainer import slabs
 from trainer.arrays import Array, Ids, read_only
 from trainer.errors import DataError, PartitionError
 from trainer.sample import kernels
 from trainer.sample.candidates import TOO_MANY, Conditions, Draws, allow, pick_candidates
-from trainer.sample.grouping import cut_request
-from trainer.sample.subgraph import Positions
+from trainer.sample.grouping import cut_request, merge_samples
 from trainer.sample.types import HopRequest, HopSample
 from trainer.store.part import EdgePart, NodePart
 
@@ -22,23 +22,11 @@ def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sourc
     Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
     attribute that is not there or of the wrong kind, and for more than ``MOST_EDGES``.
     """
-    counts, picks = _pick(nodes, edges, request, num_sources)
-    return HopSample(counts, edges.indices[picks], _edge_ids(edges, picks) if request.with_edge else None)
-
-
-def _edge_ids(edges: EdgePart, slots: Ids) -> Array:
-    """Global ids, in the narrowest dtype that holds all of the part's."""
-    dtype = np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
-    return np.add(slots, edges.start, dtype=dtype, casting="unsafe")
-
-
-def _pick(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> tuple[Positions, Ids]:
-    """(edges per row, slots). Rows that no exclusion concerns go the fast way."""
     if request.bound is not None or request.weight is not None or request.sources is not None:
         return _conditional(nodes, edges, request, num_sources)
     if request.exclude is None:
         return _plain(nodes, edges, request)
-    concerned = np.isin(request.nodes, request.exclude[0])
+    concerned = np.isin(request.nodes, request.exclude[0])  # the other rows go the fast way
     at, others = np.flatnonzero(concerned), np.flatnonzero(~concerned)
     if len(at) == 0:
         return _plain(nodes, edges, request)
@@ -46,35 +34,29 @@ def _pick(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: in
         (at, _conditional(nodes, edges, cut_request(request, at), num_sources)),
         (others, _plain(nodes, edges, cut_request(request, others))),
     ]
-    counts = np.empty(len(request.nodes), np.int32)
-    for positions, (taken, _) in answers:
-        counts[positions] = taken
-    begins = np.cumsum(counts, dtype=np.int64) - counts
-    picks = np.empty(int(counts.sum(dtype=np.int64)), np.int64)
-    for positions, (taken, slots) in answers:
-        kernels.scatter_runs(slots, taken, positions, begins, picks)
-    return counts, picks
+    return merge_samples(len(request.nodes), answers, request.with_edge)
 
 
-def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> tuple[Positions, Ids]:
-    rows = request.nodes - nodes.start
-    counts = np.empty(len(rows), np.int32)
-    longest = kernels.count_picks(edges.indptr, rows, request.fanout, request.replace, counts)
+def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> HopSample:
+    indptr, asked = read_only(edges.indptr), read_only(request.nodes)
+    counts = np.empty(len(asked), np.int32)
+    longest = kernels.count_picks(indptr, asked, nodes.start, request.fanout, request.replace, counts)
     total = int(counts.sum(dtype=np.int64))
     if total > MOST_EDGES:
         raise _too_many(request)
-    picks = np.empty(total, np.int64)
-    kernels.pick_positions(
-        edges.indptr, rows, nodes.orig_id, _trees(request), counts, request.replace, request.fanout,
-        request.shuffle, np.uint64(request.key), longest, picks,
+    src = slabs.empty(total, edges.indices.dtype)
+    edge = slabs.empty(total if request.with_edge else 0, _edge_dtype(edges))
+    kernels.draw_edges(
+        indptr, read_only(edges.indices), asked, nodes.start, read_only(nodes.orig_id), _trees(request), counts,
+        request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, edges.start, src, edge,
     )  # fmt: skip
-    return counts, picks
+    return HopSample(counts, src, edge if request.with_edge else None)
 
 
-def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> tuple[Positions, Ids]:
+def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
     rows = request.nodes - nodes.start
     counts = np.empty(len(rows), np.int32)
-    longest = kernels.count_picks(edges.indptr, rows, -1, False, counts)
+    longest = kernels.count_picks(read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts)
     bound = request.bound
     how = Draws(
         request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
@@ -92,7 +74,13 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
             f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
             f"in {request.weight!r}; weights must be finite numbers from 0 on"
         )
-    return counts, picks
+    edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
+    return HopSample(counts, edges.indices[picks], edge)
+
+
+def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
+    """Of global edge ids: the narrowest that holds all of the part's."""
+    return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
 def _too_many(request: HopRequest) -> PartitionError:

@@ -1,6 +1,6 @@
 """Numba kernels of sampling. All run without the GIL, on arrays the caller owns.
 
-``nodes`` below are rows of the part's CSC arrays (global id minus the part's start).
+``nodes`` below are global ids; less ``first_node``, the part's first, they are rows of the part's CSC arrays.
 """
 
 from __future__ import annotations
@@ -11,19 +11,23 @@ import numba
 import numpy as np
 
 from trainer.rng import draw, node_key, tree_key
+from trainer.sample.hint import prefetch
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
-#: Up to this many picks from a longer row, displaced positions are kept in a list and searched.
-_LIST_PICKS = 64
+#: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
+_LIST_PICKS, _LONG = 64, 4096
+_AT_ONCE = 256  #: slots drawn before the first of them is read
+_ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
 
 
 @_jit
-def count_picks(indptr: Any, rows: Any, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the neighbours each row will give; return the longest row."""
+def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
+    """Fill ``counts`` int32 [n] with the neighbours each of the ``nodes`` will give; return the longest row."""
     longest = 0
-    for i in range(len(rows)):
-        degree = indptr[rows[i] + 1] - indptr[rows[i]]
+    for i in range(len(nodes)):
+        row = nodes[i] - first_node
+        degree = indptr[row + 1] - indptr[row]
         longest = max(longest, degree)
         if fanout < 0 or (degree <= fanout and not replace):
             counts[i] = degree
@@ -33,52 +37,71 @@ def count_picks(indptr: Any, rows: Any, fanout: int, replace: bool, counts: Any)
 
 
 @_jit
-def pick_positions(
-    indptr: Any, rows: Any, orig_id: Any, trees: Any, counts: Any, replace: bool, fanout: int, shuffle: int,
-    key: Any, longest: int, out: Any,
+def draw_edges(
+    indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
+    fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
 ) -> None:  # fmt: skip
-    """Fill ``out`` int64 [counts.sum()] with positions into the part's edge arrays.
+    """Fill ``src`` [counts.sum()] with sources drawn for ``nodes`` and, unless empty, ``edge`` with edge ids.
 
     Without replacement the picks of a row are the first ``counts[i]`` steps of one
     Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
     is shuffled in its first ``shuffle`` places only. ``trees`` int64 [n] is empty unless disjoint.
+
+    Slots are drawn some hundred ahead of the reads, which then find their lines in the cache.
     """
-    scratch = np.empty(longest, np.int64)
-    where = np.empty(_LIST_PICKS, np.int64)
-    what = np.empty(_LIST_PICKS, np.int64)
-    cursor = 0
-    for i in range(len(rows)):
-        begin = indptr[rows[i]]
-        degree = indptr[rows[i] + 1] - begin
-        count = counts[i]
-        picks = out[cursor : cursor + count]
-        cursor += count
-        drawn = node_key(key, orig_id[rows[i]])
+    slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
+    order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
+    where, what = np.empty(_LIST_PICKS, np.int64), np.empty(_LIST_PICKS, np.int64)
+    ordered, waiting, done = 0, 0, 0  # ``order`` is 0, 1, 2, … up to ``ordered``
+    for i in range(len(nodes)):
+        if i + _ROWS_AHEAD < len(nodes):
+            prefetch(indptr, nodes[i + _ROWS_AHEAD] - first_node)
+            prefetch(orig_id, nodes[i + _ROWS_AHEAD] - first_node)
+        count, row = counts[i], nodes[i] - first_node
+        begin = indptr[row]
+        degree = indptr[row + 1] - begin
+        picks = slots[waiting : waiting + count]
+        drawn = node_key(key, orig_id[row])
         if len(trees):
             drawn = tree_key(drawn, trees[i])
         if replace and fanout >= 0:
             for j in range(count):
                 picks[j] = begin + draw(drawn, j, degree)
-        elif count == degree:
-            _shuffle_in_place(picks, begin, min(shuffle, degree - 1), drawn)
-        elif count <= _LIST_PICKS and degree > _LIST_PICKS:
+        elif count < degree and count <= _LIST_PICKS and degree > _LONG:
             _shuffle_listed(picks, begin, degree, drawn, where, what)
-        else:
-            row = scratch[:degree]
-            _shuffle_in_place(row, begin, count, drawn)
-            for j in range(count):  # a slice assignment takes four seconds to compile
-                picks[j] = row[j]
+        elif count > 0:
+            while ordered < degree:
+                order[ordered] = ordered
+                ordered += 1
+            _shuffle(picks, begin, degree, count if count < degree else min(shuffle, degree - 1), drawn, order, moved)
+        for j in range(count):
+            prefetch(indices, picks[j])
+        waiting += count
+        if waiting >= _AT_ONCE or i == len(nodes) - 1:
+            for k in range(waiting):
+                src[done + k] = indices[slots[k]]
+            if len(edge):
+                for k in range(waiting):
+                    edge[done + k] = first_edge + slots[k]
+            done += waiting
+            waiting = 0
 
 
 @_jit
-def _shuffle_in_place(row: Any, begin: int, steps: int, drawn: Any) -> None:
-    """``row`` = begin, begin + 1, … with its first ``steps`` places shuffled (Fisher-Yates)."""
-    degree = len(row)
-    for j in range(degree):
-        row[j] = begin + j
+def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
+    """The first ``len(picks)`` of begin, begin + 1, … after that many steps of a Fisher-Yates shuffle.
+
+    ``order`` int32 holds 0, 1, 2, …, and does so again afterwards: what a step moved is put back.
+    """
     for j in range(steps):
         other = j + draw(drawn, j, degree - j)
-        row[j], row[other] = row[other], row[j]
+        picks[j] = begin + order[other]
+        order[other] = order[j]
+        moved[j] = other
+    for j in range(steps, len(picks)):
+        picks[j] = begin + order[j]
+    for j in range(steps):
+        order[moved[j]] = moved[j]
 
 
 @_jit

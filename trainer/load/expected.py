@@ -16,6 +16,7 @@ from trainer.schema import NodeType
 from trainer.store.part import PartStore
 
 _BINS = 2048  #: nodes of about the same chance are looked at together
+_SPREAD = 0.1  #: answers are whole or gone, and batches differ: one that just fits on average is there half of the time
 _STEPS = 256  #: batches that are gone through; the rest of an epoch is like the last one
 
 
@@ -92,11 +93,13 @@ def _held(
 ) -> npt.NDArray[np.float64]:
     """The chance of each bin's nodes to be at hand."""
     held, rows = np.zeros(len(number)), 0.0
+    limit = min(most_rows, MOST_BYTES / max(row_bytes, 1))
     for answer in list(answers)[::-1][late : late + MOST_ANSWERS]:
         rows += float(answer @ number)
-        if rows > most_rows or rows * row_bytes > MOST_BYTES:
+        share = min(1.0, 0.5 + (limit - rows) / (2 * _SPREAD * limit)) if limit else 0.0
+        if share <= 0:
             break
-        held += answer
+        held += share * answer
     return np.minimum(held, 1.0)
 
 

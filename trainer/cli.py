@@ -245,6 +245,10 @@ def infer(**options: Any) -> None:
 )
 @click.option("--stats-file", type=click.Path(path_type=Path), help="Load, clients and queues, as JSON every 2 s.")
 @click.option(
+    "--topology", type=click.Choice(["partitioned", "replicated"]), envvar="GNNFLEET_TOPOLOGY", default="partitioned",
+    show_default=True, help="replicated: the edges of all parts are in the folder, so only rows are asked of others.",
+)  # fmt: skip
+@click.option(
     "--server-wait", type=click.FloatRange(min=0), envvar="GNNFLEET_SERVER_WAIT", default=60.0, show_default=True,
     help="Seconds a lost server may take to come back when nobody else has its parts.",
 )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 from load_kit import CITES, COUNTS, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from partitions import write_store
+from service_kit import assert_same_sample, client_of, free_endpoint, serve_process, wait_for, write_cluster
 from test_oracle import HOW, arguments_of
 from trainer.errors import PartitionError
 from trainer.load.open import Graph, open_graph
@@ -18,7 +19,8 @@ from trainer.reach import Reach
 from trainer.sample.edge_slice import edge_slice
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
-from trainer.sample.types import RowRequest
+from trainer.sample.types import HopRequest, RowRequest
+from trainer.schema import HOMO_EDGE
 from trainer.store.cache import CachedRows, RowCache
 from trainer.store.part import open_parts
 
@@ -240,3 +242,16 @@ def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_wh
     (tmp_path / "part1" / "nodes" / "node" / "attrs" / "y.npy").unlink()
     with pytest.raises(PartitionError, match="(?s)y.npy is missing.*--topology partitioned"):
         open_parts(tmp_path, [0], "replicated")
+
+
+def test_a_server_with_the_topology_of_all_parts_samples_while_the_others_are_away(tmp_path) -> None:
+    whole, parts = parts_of(homo_data(), 2), tmp_path / "parts"
+    write_store(parts, whole.store)
+    ends = free_endpoint(), free_endpoint()
+    cluster = write_cluster(tmp_path / "cluster.json", (0, ends[0], [0]), (1, ends[1], [1]))
+    hop = HopRequest(HOMO_EDGE, np.arange(60), fanout=4, shuffle=0, key=5, with_edge=True)
+    with serve_process(tmp_path, parts, [0], ends[0], cluster, topology="replicated") as (process, ready):
+        wait_for(ready, process)
+        with client_of(ends[0], 60.0, parts=(0,), route=True) as client:
+            assert_same_sample(client.sample_hops([hop])[0], whole.access.sample_hops([hop])[0])
+            assert client.gather([RowRequest("node", np.arange(60), ("y",))])[0]["y"].shape == (60,)

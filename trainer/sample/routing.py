@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
@@ -62,6 +62,7 @@ class _Question(Generic[T]):
     local: Callable[[Sequence[T]], Sequence[Any]]
     rows: Callable[[T], tuple[AnyType, Ids]]
     cut: Callable[[T, Array], T]
+    arrays: Callable[[Any], Iterable[Array | None]]  #: of one answer
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,10 @@ class _Alone:
     """An answer as the only one of a list."""
 
     pending: Pending
+
+    @property
+    def received(self) -> int | None:
+        return getattr(self.pending, "received", None)
 
     def result(self, timeout: float | None = None) -> list[Any]:
         return [self.pending.result()]
@@ -106,18 +111,21 @@ class DistGraph:
             lambda asked: self.local.sample_hops(asked),
             lambda request: (request.edge_type[2], request.nodes),
             cut_request,
+            lambda sample: (sample.counts, sample.src, sample.edge),
         )
         self._rows = _Question[RowRequest](
             lambda host, asked: host.submit_gather(asked),
             lambda asked: self.local.gather(asked),
             lambda request: (request.of, request.ids),
             lambda request, at: replace(request, ids=request.ids[at]),
+            lambda rows: rows.values(),
         )
         self._pairs = _Question[_Pairs](
             lambda host, asked: _Alone(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
             lambda asked: [self.local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
             lambda pairs: (pairs.edge_type[2], pairs.dst),
             lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
+            lambda found: (found,),
         )
         self._meter = CostMeter()
         self._cache: RowCache | None = None
@@ -153,9 +161,7 @@ class DistGraph:
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
                 shares[host].append(_Share(number, at, split.hop(request, host, at)))
         answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
-        for host, share, sample in self._ask(shares, self._hops):
-            if host != HERE:
-                self._add_bytes(sample.counts, sample.src, sample.edge)
+        for _, share, sample in self._ask(shares, self._hops):
             answers[share.number].append((share.at, sample))
         return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
 
@@ -174,7 +180,6 @@ class DistGraph:
                 shares[host].append(_Share(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
         answers: list[list[Answer]] = [[] for _ in pieces]
         for host, share, rows in self._ask(shares, replace(self._rows, local=lambda _: self._copy_near(pieces))):
-            self._add_bytes(*rows.values())
             pieces[share.number].put(self.remotes[host].name, rows, share.at)
             answers[share.number].append(Answer(share.request.ids, rows))
         for piece, found in zip(pieces, answers, strict=True):
@@ -199,10 +204,8 @@ class DistGraph:
             for host, at in self._owners(Split(self._by_host), edge_type[2], dst).items()
         }
         found = np.zeros(len(dst), np.bool_)
-        for host, share, answer in self._ask(shares, self._pairs):
+        for _, share, answer in self._ask(shares, self._pairs):
             found[share.at] = answer
-            if host != HERE:
-                self._add_bytes(answer)
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:
@@ -262,6 +265,7 @@ class DistGraph:
                     continue
                 finally:
                     self._meter.add(Cost(wait_s=time.perf_counter() - began))
+                self._add_bytes(pending, (array for answer in answers for array in question.arrays(answer)))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
             shares = self._again(unanswered, question)
@@ -335,11 +339,15 @@ class DistGraph:
                 host = int(self._holders.table()[piece.part_id + 1])
                 pending = self._ask_slice(piece, edge_type, host)
                 continue
-            self._add_bytes(edges.src, edges.dst, edges.orig_id)
+            self._add_bytes(pending, (edges.src, edges.dst, edges.orig_id))
             return edges
 
-    def _add_bytes(self, *arrays: Array | None) -> None:
-        self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
+    def _add_bytes(self, pending: Pending, arrays: Iterable[Array | None]) -> None:
+        """What came, as it travelled; of a host in this process, its arrays."""
+        received = getattr(pending, "received", None)
+        if received is None:
+            received = sum(array.nbytes for array in arrays if array is not None)
+        self._meter.add(Cost(remote_bytes=received))
 
 
 def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:

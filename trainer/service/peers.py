@@ -84,6 +84,11 @@ class _After:
     def __init__(self, greeting: Pending, pending: Pending):
         self._greeting, self._pending = greeting, pending
 
+    @property
+    def received(self) -> int | None:
+        """Bytes of the answer, where it tells them."""
+        return getattr(self._pending, "received", None)
+
     def result(self, timeout: float | None = None) -> Any:
         self._greeting.result(timeout)
         return self._pending.result(timeout)

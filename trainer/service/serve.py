@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.errors import ServiceError, SettingsError
 from trainer.partition.format import manifest_digest
-from trainer.reach import SERVER_WAIT
+from trainer.reach import SERVER_WAIT, Topology
 from trainer.sample.one_hop import LocalGraph
 from trainer.sample.routing import DistGraph
 from trainer.service.keys import read_key_file
@@ -42,6 +42,7 @@ class ServeJob:
     buffer_mb: int = 512  #: of batches that clients have not taken yet
     stats_file: Path | None = None
     server_wait: float = SERVER_WAIT  #: seconds
+    topology: Topology = "partitioned"  #: replicated: batches are sampled here, only rows are asked of other servers
 
 
 def serve(job: ServeJob) -> None:
@@ -60,7 +61,7 @@ def serve(job: ServeJob) -> None:
         raise SettingsError(
             f"{job.cluster}: node {job.node_rank} has parts {sorted(node.parts)}, not {sorted(job.part_ids)}"
         )
-    graph = LocalGraph(open_parts(job.parts, job.part_ids))
+    graph = LocalGraph(open_parts(job.parts, job.part_ids, job.topology))
     routed = DistGraph(graph, peers.hosts, server_wait=job.server_wait, turn=job.node_rank)
     info = HelloInfo(node.node_rank, node.host, tuple(sorted(job.part_ids)), digest)
     server = GraphServer(

@@ -129,7 +129,7 @@ def a_file(path):
     ("change", "reason"),
     [
         (put("format", "other"), "not a gnnfleet-partition manifest"),
-        (put("version", 1), "format version 1, this program reads version 2; make the partition again"),
+        (put("version", 1), "format version 1, this program reads 2 and 3; make the partition again"),
         (without("nodes", "paper", "offsets"), "key 'offsets' is missing"),
         (put("nodes", "paper", "offsets", [0, 5]), "offsets must be num_parts \\+ 1 numbers from 0 to 5"),
         (put("nodes", "paper", "offsets", [0, 6, 5]), "offsets must not decrease"),

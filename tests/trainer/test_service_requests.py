@@ -159,7 +159,10 @@ def test_rows_come_back_to_the_requests_that_asked() -> None:
     asked = [RowRequest("a", NODES, ("x", "y")), RowRequest("a", NODES, ()), RowRequest("a", NODES, ("x",))]
     there = protocol.read_gather_request(sent(protocol.gather_request(asked)))
     rows = [{name: np.full((4, 2), ord(name)) for name in request.attrs} for request in there]
-    back = protocol.read_rows(sent(reply(*protocol.row_arrays(there, rows))), asked)
+    back = protocol.read_rows(
+        sent(protocol.rows_reply(Message(Kind.GATHER, Status.REQUEST, 1), there, rows, lambda of, name: "stored")),
+        asked,
+    )
     assert [list(columns) for columns in back] == [["x", "y"], [], ["x"]]
     assert back[0]["y"][0, 0] == ord("y") and back[2]["x"].shape == (4, 2)
 

@@ -142,7 +142,7 @@ def damaged() -> dict[str, list[bytes]]:
         "fewer arrays": patched(16, b"\x01"),
         "records length": patched(20, b"\xff\xff\xff\xff"),
         "text length": patched(24, b"\xff\xff\xff\xff"),
-        "unknown flag": patched(28, b"\x04"),
+        "unknown flag": patched(28, b"\x10"),
         "text not UTF-8": patched(header + 2 * descriptor, b"\xff"),
         "dtype code": of_array(0, 0, b"\x7f"),
         "ndim": of_array(0, 1, b"\x09"),

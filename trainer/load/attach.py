@@ -38,7 +38,7 @@ def open_client(
     turn = ranks.rank % max(len(others), 1)
     gateway = Gateway(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
-        server_wait=reach.server_wait, compress=reach.compress, client=asker,
+        server_wait=reach.server_wait, compress=reach.compress, client=asker, wire_rows=reach.wire_rows,
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, placed)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -11,6 +11,7 @@ from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.methods import BALANCES, METHODS
 from trainer.partition.verify import verify_partition
+from trainer.reach import WireRows
 
 
 @click.group()
@@ -60,6 +61,13 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
 )
 @click.option(
     "--clusters", type=click.IntRange(min=1), default=None, help="Divide each part into so many, for Cluster-GCN."
+)
+@click.option(
+    "--rows",
+    type=click.Choice(get_args(WireRows)),
+    default="stored",
+    show_default=True,
+    help="Round float32 and float64 features to float16, or to int8 with a scale per row.",
 )
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
 def make(**values: Any) -> None:

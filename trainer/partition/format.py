@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from trainer.errors import DataError, PartitionError
-from trainer.schema import EdgeType, NodeType, type_name, type_of
+from trainer.reach import WireRows
+from trainer.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 FORMAT = "gnnfleet-partition"
 VERSION = 2
+_VERSION_KEPT = 3  #: of a folder in which files do not hold the rows themselves: older programs must not read it
 MANIFEST = "manifest.json"
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names: they become file names
 RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: what can be gathered besides attributes
@@ -46,11 +48,21 @@ class AttrSpec:
 
     dtype: str  #: torch's name: ``float32``, ``bfloat16`` (kept as the uint16 with the same bits)
     shape: tuple[int, ...]  #: of the whole array, [num_nodes, …] or [num_edges, …]
+    kept: str = ""  #: ``int8``: files hold codes, and scales beside them (``trainer.rounding``); rows are ``dtype``
 
     @property
     def stored(self) -> np.dtype[Any]:
-        """dtype of the arrays in files and on the wire."""
+        """dtype of the rows that can be gathered."""
         return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def in_files(self) -> np.dtype[Any]:
+        """dtype of the arrays in files."""
+        return np.dtype(self.kept) if self.kept else self.stored
+
+    def travels_as(self, asked: WireRows) -> WireRows:
+        """How rows travel where ``asked`` is asked for: those kept as int8 always so, which loses nothing."""
+        return "int8" if self.kept else asked
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,10 @@ class Manifest:
         """Edges of all types."""
         return sum(spec.num_edges for spec in self.edges.values())
 
+    def attrs_of(self, of: AnyType) -> Mapping[str, AttrSpec]:
+        """Attributes of a node or edge type of the graph."""
+        return self.nodes[of].attrs if isinstance(of, str) else self.edges[of].attrs
+
     def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:
         """Files of one part; of ``shared/`` when None."""
         return tuple(entry for entry in self.files if entry.part_id == part_id)
@@ -125,9 +141,9 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
         raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise PartitionError(f"{path} is not a {FORMAT} manifest; point to a folder that `partition make` wrote")
-    if raw.get("version") != VERSION:
+    if raw.get("version") not in (VERSION, _VERSION_KEPT):
         raise PartitionError(
-            f"{path} has format version {raw.get('version')!r}, this program reads version {VERSION}; "
+            f"{path} has format version {raw.get('version')!r}, this program reads {VERSION} and {_VERSION_KEPT}; "
             "make the partition again with this version"
         )
     try:
@@ -141,7 +157,8 @@ def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
     path = Path(folder) / MANIFEST
     temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
-    text = _layout({"format": FORMAT, "version": VERSION, **_to_json(manifest)}) + "\n"
+    version = _VERSION_KEPT if any(spec.kept for spec in _all_attrs(manifest)) else VERSION
+    text = _layout({"format": FORMAT, "version": version, **_to_json(manifest)}) + "\n"
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -171,10 +188,20 @@ def _read_bytes(path: Path) -> bytes:
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     named = replace(manifest, nodes={}, edges={})  # asdict cannot key by tuples
     return {
-        **asdict(named),
-        "nodes": {type_name(of): asdict(spec) for of, spec in manifest.nodes.items()},
-        "edges": {type_name(of): asdict(spec) for of, spec in manifest.edges.items()},
+        **asdict(named, dict_factory=_as_dict),
+        "nodes": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.nodes.items()},
+        "edges": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.edges.items()},
     }
+
+
+def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without ``kept`` where files hold the rows themselves."""
+    return {name: value for name, value in fields if (name, value) != ("kept", "")}
+
+
+def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
+    for spec in (*manifest.nodes.values(), *manifest.edges.values()):
+        yield from spec.attrs.values()
 
 
 def _layout(value: Any, depth: int = 0) -> str:
@@ -243,9 +270,14 @@ def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
 
 
 def _attr_specs(raw: dict[str, Any], rows: int | None = None) -> dict[str, AttrSpec]:
-    specs = {_name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"])) for name, spec in raw.items()}
+    specs = {
+        _name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"]), str(spec.get("kept", "")))
+        for name, spec in raw.items()
+    }
     for name, spec in specs.items():
         _ = spec.stored  # raises TypeError for a dtype numpy does not know
+        if spec.kept and (spec.kept, spec.dtype, len(spec.shape) > 1) != ("int8", "float32", True):
+            raise ValueError(f"attribute {name!r}, {spec.dtype} {list(spec.shape)}, cannot be kept as {spec.kept!r}")
         if rows is not None and spec.shape[:1] != (rows,):
             raise ValueError(f"attribute {name!r} has shape {list(spec.shape)}, expected {rows} rows")
     return specs

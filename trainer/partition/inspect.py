@@ -124,7 +124,8 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 
 
 def _in_words(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
-    return {name: f"{spec.dtype} {list(spec.shape)}" for name, spec in attrs.items()}
+    kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
+    return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
 
 
 def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> PartFigures:

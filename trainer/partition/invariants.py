@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.arrays import Array, Ids
 from trainer.data.edges import first_outside
-from trainer.partition.format import EdgeSpec, Manifest, NodeSpec
+from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.partition.kernels import (
     first_descent,
     first_other_gid,
@@ -64,8 +64,16 @@ class Invariants:
         for part_id in self.part_ids:
             owned, top = _count(spec, part_id), f"part{part_id}/nodes/{node_type}"
             yield from self._orig_ids(f"{top}/orig_id.npy", spec, part_id, global_id, seen)
-            for name, attr in spec.attrs.items():
-                yield from self._array(f"{top}/attrs/{name}.npy", attr.stored, (owned, *attr.shape[1:]))
+            yield from self._attrs(top, spec.attrs, owned)
+
+    def _attrs(self, top: str, attrs: Mapping[str, AttrSpec], rows: int) -> Iterator[Finding]:
+        for name, attr in attrs.items():
+            yield from self._array(f"{top}/attrs/{name}.npy", attr.in_files, (rows, *attr.shape[1:]))
+            if attr.kept:
+                path = f"{top}/scales/{name}.npy"
+                scales = yield from self._array(path, np.dtype(np.float32), (rows, 1))
+                if scales is not None and len(wrong := np.flatnonzero(~(scales[:, 0] >= 0) | np.isinf(scales[:, 0]))):
+                    yield Finding(path, f"position {wrong[0]}: {scales[wrong[0], 0]} is no scale of a row")
 
     def _orig_ids(
         self, path: str, spec: NodeSpec, part_id: int, global_id: Array | None, seen: Array
@@ -89,8 +97,7 @@ class Invariants:
             top = f"part{part_id}/edges/{type_name(edge_type)}"
             indptr = yield from self._indptr(f"{top}/indptr.npy", edge_type, part_id)
             yield from self._edge_ids(f"{top}/orig_id.npy", spec, part_id, indptr, seen)
-            for name, attr in spec.attrs.items():
-                yield from self._array(f"{top}/attrs/{name}.npy", attr.stored, (_count(spec, part_id), *attr.shape[1:]))
+            yield from self._attrs(top, spec.attrs, _count(spec, part_id))
             sources = self.manifest.nodes[edge_type[0]].num_nodes
             indices = yield from self._ids(f"{top}/indices.npy", _count(spec, part_id), sources)
             for name in spec.src_times:

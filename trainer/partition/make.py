@@ -15,7 +15,8 @@ from trainer.data.options import SourceOptions, parse_options
 from trainer.partition.folder import replaced, reusable
 from trainer.partition.format import Manifest
 from trainer.partition.methods import Fanouts, method_options
-from trainer.partition.write import partition_fingerprint, write_partition
+from trainer.partition.write import options_with, partition_fingerprint, write_partition
+from trainer.reach import WireRows
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class PartitionSpec:
     )
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
     clusters: int = 0  #: divide each part into so many clusters, node attribute `cluster`; 0: do not
+    rows: WireRows = "stored"  #: what float32 and float64 attributes of several dimensions are rounded to
 
     def told(self) -> dict[str, Any]:
         """What the method is told, defaults included, as JSON values. Raises ``PartitionError``."""
         told = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
-        return told | ({"clusters": self.clusters} if self.clusters else {})
+        told |= {"clusters": self.clusters} if self.clusters else {}
+        return dict(options_with(told, self.rows))
 
     def fingerprint(self) -> str:
         """Of the partition this makes; reads no data. Raises ``DataError`` or ``PartitionError``."""
@@ -77,7 +80,7 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
         dataset = with_clusters(dataset, assignment, spec.clusters)
         assignment = replace(assignment, options=spec.told())
         stages.end("divide", f"each part into {spec.clusters} clusters")
-    manifest = write_partition(dataset, assignment, folder)
+    manifest = write_partition(dataset, assignment, folder, spec.rows)
     stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
     return manifest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.errors import PartitionError
 from trainer.partition.folder import files_below, is_note
-from trainer.partition.format import FileEntry, Manifest, read_manifest
+from trainer.partition.format import AttrSpec, FileEntry, Manifest, read_manifest
 from trainer.partition.invariants import Finding, Invariants
 from trainer.schema import type_name
 
@@ -66,12 +66,17 @@ def _part_files(manifest: Manifest, part_id: int) -> Iterator[str]:
     for node_type, nodes in manifest.nodes.items():
         top = f"part{part_id}/nodes/{node_type}"
         yield f"{top}/orig_id"
-        yield from (f"{top}/attrs/{name}" for name in nodes.attrs)
+        yield from _attr_files(top, nodes.attrs)
     for edge_type, edges in manifest.edges.items():
         top = f"part{part_id}/edges/{type_name(edge_type)}"
         yield from (f"{top}/{name}" for name in ("indptr", "indices", "orig_id"))
-        yield from (f"{top}/attrs/{name}" for name in edges.attrs)
+        yield from _attr_files(top, edges.attrs)
         yield from (f"{top}/src_times/{name}" for name in edges.src_times)
+
+
+def _attr_files(top: str, attrs: Mapping[str, AttrSpec]) -> Iterator[str]:
+    yield from (f"{top}/attrs/{name}" for name in attrs)
+    yield from (f"{top}/scales/{name}" for name, spec in attrs.items() if spec.kept)
 
 
 def _file_findings(root: Path, entries: Sequence[FileEntry], digests: bool) -> list[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ import numpy as np
 
 from trainer.arrays import Array
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
+from trainer.errors import DataError
 from trainer.partition.assign import PartitionAssignment
 from trainer.partition.cut import EdgeCut, EdgeRows
 from trainer.partition.folder import reusable, staged
 from trainer.partition.format import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
 from trainer.partition.npy import rows_in_chunks, rows_per_chunk, write_npy
 from trainer.partition.relabel import Relabelling, relabel
+from trainer.reach import WireRows
+from trainer.rounding import Unroundable, rounds, to_float16, to_int8
 from trainer.schema import EdgeType, NodeType, type_name
 
 _WRITERS = 2
@@ -39,14 +42,24 @@ def partition_fingerprint(
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_partition(dataset: Dataset, assignment: PartitionAssignment, folder: str | Path) -> Manifest:
+def options_with(options: Mapping[str, Any], rows: WireRows) -> Mapping[str, Any]:
+    """What the method was told, and how rows are kept where not as they are."""
+    return options if rows == "stored" else {**options, "rows": rows}
+
+
+def write_partition(
+    dataset: Dataset, assignment: PartitionAssignment, folder: str | Path, rows: WireRows = "stored"
+) -> Manifest:
     """Write ``folder`` and return its manifest; an equal folder already there is left as it is.
 
+    ``rows``: what float32 and float64 attributes of several dimensions, labels left out, are rounded to.
     A partition with another fingerprint is replaced. Peak memory is the dataset, 8 bytes a node, 16 bytes
     more for each node of the largest type, and ids of at most 256 MiB (or one part's edges of one type);
-    attributes pass through in chunks of 8 MiB. Raises ``PartitionError``; nothing is left behind then.
+    attributes pass through in chunks of 8 MiB. Raises ``PartitionError``, and ``DataError`` for rows that cannot be
+    rounded; nothing is left behind then.
     """
     target = Path(folder)
+    assignment = replace(assignment, options=options_with(assignment.options, rows))
     fingerprint = partition_fingerprint(
         dataset.fingerprint,
         assignment.num_parts,
@@ -59,7 +72,7 @@ def write_partition(dataset: Dataset, assignment: PartitionAssignment, folder: s
         return manifest
     labels = {of: relabel(assignment.parts[of], assignment.num_parts) for of in dataset.nodes}
     with staged(target) as root:
-        manifest = _write_all(root, dataset, assignment, labels, fingerprint)
+        manifest = _write_all(root, dataset, assignment, labels, fingerprint, rows)
         write_manifest(root, manifest)
     return manifest
 
@@ -80,6 +93,7 @@ class _Writer:
 
     root: Path
     pool: Executor
+    rows: WireRows
     entries: list[FileEntry] = field(default_factory=list)
 
     def write(self, jobs: Iterable[_Job]) -> None:
@@ -95,9 +109,10 @@ def _write_all(
     assignment: PartitionAssignment,
     labels: Mapping[NodeType, Relabelling],
     fingerprint: str,
+    rows: WireRows,
 ) -> Manifest:
     with ThreadPoolExecutor(_WRITERS) as pool:
-        writer = _Writer(root, pool)
+        writer = _Writer(root, pool, rows)
         writer.write(_graph_jobs(dataset.graph_attrs))
         nodes = {of: _write_nodes(writer, of, data, labels[of]) for of, data in dataset.nodes.items()}
         edges = {of: _write_edges(writer, dataset, of, labels, assignment.edge_cuts[of]) for of in dataset.edges}
@@ -133,19 +148,54 @@ def _graph_jobs(attrs: Mapping[str, Array]) -> Iterator[_Job]:
         yield _Job(f"shared/graph/{name}.npy", values.dtype, values.shape, [values])
 
 
-def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:
-    return {
-        name: AttrSpec("bfloat16" if name in data.bfloat16 else values.dtype.name, values.shape)
-        for name, values in data.attrs.items()
-    }
+def _attr_specs(data: NodeData | EdgeData, rows: WireRows) -> dict[str, AttrSpec]:
+    return {name: _attr_spec(name, values, name in data.bfloat16, rows) for name, values in data.attrs.items()}
+
+
+def _attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> AttrSpec:
+    form = _kept_as(name, values, rows)
+    if form == "int8":
+        return AttrSpec("float32", values.shape, "int8")
+    return AttrSpec("bfloat16" if bfloat16 else "float16" if form == "float16" else values.dtype.name, values.shape)
+
+
+def _kept_as(name: str, values: Array, rows: WireRows) -> WireRows:
+    single_or_double = values.dtype.kind == "f" and values.dtype.itemsize >= 4
+    return rows if single_or_double and rounds(name, values.dtype, values.shape, rows) else "stored"
+
+
+def _attr_jobs(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRows) -> Iterator[_Job]:
+    for name, values in attrs.items():
+        job, form = _gathered(f"{top}/attrs/{name}.npy", values, owned), _kept_as(name, values, rows)
+        if form == "int8":
+            yield replace(job, dtype=np.dtype(np.int8), chunks=_rounded(job, owned, lambda some: to_int8(some)[0]))
+            again = _gathered(f"{top}/scales/{name}.npy", values, owned)  # reading twice takes less than keeping
+            scales = _rounded(again, owned, lambda some: to_int8(some)[1])
+            yield replace(again, dtype=np.dtype(np.float32), shape=(len(owned), 1), chunks=scales)
+        elif form == "float16":
+            yield replace(job, dtype=np.dtype(np.float16), chunks=_rounded(job, owned, to_float16))
+        else:
+            yield job
+
+
+def _rounded(job: _Job, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
+    """Its chunks rounded. Raises ``DataError`` that says which row cannot be."""
+    at = 0
+    for chunk in job.chunks:
+        try:
+            yield to(chunk)
+        except Unroundable as error:
+            row = owned[at + error.row]
+            raise DataError(f"{job.path}: row {row} of the dataset {error.why}; use --rows stored") from None
+        at += len(chunk)
 
 
 def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: Relabelling) -> NodeSpec:
-    writer.write(chain(_shared_jobs(node_type, data, labels), _node_jobs(node_type, data, labels)))
+    writer.write(chain(_shared_jobs(node_type, data, labels), _node_jobs(node_type, data, labels, writer.rows)))
     return NodeSpec(
         num_nodes=data.num_nodes,
         offsets=tuple(labels.offsets.tolist()),
-        attrs=_attr_specs(data),
+        attrs=_attr_specs(data, writer.rows),
         splits={name: len(ids) for name, ids in data.splits.items()},
         num_classes=data.num_classes,
     )
@@ -159,12 +209,11 @@ def _shared_jobs(node_type: NodeType, data: NodeData, labels: Relabelling) -> It
         yield _whole(f"{top}/seeds/{name}.npy", labels.global_id[ids].astype(np.int64))
 
 
-def _node_jobs(node_type: NodeType, data: NodeData, labels: Relabelling) -> Iterator[_Job]:
+def _node_jobs(node_type: NodeType, data: NodeData, labels: Relabelling, rows: WireRows) -> Iterator[_Job]:
     for part_id in range(labels.num_parts):
         top, owned = f"part{part_id}/nodes/{node_type}", labels.owned(part_id)
         yield _whole(f"{top}/orig_id.npy", owned)
-        for name, values in data.attrs.items():
-            yield _gathered(f"{top}/attrs/{name}.npy", values, owned)
+        yield from _attr_jobs(top, data.attrs, owned, rows)
 
 
 def _write_edges(
@@ -174,12 +223,12 @@ def _write_edges(
     cut = EdgeCut.of(data.edge_index, source, labels[edge_type[2]])
     times = _source_times(dataset, edge_type)
     for group in cut.groups():
-        writer.write(job for rows in group for job in _edge_jobs(edge_type, rows, data, source, times))
+        writer.write(job for rows in group for job in _edge_jobs(edge_type, rows, data, source, times, writer.rows))
         del group  # or the next one would be made beside it
     return EdgeSpec(
         num_edges=data.num_edges,
         offsets=tuple(cut.offsets.tolist()),
-        attrs=_attr_specs(data),
+        attrs=_attr_specs(data, writer.rows),
         src_times=tuple(times),
         edge_cut=edge_cut,
     )
@@ -193,14 +242,13 @@ def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
 
 
 def _edge_jobs(
-    edge_type: EdgeType, rows: EdgeRows, data: EdgeData, source: Relabelling, times: Mapping[str, Array]
+    edge_type: EdgeType, rows: EdgeRows, data: EdgeData, source: Relabelling, times: Mapping[str, Array], form: WireRows
 ) -> Iterator[_Job]:
     top = f"part{rows.part_id}/edges/{type_name(edge_type)}"
     yield _whole(f"{top}/indptr.npy", rows.indptr)
     yield _whole(f"{top}/indices.npy", rows.indices)
     yield _whole(f"{top}/orig_id.npy", rows.orig_id)
-    for name, values in data.attrs.items():
-        yield _gathered(f"{top}/attrs/{name}.npy", values, rows.orig_id)
+    yield from _attr_jobs(top, data.attrs, rows.orig_id, form)
     for name, values in times.items():
         yield _times(f"{top}/src_times/{name}.npy", values, source, rows.indices)
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trainer import slabs
 from trainer.arrays import Array, Ids, read_only
 from trainer.errors import PartitionError
+from trainer.rounding import take_scaled
 from trainer.sample import kernels
 from trainer.sample.draw import sample_rows
 from trainer.sample.grouping import cut_request, merge_samples
@@ -114,8 +115,10 @@ class LocalGraph:
             for name, values in out.items():
                 if name == "in_degree":
                     put_rows(_in_degree(part, of, rows.rows), Placed.in_order(rows.at), values)
+                elif name in (table := _table(part, of)).scales:
+                    take_scaled(table.attrs[name], table.scales[name], rows.rows, rows.at, values)
                 else:
-                    put_rows(_column(_table(part, of), name), rows, values)
+                    put_rows(_column(table, name), rows, values)
 
     def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, Placed]:
         """Rows of nodes or edges by part; of replicas too. Raises ``PartitionError``."""

@@ -8,7 +8,7 @@ the place of the client's name.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from trainer.sample.subgraph import (
 )
 from trainer.sample.subgraph import Rows as Places
 from trainer.schema import AnyType, EdgeType, NodeType
-from trainer.service.protocol import ClientName
+from trainer.service.protocol import ClientName, FormOf
+from trainer.service.rounded import restored, rounded
 from trainer.service.tables import NONE, TableReader, TableWriter
 from trainer.service.wire import Kind, Message
 
@@ -65,6 +66,14 @@ class _Out:
         self.names(rows)
         self.arrays(*rows.values())
 
+    def rounded(self, of: AnyType, rows: Rows, form_of: FormOf) -> None:
+        """Columns by name, each with its mark."""
+        self.names(rows)
+        for name, column in rows.items():
+            mark, arrays = rounded(name, column, form_of(of, name))
+            self.put(mark)
+            self.arrays(*arrays)
+
     @property
     def records(self) -> bytes:
         return struct.pack(f"<{len(self._numbers)}q", *self._numbers)
@@ -80,6 +89,7 @@ class _In:
         self.table = TableReader(message)
         self._numbers = struct.unpack(f"<{len(records) // 8}q", records)
         self._at = 0
+        self._last = NONE  #: place of the last array of rows
 
     def take(self) -> int:
         return self._run(1)[0]
@@ -113,6 +123,19 @@ class _In:
     def rows(self) -> dict[str, Array]:
         names = self.names()
         return dict(zip(names, [self.array() for _ in names], strict=True))
+
+    def rounded(self) -> dict[str, Array]:
+        arrays = self._each_once()
+        return {name: restored(self.take(), arrays) for name in self.names()}
+
+    def _each_once(self) -> Iterator[Array]:
+        """As many as are asked for, each behind the one before: restored, one takes more memory than its message."""
+        while True:
+            place = self.take()
+            if place <= self._last:
+                raise WireError(f"array {place} in rows, behind {self._last}")
+            self._last = place
+            yield self.table.array(place)
 
     def end(self) -> None:
         if self._at != len(self._numbers):
@@ -242,8 +265,8 @@ def _read_ids(come: _In) -> dict[NodeType, Ids]:
     return {come.node_type(): come.table.ids(come.take()) for _ in range(come.count())}
 
 
-def batch_reply(request: Message, sampled: Sampled) -> Message:
-    """The answer to a request for a batch."""
+def batch_reply(request: Message, sampled: Sampled, form_of: FormOf = lambda of, name: "stored") -> Message:
+    """The answer to a request for a batch. Raises ``DataError`` for rows that their form cannot hold."""
     out, subgraph = _Out(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
     for of, nodes in subgraph.nodes.items():
@@ -260,7 +283,7 @@ def batch_reply(request: Message, sampled: Sampled) -> Message:
     out.put(len(sampled.rows))
     for any_type, rows in sampled.rows.items():
         out.put(out.table.type(any_type))
-        out.rows(rows)
+        out.rounded(any_type, rows, form_of)
     out.rows(sampled.labels)
     return out.table.reply_to(request, out.records)
 
@@ -275,7 +298,7 @@ def read_batch(reply: Message, work: BatchWork) -> Sampled:
     num_hops, induced, count = come.take(), bool(come.take()), come.count()
     nodes = {come.node_type(): _read_nodes(come) for _ in range(count)}
     edges = {come.edge_type(): _read_edges(come) for _ in range(come.count())}
-    rows = {come.any_type(): come.rows() for _ in range(come.count())}
+    rows = {come.any_type(): come.rounded() for _ in range(come.count())}
     labels = come.rows()
     come.end()
     if num_hops != work.settings.num_hops or induced != work.settings.induced:

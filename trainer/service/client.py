@@ -14,6 +14,7 @@ import zmq
 
 from trainer.arrays import Array, Ids
 from trainer.errors import ServerGone, ServiceError, WireError
+from trainer.reach import WireRows
 from trainer.sample.sampler import BatchWork, Sampled
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import EdgeType, NodeType
@@ -23,6 +24,7 @@ from trainer.service.keys import CurveKeys
 from trainer.service.limits import client_context
 from trainer.service.places import ServerPlace
 from trainer.service.protocol import ClientName, HelloInfo, ServerStats, SharedSlice
+from trainer.service.rounded import flag_of
 from trainer.service.wire import Flag, Kind, Message, Status
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ class Pending(Generic[T]):
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
         self._client, self._channel, self._call, self._read = client, channel, call, read
         self._asked_at = time.monotonic()
+        self.received = 0  #: bytes of the answer, once it is here
 
     def result(self, timeout: float | None = None) -> T:
         """Wait at most ``timeout`` seconds (default: the client's deadline) from now.
@@ -48,6 +51,7 @@ class Pending(Generic[T]):
             if self._call.request.kind == Kind.BATCH:
                 self._channel.abandon(self._call)
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
+        self.received = reply.size
         if reply.kind == Kind.BATCH:
             self._channel.tell(protocol.taken(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
@@ -68,15 +72,15 @@ class HostClient:
 
     def __init__(
         self, place: ServerPlace, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
-        compress: bool = False, gone_after: float | None = None,
+        compress: bool = False, gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``route``: ask for the whole graph, not only for the server's own parts; ``compress``: large arrays of
         answers may come compressed; ``gone_after``: seconds of a lost server until ``ServerGone``; None: as the
-        channel has it."""
+        channel has it; ``wire_rows``: what floating-point rows are rounded to on their way."""
         self.place = place
         self.deadline = deadline  #: seconds
         self._keys, self._gone_after = keys, gone_after
-        self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress)
+        self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress | flag_of(wire_rows))
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._own = threading.local()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ServiceError, SettingsError
+from trainer.reach import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.keys import CurveKeys
@@ -169,11 +170,13 @@ def connect_cluster(
     deadline: float,
     keys: CurveKeys | None = None,
     start_deadline: float | None = None,
+    wire_rows: WireRows = "stored",
 ) -> dict[int, HostClient]:
     """Clients of all other nodes that serve parts, by node_rank, each having said hello.
 
     A peer may start late, up to ``start_deadline`` seconds (default: ``deadline``); one all of whose parts are here or
-    with others that have answered is not waited for. ``deadline`` is that of every later request. Raises
+    with others that have answered is not waited for. ``deadline`` is that of every later request, ``wire_rows`` what
+    floating-point rows are rounded to on their way. Raises
     ``ServiceError`` with one line per node that is missing, holds another partition, or other parts.
     """
     cluster = read_cluster(path)
@@ -187,7 +190,10 @@ def connect_cluster(
         problems = _greet(greeters, own, manifest_digest, until)
     if problems:
         raise ServiceError("\n".join(problems))
-    return {place.node_rank: HostClient(place, deadline, keys, gone_after=GONE_AFTER) for place in peers}
+    return {
+        place.node_rank: HostClient(place, deadline, keys, gone_after=GONE_AFTER, wire_rows=wire_rows)
+        for place in peers
+    }
 
 
 def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, until: float) -> list[str]:

@@ -18,13 +18,15 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from trainer import rounding
 from trainer.arrays import Array, Ids
 from trainer.cost import Cost, CostMeter
 from trainer.errors import PartitionError, ServerGone, ServiceError, SettingsError
 from trainer.partition.format import AttrSpec, Manifest, parse_manifest
+from trainer.reach import WireRows
 from trainer.sample.sampler import BatchWork, Sampled
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.schema import EdgeType, NodeType
+from trainer.schema import AnyType, EdgeType, NodeType
 from trainer.service.batches import MAX_SEEDS
 from trainer.service.channel import GONE_AFTER
 from trainer.service.choice import ServerChoice
@@ -62,13 +64,15 @@ class Gateway:
     def __init__(
         self, places: Sequence[ServerPlace], deadline: float, keys: CurveKeys | None = None, *,
         server_wait: float = 60.0, compress: bool = False, client: ClientName | None = None,
+        wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``compress``:
-        batches travel compressed. Nothing is asked before ``open``."""
+        batches travel compressed. ``wire_rows``: what floating-point rows are rounded to on their way. Nothing is asked
+        before ``open``."""
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
         self.client = client or client_name()
-        self._keys, self._compress = keys, compress
+        self._keys, self._compress, self._wire_rows = keys, compress, wire_rows
         self._choice = ServerChoice(*map(self._connect, places))
         self._met: set[HostClient] = set()
         self._version = 0
@@ -212,14 +216,15 @@ class Gateway:
 
     def _connect(self, place: ServerPlace) -> HostClient:
         return HostClient(
-            place, self.deadline, self._keys, route=True, compress=self._compress, gone_after=GONE_AFTER
+            place, self.deadline, self._keys, route=True, compress=self._compress, gone_after=GONE_AFTER,
+            wire_rows=self._wire_rows,
         )  # fmt: skip
 
     def _gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         answers = self._ask(lambda client: client.submit_gather(requests))
-        self._count_bytes(*(array for rows in answers for array in rows.values()))
         number = sum(len(request.ids) for request in requests)
-        self._meter.add(Cost(rows=number, remote_rows=number))
+        size = sum(len(request.ids) * self._width(request.of, name) for request in requests for name in request.attrs)
+        self._meter.add(Cost(remote_bytes=size, rows=number, remote_rows=number))
         return list(answers)
 
     def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
@@ -236,6 +241,13 @@ class Gateway:
             raise PartitionError(f"no type {request.of!r}; there are {list(specs)}")
         attrs = specs[request.of].attrs  # type: ignore[index]
         return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
+
+    def _width(self, of: AnyType, name: str) -> int:
+        """Bytes of a row of an attribute, as it travels."""
+        spec = self.manifest.attrs_of(of).get(name)
+        if spec is None:
+            return np.dtype(np.int64).itemsize
+        return rounding.row_bytes(name, spec.stored, spec.shape, spec.travels_as(self._wire_rows))
 
     def _edges(self, edge_type: EdgeType, part_id: int, first: int, count: int) -> EdgeList:
         return self._ask(lambda client: client.submit_edges(part_id, edge_type, first, count))

@@ -22,7 +22,8 @@ from trainer.schema import EdgeType
 from trainer.service import batches, hops, protocol
 from trainer.service.bounded import BoundedGraph, check_rows
 from trainer.service.places import ServerPlace
-from trainer.service.protocol import HelloInfo, ServerStats, SharedSlice
+from trainer.service.protocol import FormOf, HelloInfo, ServerStats, SharedSlice
+from trainer.service.rounded import form_of
 from trainer.service.wire import Flag, Kind, Message
 from trainer.store.part import PartStore
 
@@ -83,7 +84,7 @@ class Handlers:
             return request.reply(hops.sample_arrays(graph.sample_hops(hops.read_sample_request(request))))
         if request.kind == Kind.GATHER:
             asked = protocol.read_gather_request(request)
-            return request.reply(protocol.row_arrays(asked, graph.gather(asked)))
+            return protocol.rows_reply(request, asked, graph.gather(asked), self._forms(request))
         if request.kind == Kind.HAS_EDGES:
             return self._has_edges(graph, request)
         return request.reply(protocol.edge_arrays(self._whole().edges_of(*protocol.read_edges_request(request))))
@@ -96,7 +97,7 @@ class Handlers:
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip
-        return batches.batch_reply(request, sampler.sample(work.seeds, work.key))
+        return batches.batch_reply(request, sampler.sample(work.seeds, work.key), self._forms(request))
 
     def _whole(self) -> RoutedGraph:
         if self.routed is None:
@@ -120,7 +121,15 @@ class Handlers:
         asked = protocol.read_gather_request(request)
         if isinstance(self._graph, LocalGraph):
             check_rows(self._graph.store, asked, self._limit)
-        return request.reply(protocol.row_arrays(asked, self._graph.gather(asked)))
+        return protocol.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
+
+    def _forms(self, request: Message) -> FormOf:
+        """How rows travel in the answer."""
+        form = form_of(request.flags)
+        if not isinstance(self._graph, LocalGraph):
+            return lambda of, name: form
+        specs = self._graph.store.manifest.attrs_of
+        return lambda of, name: specs(of)[name].travels_as(form) if name in specs(of) else form
 
     @staticmethod
     def _has_edges(graph: GraphAccess, request: Message) -> Message:

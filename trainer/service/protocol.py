@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
 from trainer.errors import WireError
+from trainer.reach import WireRows
 from trainer.sample.edge_slice import EDGES_AT_ONCE
 from trainer.sample.types import EdgeList, RowRequest
-from trainer.schema import EdgeType, NodeType
+from trainer.schema import AnyType, EdgeType, NodeType
 from trainer.service.places import ServerPlace
+from trainer.service.rounded import restored, rounded
 from trainer.service.tables import NONE, TableReader, TableWriter
 from trainer.service.wire import MAX_ARRAYS, Kind, Message, Status, check_ids, narrow_ids, widen_ids
 
@@ -27,6 +29,8 @@ _SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number
 _SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
 _IDS_RECORD = struct.Struct("<ii")  # node type, ids
 _MAX_SLOT = 1 << 62
+
+FormOf = Callable[[AnyType, str], WireRows]  #: how the rows of an attribute are to travel
 
 
 @dataclass(frozen=True)
@@ -94,19 +98,31 @@ def read_gather_request(message: Message) -> list[RowRequest]:
     return requests
 
 
-def row_arrays(requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]]) -> list[Array]:
-    """The arrays of the answer to ``gather``."""
-    return [
-        np.asarray(columns[name]) for request, columns in zip(requests, rows, strict=True) for name in request.attrs
+def rows_reply(
+    message: Message, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]], form_of: FormOf
+) -> Message:  # fmt: skip
+    """The answer to ``gather``; its records are the marks of the arrays asked for, none where all are as stored.
+
+    Raises ``DataError`` for rows that their form cannot hold.
+    """
+    columns = [
+        rounded(name, np.asarray(found[name]), form_of(request.of, name))
+        for request, found in zip(requests, rows, strict=True)
+        for name in request.attrs
     ]
+    marks = bytes(mark for mark, _ in columns)
+    return message.reply([array for _, arrays in columns for array in arrays], records=marks if any(marks) else b"")
 
 
 def read_rows(message: Message, requests: Sequence[RowRequest]) -> list[dict[str, Array]]:
-    """Raises ``WireError`` unless each attribute asked for has one row per id."""
-    if len(message.arrays) != sum(len(request.attrs) for request in requests):
+    """Rows in the dtype they have there. Raises ``WireError`` unless each attribute asked for has one row per id."""
+    number = sum(len(request.attrs) for request in requests)
+    marks, arrays = iter(message.records or bytes(number)), iter(message.arrays)
+    if len(message.records) not in (0, number):
+        raise WireError(f"{len(message.records)} marks for {[request.attrs for request in requests]}")
+    rows = [{name: restored(next(marks), arrays) for name in request.attrs} for request in requests]
+    if next(arrays, None) is not None:
         raise WireError(f"{len(message.arrays)} arrays for {[request.attrs for request in requests]}")
-    arrays = iter(message.arrays)
-    rows = [{name: next(arrays) for name in request.attrs} for request in requests]
     for request, columns in zip(requests, rows, strict=True):
         for name, array in columns.items():
             if array.shape[:1] != (len(request.ids),):

@@ -31,7 +31,7 @@ from trainer import slabs
 from trainer.arrays import Array, Ids
 from trainer.errors import WireError
 
-VERSION = 3
+VERSION = 4
 CHUNK = 1 << 20  #: bytes; no frame of an array is larger
 MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
 MAX_MESSAGE = 1 << 32  #: bytes of all arrays of a message
@@ -82,6 +82,8 @@ class Flag(IntFlag):
     NONE = 0
     ROUTE = 1  #: for the whole graph: the server asks others for what it does not own
     COMPRESS = 2  #: large arrays of the answer may be compressed
+    FLOAT16 = 4  #: floating-point rows of the answer may be rounded to float16 (``rounded``)
+    INT8 = 8  #: or to int8
 
 
 class Status(IntEnum):
@@ -93,7 +95,7 @@ class Status(IntEnum):
 
 
 _KINDS = frozenset(Kind)
-_ALL_FLAGS = Flag.ROUTE | Flag.COMPRESS
+_ALL_FLAGS = Flag.ROUTE | Flag.COMPRESS | Flag.FLOAT16 | Flag.INT8
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class NodePart:
     start: int  #: first owned global id
     orig_id: Array  #: [n] original ids, ascending
     attrs: Mapping[str, Array]  #: name -> [n, …]
+    scales: Mapping[str, Array] = field(default_factory=dict)  #: float32 [n, 1] of attributes kept as int8
 
     @property
     def num_nodes(self) -> int:
@@ -43,6 +44,7 @@ class EdgePart:
     orig_id: Array  #: int32|int64 [e] original edge ids
     attrs: Mapping[str, Array]  #: name -> [e, …]
     src_times: Mapping[str, Array]  #: time attribute of the source type -> int64 [e]: the source node's
+    scales: Mapping[str, Array] = field(default_factory=dict)  #: float32 [e, 1] of attributes kept as int8
 
     @property
     def num_edges(self) -> int:
@@ -156,7 +158,8 @@ def _open_part(root: Path, manifest: Manifest, part_id: int, *, light: bool = Fa
 def _open_nodes(folder: Path, manifest: Manifest, node_type: NodeType, part_id: int, light: bool) -> NodePart:
     spec = manifest.nodes[node_type]
     attrs = _open_attrs(folder / "attrs", spec.attrs, light)
-    return NodePart(spec.offsets[part_id], _map(folder / "orig_id.npy"), attrs)
+    scales = _open_scales(folder, spec.attrs, light)
+    return NodePart(spec.offsets[part_id], _map(folder / "orig_id.npy"), attrs, scales)
 
 
 def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: int, light: bool) -> EdgePart:
@@ -168,11 +171,17 @@ def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: 
         orig_id=_map(folder / "orig_id.npy"),
         attrs=_open_attrs(folder / "attrs", spec.attrs, light),
         src_times={name: _map(folder / "src_times" / f"{name}.npy") for name in spec.src_times},
+        scales=_open_scales(folder, spec.attrs, light),
     )
 
 
 def _open_attrs(folder: Path, specs: Mapping[str, AttrSpec], light: bool) -> dict[str, Array]:
     return {name: _map(folder / f"{name}.npy") for name, spec in specs.items() if len(spec.shape) == 1 or not light}
+
+
+def _open_scales(folder: Path, specs: Mapping[str, AttrSpec], light: bool) -> dict[str, Array]:
+    kept = [name for name, spec in specs.items() if spec.kept and not light]
+    return {name: _map(folder / "scales" / f"{name}.npy") for name in kept}
 
 
 def _map(path: Path) -> Array:

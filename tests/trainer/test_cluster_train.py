@@ -54,9 +54,9 @@ class Node:
 
 
 @contextmanager
-def two_nodes(folder: Path) -> Iterator[list[Node]]:
-    """Encrypted graph servers of two nodes, ready."""
-    whole = write_parts(folder / "whole", 2)
+def two_nodes(folder: Path, **options: Any) -> Iterator[list[Node]]:
+    """Encrypted graph servers of two nodes, ready; ``options`` of the graph."""
+    whole = write_parts(folder / "whole", 2, **options)
     endpoints = [free_endpoint(), free_endpoint()]
     cluster = write_cluster(folder / "cluster.json", (0, endpoints[0], [0]), (1, endpoints[1], [1]))
     key_file = folder / "service.key"

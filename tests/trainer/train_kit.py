@@ -63,12 +63,19 @@ def start_words(
     They meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
     rank 0 is just taking down.
     """
+    return start_script([__file__, json.dumps(lines)], rank, world_size, port, **more_env)
+
+
+def start_script(
+    words: Sequence[str], rank: int, world_size: int, port: int, **more_env: str
+) -> subprocess.Popen[str]:  # fmt: skip
+    """A Python process that is one rank."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"GLOO_SOCKET_IFNAME": "lo", **more_env}
-    argv = [sys.executable, __file__, json.dumps(lines)]
+    argv = [sys.executable, *words]
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

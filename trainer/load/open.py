@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import PartitionError, SettingsError
 from trainer.load.samplers import RemoteSampler, Sampler
@@ -22,6 +22,9 @@ from trainer.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.service.client import HostClient
 from trainer.service.gateway import Gateway
 from trainer.store.part import PartStore, open_parts
+
+if TYPE_CHECKING:
+    from trainer.load.expected import Prediction
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,23 @@ class Graph:
             f"num_classes: several node types have labels, {classes}; take graph.manifest.nodes[TYPE].num_classes"
         )
 
+    def cache_rows(
+        self, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str = "train", *, batch_size: int,
+        size: str = "10%", node_type: NodeType | None = None, replace: bool = False,
+        attrs: Mapping[NodeType, Sequence[str]] | None = None,
+    ) -> Prediction | None:  # fmt: skip
+        """Keep on this host those rows of others that batches of ``split`` are most likely to ask for.
+
+        fanouts, replace: as the loader has them; batch_size: seeds per step and rank; size: a share of the rows of
+        other hosts, or bytes as ``512MB``; node_type: of the seeds; attrs: of the nodes, default: all. Returns what
+        this rank is expected to receive in an epoch; None where there is nothing to keep (``load.keep``). All
+        processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what does not fit
+        the graph, ``ServiceError`` for hosts that do not answer.
+        """
+        from trainer.load.own_cache import cache_rows  # needs torch
+
+        return cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
+
     def close(self) -> None:
         """Let the connections go; waiting requests raise ``ServiceError``."""
         for client in self.clients.values():
@@ -161,7 +181,7 @@ def open_graph(
     """
     reach = reach or Reach()
     store = open_parts(parts, part_ids, reach.topology)
-    clients = _connect(store, cluster_file, node_rank, key_file, deadline) if cluster_file else {}
+    clients = _connect(store, cluster_file, node_rank, key_file, deadline, reach) if cluster_file else {}
     access = DistGraph(LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank)
     graph = Graph(store, access, clients, ranks or Ranks(), placed)
     try:
@@ -173,13 +193,19 @@ def open_graph(
 
 
 def _connect(
-    store: PartStore, cluster_file: str | Path, node_rank: int, key_file: str | Path | None, deadline: float
+    store: PartStore,
+    cluster_file: str | Path,
+    node_rank: int,
+    key_file: str | Path | None,
+    deadline: float,
+    reach: Reach,
 ) -> dict[int, HostClient]:
     from trainer.service.cluster import connect_cluster
     from trainer.service.keys import read_key_file
 
     keys = read_key_file(Path(key_file)) if key_file else None
-    return connect_cluster(Path(cluster_file), node_rank, manifest_digest(store.folder), deadline, keys)
+    digest = manifest_digest(store.folder)
+    return connect_cluster(Path(cluster_file), node_rank, digest, deadline, keys, wire_rows=reach.wire_rows)
 
 
 def _check_complete(graph: Graph) -> None:

@@ -1,0 +1,63 @@
+"""``Graph.cache_rows``: rows of other hosts kept here, for scripts of one's own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.errors import SettingsError
+from trainer.load.expected import Prediction
+from trainer.load.hot import BatchPlan
+from trainer.load.keep import Processes, keep_hot_rows
+from trainer.load.open import Graph
+from trainer.load.seeds import OTHER_STREAM, STREAMS, SeedOrder
+from trainer.reach import CacheSize
+from trainer.sample.multi_hop import check_settings
+from trainer.sample.subgraph import SampleSettings
+from trainer.schema import EdgeType, NodeType
+
+
+def cache_rows(
+    graph: Graph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int, size: str,
+    node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
+) -> Prediction | None:  # fmt: skip
+    """See ``Graph.cache_rows``."""
+    plan = _plan(graph, fanouts, split, batch_size, node_type, replace, attrs)
+    limit, together = CacheSize.parse(size), Processes.now(graph.ranks)
+    if together.size != graph.layout.world_size:
+        raise SettingsError(
+            f"cache_rows: the graph is read by {graph.layout.world_size} ranks, but torch.distributed has"
+            f" {together.size}; call torch.distributed.init_process_group before trainer.open"
+        )
+    folder = Path(os.environ.get("GNNFLEET_RUN_DIR") or tempfile.gettempdir())
+    node = f"{graph.ranks.node_rank} {graph.ranks.host}"
+    kept = keep_hot_rows(graph.access, graph.store, plan, graph.layout, node, limit, folder, together)
+    return None if kept is None else kept.prediction
+
+
+def _plan(
+    graph: Graph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
+) -> BatchPlan:  # fmt: skip
+    given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
+    hops = {of: tuple(values) for of, values in given.items()}
+    check_settings(graph.manifest, SampleSettings(hops, replace=replace))
+    nodes, target = graph.manifest.nodes, node_type or _only_type_with(graph, split)
+    seeds = graph.store.seeds(target, split)
+    order = SeedOrder(len(seeds), batch_size * graph.layout.world_size, 0, stream=STREAMS.get(split, OTHER_STREAM))
+    chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}
+    columns = {of: ("orig_id", *names) for of, names in chosen.items()}
+    return BatchPlan(target, seeds, order, hops, columns, replace=replace, again=False)
+
+
+def _only_type_with(graph: Graph, split: str) -> NodeType:
+    types = sorted(of for of, name in graph.store.splits if name == split)
+    if len(types) == 1:
+        return types[0]
+    known = sorted({name for _, name in graph.store.splits})
+    raise SettingsError(
+        f"cache_rows: node_type must be one of {types}, each has a split {split!r}" if types
+        else f"cache_rows: no node type has a split {split!r}; there are {known}"
+    )  # fmt: skip

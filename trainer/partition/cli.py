@@ -67,7 +67,7 @@ def _fanouts(context: click.Context, parameter: click.Parameter, value: str | No
     type=click.Choice(get_args(WireRows)),
     default="stored",
     show_default=True,
-    help="Round float32 and float64 features to float16, or to int8 with a scale per row.",
+    help="Round floating-point features to float16, or to int8 with a scale per row.",
 )
 @click.option("--out", "folder", required=True, type=click.Path(), help="Partition folder to make.")
 def make(**values: Any) -> None:

@@ -200,8 +200,8 @@ def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
-    for spec in (*manifest.nodes.values(), *manifest.edges.values()):
-        yield from spec.attrs.values()
+    for of in (*manifest.nodes, *manifest.edges):
+        yield from manifest.attrs_of(of).values()
 
 
 def _layout(value: Any, depth: int = 0) -> str:

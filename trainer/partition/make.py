@@ -35,7 +35,7 @@ class PartitionSpec:
     )
     fanouts: Fanouts | None = None  #: for method `frequency`; None: its default
     clusters: int = 0  #: divide each part into so many clusters, node attribute `cluster`; 0: do not
-    rows: WireRows = "stored"  #: what float32 and float64 attributes of several dimensions are rounded to
+    rows: WireRows = "stored"  #: what floating-point attributes of several dimensions are rounded to
 
     def told(self) -> dict[str, Any]:
         """What the method is told, defaults included, as JSON values. Raises ``PartitionError``."""

@@ -52,7 +52,7 @@ def write_partition(
 ) -> Manifest:
     """Write ``folder`` and return its manifest; an equal folder already there is left as it is.
 
-    ``rows``: what float32 and float64 attributes of several dimensions, labels left out, are rounded to.
+    ``rows``: what floating-point attributes of several dimensions, labels left out, are rounded to.
     A partition with another fingerprint is replaced. Peak memory is the dataset, 8 bytes a node, 16 bytes
     more for each node of the largest type, and ids of at most 256 MiB (or one part's edges of one type);
     attributes pass through in chunks of 8 MiB. Raises ``PartitionError``, and ``DataError`` for rows that cannot be
@@ -160,8 +160,7 @@ def _attr_spec(name: str, values: Array, bfloat16: bool, rows: WireRows) -> Attr
 
 
 def _kept_as(name: str, values: Array, rows: WireRows) -> WireRows:
-    single_or_double = values.dtype.kind == "f" and values.dtype.itemsize >= 4
-    return rows if single_or_double and rounds(name, values.dtype, values.shape, rows) else "stored"
+    return rows if rounds(name, values.dtype, values.shape, rows) else "stored"
 
 
 def _attr_jobs(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRows) -> Iterator[_Job]:

@@ -27,11 +27,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(GraphSAGE(graph.num_features, 64, 2, graph.num_classes))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    log = trainer.StepLog(model, optimizer)  # the launcher shows loss and speed, and finds NaN and stalls
     train, test = (
         trainer.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
         for split in ("train", "test")
     )
+    log = trainer.StepLog(model, optimizer, train)  # the launcher shows loss and speed, and finds NaN and stalls
     for epoch in range(options.epochs):
         model.train()
         for step, batch in enumerate(train):  # as many on every rank, so that DDP never waits for one that has none

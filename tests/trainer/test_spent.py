@@ -90,12 +90,19 @@ SLOW: dict[str, Any] = {
 }
 
 
+@pytest.fixture
+def only_sleep_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+
+
+@pytest.mark.usefixtures("only_sleep_takes_time")
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_slow_stage_shows_up_as_what_it_is(kind: str, tmp_path: Path) -> None:
-    spent = one_epoch(tmp_path, **SLOW[kind]).lap.means()["spent"]
-    assert tuple(spent) == KINDS
-    assert spent[kind] >= SLEEP
-    assert spent[kind] == max(spent.values())
+    line = one_epoch(tmp_path, **SLOW[kind]).lap.means()
+    assert tuple(line["spent"]) == KINDS and line["step_s"] == SLEEP
+    assert line["spent"] == pytest.approx({**dict.fromkeys(KINDS, 0.0), kind: SLEEP}, abs=2e-6)
 
 
 def test_the_kinds_add_up_to_the_step_and_the_wait_is_split_as_the_work_was(tmp_path: Path) -> None:
@@ -159,9 +166,8 @@ def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
     tests = str(Path(__file__).parent)
     run_script(SLOW_PEER.format(tests=tests, folder=str(tmp_path)), 2, tmp_path)
     (quick,), (slow,) = (metrics(tmp_path, "epoch", rank) for rank in (0, 1))
-    assert quick["spent"]["reduce"] == max(quick["spent"].values())
-    assert slow["spent"]["forward"] == max(slow["spent"].values()) > 0.05
-    assert quick["own_s"] < slow["own_s"]
+    assert slow["spent"]["forward"] >= 0.05
+    assert quick["spent"]["reduce"] > slow["spent"]["reduce"] and quick["own_s"] < slow["own_s"]
 
 
 class Event:

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -52,9 +51,11 @@ class MetricsLog:
         phase: one of ``PHASES``.
         """
         text = f"{epoch} {step} {phase}".ljust(_WIDTH - 1) + "\n"
-        with suppress(OSError):  # a disk that is gone does not matter here; what has to be written says so
+        try:
             self._progress = self._progress or io.FileIO(self._progress_path, "w")
             os.pwrite(self._progress.fileno(), text.encode(), 0)
+        except OSError:  # a disk that is gone does not matter here; what has to be written says so
+            pass
 
     def step_due(self) -> bool:
         """Whether a ``step`` line may be written now; at most one a second."""

@@ -185,6 +185,17 @@ def test_answers_are_let_go_after_some_batches() -> None:
     assert asked == [ids.tolist() for ids in (*pieces, pieces[0])]
 
 
+def test_many_small_answers_are_held_as_one_and_found() -> None:
+    graph, others = host_of(homo_data(), "replicated", cache=False, held=100)
+    far = np.arange(*graph.store.books["node"].range_of(0)).max() + 1 + np.arange(30)
+    whole = parts_of(homo_data(), PARTS).access.gather([RowRequest("node", far, ("x",))])[0]["x"]
+    for _ in range(3):
+        for at in range(30):
+            (found,) = graph.access.gather([RowRequest("node", far[: at + 1], ("x",))])
+            assert np.array_equal(found["x"], whole[: at + 1])
+    assert sum(len(host.asked_ids("node", "x")) for host in others.values()) == 30
+
+
 def test_light_columns_and_labels_are_here_where_topology_is() -> None:
     data = hetero_data()
     graph, others = host_of(data, "replicated", cache=False, held=2)

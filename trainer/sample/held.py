@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
 
 from trainer.arrays import Array, Ids
 from trainer.sample.places import NO_INDEX, IdIndex
 from trainer.schema import AnyType
 
 HELD = 2  #: batches
-MOST_ANSWERS = 16  #: that are looked into for one kind of rows
+MOST_ANSWERS = 16  #: arrays that the answers of one kind are kept in
 MOST_BYTES = 1 << 28  #: of one kind of rows
 
 Columns = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
@@ -67,13 +70,36 @@ class HeldRows:
         with self._lock:
             kept = self._kinds.setdefault(columns, _Kept(deque(maxlen=self._batches)))
             kept.needed.append(needed)
-            found = _newest((*kept.held.answers, *answers), sum(kept.needed))
-            if answers or len(found) < len(kept.held.answers):
-                kept.held = Held(found, IdIndex.of([answer.ids for answer in found])) if found else Held()
+            kept.held = _with_more(kept.held, answers, sum(kept.needed))
 
     def clear(self) -> None:
         with self._lock:
             self._kinds = {}
+
+
+def _with_more(held: Held, answers: Sequence[Answer], most_rows: int) -> Held:
+    """The answers the bounds allow, in few arrays; the index is made anew only where some have gone."""
+    every = (*held.answers, *answers)
+    found = _newest(every, most_rows)
+    if not found:
+        return Held()
+    if len(found) == len(every):
+        index = held.index.with_more([answer.ids for answer in answers]) if answers else held.index
+    else:
+        index = None
+    index = index or IdIndex.of([answer.ids for answer in found])
+    while len(found) > MOST_ANSWERS:
+        found = _joined(found)
+    return Held(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
+
+
+def _joined(answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    """One fewer: the two neighbours with the fewest rows become one, so that every id stays in its place."""
+    pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
+    at = pairs.index(min(pairs))
+    one, other = answers[at : at + 2]
+    rows = {name: np.concatenate([one.rows[name], other.rows[name]]) for name in one.rows}
+    return (*answers[:at], Answer(np.concatenate([one.ids, other.ids]), rows), *answers[at + 2 :])
 
 
 def _newest(answers: Sequence[Answer], most_rows: int) -> tuple[Answer, ...]:
@@ -82,7 +108,7 @@ def _newest(answers: Sequence[Answer], most_rows: int) -> tuple[Answer, ...]:
     rows = nbytes = 0
     for answer in reversed(answers):
         rows, nbytes = rows + len(answer.ids), nbytes + answer.num_bytes
-        if rows > most_rows or nbytes > MOST_BYTES or len(kept) == MOST_ANSWERS:
+        if rows > most_rows or nbytes > MOST_BYTES:
             break
         kept.appendleft(answer)
     return tuple(kept)

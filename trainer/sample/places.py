@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -44,14 +44,29 @@ class IdIndex:
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
-        """The place in the last array that holds an id counts."""
-        ends = np.cumsum([len(ids) for ids in arrays])
-        size = 1 << max(4, int(2 * ends[-1]).bit_length())
-        keys, found, begin = np.full(size, -1), np.empty(size, np.int32), 0
+        """The place in the last array that holds an id counts. A quarter to half of the table is used."""
+        size = 1 << max(4, int(2 * sum(map(len, arrays))).bit_length())
+        return cls(np.full(size, -1), np.empty(size, np.int32), cls.ends_of(()))._entered(arrays)
+
+    @staticmethod
+    def ends_of(arrays: Sequence[Ids]) -> Ids:
+        return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
+
+    def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
+        """A copy that has these, too; None where they do not fit."""
+        total = int(self.ends[-1]) if len(self.ends) else 0
+        if 2 * (total + sum(map(len, arrays))) > len(self.keys):
+            return None
+        return replace(self, keys=self.keys.copy(), found=self.found.copy())._entered(arrays)
+
+    def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
+        """Enters them into its own tables."""
+        ends = [int(self.ends[-1])] if len(self.ends) else [0]
         for ids in arrays:
-            _enter(read_only(ids), begin, keys, found)
-            begin += len(ids)
-        return cls(read_only(keys), read_only(found), read_only(ends))
+            _enter(read_only(ids), ends[-1], self.keys, self.found)
+            ends.append(ends[-1] + len(ids))
+        known = np.array([*self.ends, *ends[1:]], np.int64)
+        return IdIndex(read_only(self.keys), read_only(self.found), read_only(known))
 
 
 NO_INDEX = IdIndex(_NO_KEYS, _NO_SLOTS, _NO_KEYS)

@@ -93,7 +93,8 @@ class PyGLoader(ABC):
 
     def output(self, sampled: Sampled, seeded: Seeded) -> Output:
         """torch_geometric's sampler output of a subgraph, with metadata."""
-        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced)
+        apart = self.output_options.transform_sampler_output is not None
+        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
         out.metadata = seeded.metadata
         return out
 

@@ -51,16 +51,17 @@ def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
     return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
 
 
-def sampler_output(sampled: Sampled, hetero: bool, induced: bool) -> Output:
+def sampler_output(sampled: Sampled, hetero: bool, induced: bool, apart: bool) -> Output:
     """torch_geometric's output of a sampler: original ids, edges in batch positions.
 
-    As there, an induced subgraph has no numbers of nodes and edges per hop.
+    As there, an induced subgraph has no numbers of nodes and edges per hop. ``apart``: ids are copies, for a transform
+    that may write to them. Rows and columns of an edge type are the rows of one tensor.
     """
     subgraph, rows = sampled.subgraph, sampled.rows
-    node = {of: _original(rows[of]) for of in subgraph.nodes}
-    edge = {of: _original(rows[of]) for of in subgraph.edges}
-    row = {of: _wide(edges.src) for of, edges in subgraph.edges.items()}
-    col = {of: _wide(edges.dst()) for of, edges in subgraph.edges.items()}
+    node = {of: _original(rows[of], apart) for of in subgraph.nodes}
+    edge = {of: _original(rows[of], apart) for of in subgraph.edges}
+    ends = {of: torch.from_numpy(edges.ends()) for of, edges in subgraph.edges.items()}
+    row, col = ({of: both[end] for of, both in ends.items()} for end in (0, 1))
     batch = {of: _wide(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
     num_nodes, num_edges = None, None
     if not induced:
@@ -73,8 +74,18 @@ def sampler_output(sampled: Sampled, hetero: bool, induced: bool) -> Output:
     )  # fmt: skip
 
 
-def _original(rows: Mapping[str, Array]) -> Tensor:
-    return _wide(rows["orig_id"])  # a copy: transforms may write to it
+def edge_index(row: Tensor, col: Tensor) -> Tensor:
+    """[2, e]: the tensor whose rows ``row`` and ``col`` are, else a new one."""
+    whole = row._base
+    if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
+        return torch.stack([row, col])
+    alike = all(part.data_ptr() == of.data_ptr() for part, of in zip((row, col), whole, strict=True))
+    return whole if alike and whole.is_contiguous() else torch.stack([row, col])
+
+
+def _original(rows: Mapping[str, Array], apart: bool) -> Tensor:
+    ids = rows["orig_id"]
+    return _wide(ids) if apart or ids.dtype != np.int64 or not ids.flags.writeable else torch.from_numpy(ids)
 
 
 def _wide(array: Array) -> Tensor:

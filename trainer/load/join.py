@@ -20,7 +20,7 @@ from torch_geometric.sampler import SamplerOutput
 
 from trainer.arrays import Array
 from trainer.errors import SettingsError
-from trainer.load.convert import Output, as_label, as_tensor
+from trainer.load.convert import Output, as_label, as_tensor, edge_index
 from trainer.load.inputs import checked_ids
 from trainer.load.open import Graph
 from trainer.partition.format import AttrSpec
@@ -92,7 +92,7 @@ class PartitionJoin:
         to.num_nodes = len(node)
 
     def _edges(self, to: Any, of: EdgeType, row: Tensor, col: Tensor, edge: Tensor | None, sampled: Sampled) -> None:
-        to.edge_index = torch.stack([row, col])
+        to.edge_index = edge_index(row, col)
         rows = None if edge is None else self._rows_of_edges(of, edge, sampled)
         for name in self._attrs[of]:  # as in torch_geometric, edges without ids have no attributes
             to[name] = None if rows is None else as_tensor(rows[name], self._spec(of, name))
@@ -133,13 +133,20 @@ def _check_apart(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:
     """Where ``wanted`` stand in ``ids`` (any of several places); None when one is not there."""
-    if np.array_equal(wanted, ids):
+    if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
         return slice(None)
     if len(ids) == 0:
         return None if len(wanted) else slice(0)
     order = np.argsort(ids, kind="stable")
     at = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
     return at if np.array_equal(ids[at], wanted) else None
+
+
+def _same_memory(one: Array, other: Array) -> bool:
+    def where(ids: Array) -> Any:
+        return ids.ctypes.data, ids.shape, ids.strides, ids.dtype
+
+    return bool(where(one) == where(other))
 
 
 def _take(rows: Rows, at: Array | slice) -> Rows:

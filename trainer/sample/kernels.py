@@ -18,6 +18,7 @@ _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 #: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
 _LIST_PICKS, _LONG = 64, 4096
 _AT_ONCE = 256  #: slots drawn before the first of them is read
+_IDS_AHEAD = 16  #: how far ahead of its use an id's entry of a table is fetched
 _ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
 
 
@@ -130,13 +131,15 @@ def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
     """
     found = 0
     for i in range(len(src)):
-        position = table[src[i]] - 1
-        if position < 0:
-            position = first_new + found
-            table[src[i]] = position + 1
-            new[found] = src[i]
-            found += 1
-        local[i] = position
+        if i + _IDS_AHEAD < len(src):
+            prefetch(table, np.int64(src[i + _IDS_AHEAD]))
+        position = table[src[i]]
+        unseen = position == 0  # written either way: whether a node is new cannot be foretold
+        position += np.int32(unseen) * np.int32(first_new + found + 1)
+        table[src[i]] = position
+        new[found] = src[i]
+        found += int(unseen)
+        local[i] = position - 1
     return found
 
 
@@ -152,6 +155,8 @@ def enter_seeds(seeds: Any, table: Any) -> None:
 def forget(nodes: Any, table: Any) -> None:
     """Mark ``nodes`` unseen again."""
     for i in range(len(nodes)):
+        if i + _IDS_AHEAD < len(nodes):
+            prefetch(table, nodes[i + _IDS_AHEAD])
         table[nodes[i]] = 0
 
 
@@ -200,6 +205,17 @@ def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: 
         for j in range(width):
             indices[indptr[i] + j] = edges[begin + j]
     return indices
+
+
+@_jit
+def write_ends(src: Any, counts: Any, ends: Any) -> None:
+    """Fill ``ends`` [2, e] with source and target of each edge; edges are grouped by target, ``counts`` of each."""
+    cursor = 0
+    for target in range(len(counts)):
+        for _ in range(counts[target]):
+            ends[0, cursor] = src[cursor]
+            ends[1, cursor] = target
+            cursor += 1
 
 
 @_jit

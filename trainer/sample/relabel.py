@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from trainer import slabs
 from trainer.arrays import Array, Ids, read_only
 from trainer.sample import kernels, pairs
 from trainer.sample.subgraph import NodeSet, Positions
@@ -14,6 +15,7 @@ from trainer.sample.types import GraphSchema
 from trainer.schema import NodeType
 
 Table = npt.NDArray[np.int32]
+_CLOSE = 16  #: entries to a node; a line of 64 bytes holds as many
 
 
 class RelabelTables:
@@ -51,7 +53,7 @@ class NodeGrowth:
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
         """Positions of ``src`` (int32), new nodes being appended."""
         local = np.empty(len(src), np.int32)
-        new = np.empty(len(src), np.int64)
+        new = slabs.empty(len(src), np.int64)
         found = kernels.relabel(read_only(src), self._tables.table(self._of), self._count, local, new)
         self._add_chunk(new[:found])
         return local
@@ -69,8 +71,13 @@ class NodeGrowth:
         return None
 
     def clean(self) -> None:
+        """Make the table all zeros again: all of it, where the nodes lie so close that most of its lines hold one."""
+        table = self._tables.table(self._of)
+        if self._count * _CLOSE > len(table):
+            table.fill(0)
+            return
         for chunk in self._ids:
-            kernels.forget(read_only(chunk), self._tables.table(self._of))
+            kernels.forget(read_only(chunk), table)
 
     def finish(self) -> NodeSet:
         per_hop = tuple(int(count) for count in np.diff(self.level_starts))

@@ -9,7 +9,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Ids
+from trainer import slabs
+from trainer.arrays import Ids, read_only
+from trainer.sample import kernels
 from trainer.schema import EdgeType, NodeType
 
 Positions = npt.NDArray[np.int32]
@@ -96,6 +98,12 @@ class EdgeSet:
     def dst(self) -> Positions:
         """Target of each edge, int32 [e]; only where every node was asked once."""
         return np.repeat(np.arange(len(self.row_count), dtype=np.int32), self.row_count)
+
+    def ends(self) -> npt.NDArray[np.int64]:
+        """Source and target of each edge, int64 [2, e]; only where every node was asked once."""
+        found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
+        kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""Bytes that hosts receive from each other in an epoch: without a cache, with the default one, and as foretold.
+
+Hosts are graphs in one process, each with its own part and replicated topology, that ask each other directly; what
+they receive is counted where it would come from the network. Features are 16 numbers wide: rows count, not their width.
+GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from table import Row, show
+from trainer.cost import Cost
+from trainer.load.keep import keep_hot_rows
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.open import Graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.make import PartitionSpec, make_partition
+from trainer.ranks import Ranks
+from trainer.reach import CacheSize
+from trainer.sample.one_hop import LocalGraph
+from trainer.sample.routing import DistGraph
+from trainer.sample.types import RowRequest
+from trainer.store.part import open_parts
+from trainer.train.setup import batch_plan
+from trainer.train.team import Team
+
+CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A graph and how it is trained on."""
+
+    name: str
+    dataset: str
+    options: Mapping[str, str]
+    fanouts: tuple[int, ...]
+    batch: int
+    cuts: tuple[tuple[int, str], ...]  #: numbers of parts and methods
+    source: str | None = None
+
+
+def cases(small: bool) -> list[Case]:
+    scale = 20 if small else 1
+    skewed = {"num_nodes": 1_000_000 // scale, "avg_degree": 10, "skew": 1.8, "num_features": 16, "train": 0.05}
+    planted = {"num_nodes": 300_000 // scale, "avg_degree": 52.95 / scale, "num_classes": 47, "num_features": 16}
+    cuts = ((2, "random"), (2, "metis"), (4, "random"), (4, "metis"))
+    batch = 1024 // scale
+    return [
+        Case("skewed", "synthetic", _text(skewed), (15, 10, 5), batch, cuts),
+        Case("planted", "synthetic", _text({**planted, "train": 24_000 // scale}), (15, 10, 5), batch, cuts[:1]),
+    ]
+
+
+def _text(options: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in options.items()}
+
+
+def run(small: bool) -> list[Row]:
+    rows = []
+    for case in [*cases(small), *_debian()]:
+        for num_parts, method in case.cuts:
+            folder = str(CACHE / f"cache-{case.name}-{'small' if small else 'large'}-{num_parts}-{method}")
+            spec = PartitionSpec(case.dataset, folder, case.source, case.options, num_parts, method)
+            make_partition(spec, lambda _: None)
+            for held in (0, None):
+                rows += _rows(case, Path(folder), num_parts, method, held)
+    if not os.environ.get("GNNFLEET_DEBIAN"):
+        print("Debian graph left out: GNNFLEET_DEBIAN does not name its folder")
+    return rows
+
+
+def _debian() -> list[Case]:
+    source = os.environ.get("GNNFLEET_DEBIAN")
+    cuts = ((2, "random"), (2, "metis"), (4, "random"), (4, "metis"))
+    return [Case("debian", "file", {}, (15, 10, 5), 1024, cuts, source)] if source else []
+
+
+def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | None) -> list[Row]:
+    """Of host 0, whose batches a real host would have."""
+    name = f"{case.name}, {num_parts} parts by {method}" + (", nothing held" if held == 0 else "")
+    without, _, _ = _epoch(case, folder, num_parts, held, "0")
+    with_cache, foretold, seconds = _epoch(case, folder, num_parts, held, "10%")
+    received = with_cache.remote_bytes / 1e6
+    rows = [Row(f"{name}: received with 10%", received, "MB", "without", without.remote_bytes / 1e6)]
+    if held is None:
+        rows.append(Row("… as foretold", foretold / 1e6, "MB", "received", received, "equal"))
+        rows.append(Row("… ranking and fetching", seconds, "CPU s"))
+    return rows
+
+
+def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
+    """What host 0 receives in an epoch, what was foretold, and the CPU seconds of ranking and fetching."""
+    graph = _host(folder, num_parts, held)
+    loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
+    team, began = Team(Ranks(), torch.device("cpu")), time.process_time()
+    with tempfile.TemporaryDirectory() as scratch:
+        plan, limit = batch_plan(graph, loader), CacheSize.parse(size)
+        kept = keep_hot_rows(graph.access, graph.store, plan, graph.layout, "host 0", limit, Path(scratch), team)
+    seconds = time.process_time() - began
+    assert kept is not None
+    cost = Cost.total(loader.sample(share).cost for share in loader.shares(1))
+    return cost, kept.prediction.remote_bytes, seconds
+
+
+def _host(folder: Path, num_parts: int, held: int | None) -> Graph:
+    """Host 0 of as many as there are parts."""
+    store = open_parts(folder, [0], "replicated")
+    others = {part: _Owner(part, LocalGraph(open_parts(folder, [part]))) for part in range(1, num_parts)}
+    options = {} if held is None else {"held": held}
+    layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
+    return Graph(store, DistGraph(LocalGraph(store), others, **options), placed=layout)
+
+
+@dataclass(frozen=True)
+class _Now:
+    """An answer that is there."""
+
+    value: Any
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What asks another host's graph, without a network."""
+
+    part: int
+    local: LocalGraph
+
+    @property
+    def part_ids(self) -> tuple[int, ...]:
+        return (self.part,)
+
+    @property
+    def name(self) -> str:
+        return f"host {self.part}"
+
+    def submit_gather(self, requests: list[RowRequest]) -> _Now:
+        return _Now(self.local.gather(requests))
+
+
+def main() -> None:
+    show("cache", run("--small" in sys.argv))
+
+
+if __name__ == "__main__":
+    main()

@@ -110,8 +110,8 @@ def read_record(folder: Path, epochs: Container[int] | None = None) -> Record:
     there = sorted({line["epoch"] for own in telling.values() for line in own})
     if not there:
         raise SettingsError(
-            f"no epoch or step line in {folder} tells where time went: nothing was trained yet, or by a script whose"
-            " StepLog was not given its loader"
+            f"no epoch or step line in {folder} tells where time went: nothing was trained yet, or for less than a"
+            " second, or by a script whose StepLog was not given its loader"
         )
     without_first = epochs is None and len(there) > 1
     wanted = tuple(there[1:] if without_first else (epoch for epoch in there if epochs is None or epoch in epochs))

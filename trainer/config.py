@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from trainer.errors import SettingsError
-from trainer.reach import Reach
+from trainer.reach import CacheSize, Reach
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,12 +63,15 @@ class TrainSettings:
     checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting("Batches in flight per process.", 3, at_least=1)
+    device_cache: str = setting(
+        "Rows of features kept on the GPU, those asked for most: a share of all, a size (512MB), or 0.", "0"
+    )
     backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting("Checkpoint file to go on from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:
-        problems = [*_beyond_limits(self), *_bad_fanouts(self)]
+        problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self)]
         if problems:
             raise SettingsError("\n".join(problems))
 
@@ -161,6 +164,13 @@ def _beyond_limits(settings: TrainSettings) -> Iterator[str]:
             words, holds = _LIMITS[name]
             if value is not None and not holds(value, limit):
                 yield f"{entry.name} is {value}; it must be {words} {limit}"
+
+
+def _bad_cache(settings: TrainSettings) -> Iterator[str]:
+    try:
+        CacheSize.parse(settings.device_cache)
+    except SettingsError as error:
+        yield f"device_cache: {error}"
 
 
 def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:

@@ -7,7 +7,7 @@ seeds. Every rank has the in-edges of its own parts, so all take part; with repl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -53,6 +53,7 @@ class BatchPlan:
     fanouts: Mapping[EdgeType, tuple[int, ...]]
     columns: Mapping[NodeType, tuple[str, ...]]  #: attributes of every sampled node
     labels: tuple[str, ...] = ()  #: attributes of the seeds alone
+    edge_bytes: Mapping[EdgeType, int] = field(default_factory=dict)  #: of others' edges, besides their sources
     replace: bool = False
     again: bool = True  #: earlier nodes are asked again where fanouts grow
     threads: int = 1  #: batches that are made at the same time
@@ -83,7 +84,7 @@ class HostVisits:
 
     chances: Chances  #: of a node to be in it
     seeds: Chances  #: of a node to be a seed of it
-    sampled_bytes: float  #: of neighbours that other hosts draw
+    sampled_bytes: float  #: of edges that other hosts draw or own
 
 
 def places_of(store: PartStore, node: str, together: Together) -> list[Place]:
@@ -185,7 +186,7 @@ def _visits(
 ) -> HostVisits:  # fmt: skip
     """What the ``ranks`` of a host with the parts ``here`` visit; ``shared``: each rank looks at its own rows only."""
     if shared is None:
-        blocks = [block for part in store.topology.values() for _, block in _rows_of(part, 0, 1)]
+        blocks = [block for part in store.topology.values() for _, block in rows_of(part, 0, 1)]
         begin = seed_chances(plan, store, layout, ranks)
         visits = expected_visits(blocks, begin, plan.fanouts, replace=plan.replace, again=plan.again)
         return HostVisits(visits.chances, begin, 0.0)
@@ -196,7 +197,8 @@ def _visits(
         [block for _, block in own], begin, plan.fanouts, replace=plan.replace, again=plan.again,
         add_up=lambda values: _add_up(values, together),
     )  # fmt: skip
-    sampled = torch.tensor([_answer_bytes(visits, own, here)], dtype=torch.float64)
+    answers = _answer_bytes(visits, own, here) + _edge_bytes(plan, visits, own, here)
+    sampled = torch.tensor([answers], dtype=torch.float64)
     return HostVisits(visits.chances, begin, float(together.sum(sampled)))
 
 
@@ -204,10 +206,11 @@ def _own_rows(store: PartStore, places: Sequence[Place], rank: int) -> Iterator[
     """This rank's rows of each part: the ranks that have a part share it."""
     for part_id, part in store.parts.items():
         holders = [other for other, place in enumerate(places) if part_id in place.parts]
-        yield from _rows_of(part, holders.index(rank), len(holders))
+        yield from rows_of(part, holders.index(rank), len(holders))
 
 
-def _rows_of(part: Part, share: int, shares: int) -> Iterator[tuple[int, RowBlock]]:
+def rows_of(part: Part, share: int, shares: int) -> Iterator[tuple[int, RowBlock]]:
+    """One of so many equal shares of a part's rows, by edge type, each with the part's number."""
     for of, edges in part.edges.items():
         rows = len(edges.indptr) - 1
         begin, end = rows * share // shares, rows * (share + 1) // shares
@@ -219,6 +222,12 @@ def _answer_bytes(visits: Visits, blocks: Sequence[tuple[int, RowBlock]], here: 
     """Bytes of neighbours that are drawn from ``blocks`` for a host with the parts ``here``."""
     counted = zip(blocks, visits.asked, visits.drawn, strict=True)
     return sum(4 * asked + block.sources.itemsize * drawn for (p, block), asked, drawn in counted if p not in here)
+
+
+def _edge_bytes(plan: BatchPlan, visits: Visits, blocks: Sequence[tuple[int, RowBlock]], here: set[int]) -> float:
+    """Bytes of what is gathered of the edges drawn from ``blocks``."""
+    counted = zip(blocks, visits.drawn, strict=True)
+    return sum(plan.edge_bytes.get(block.edge_type, 0) * drawn for (part, block), drawn in counted if part not in here)
 
 
 def _add_up(values: Array, together: Together) -> None:

@@ -13,9 +13,18 @@ from trainer.ranks import Ranks
 from trainer.schema import NodeType
 from trainer.train.checkpoint import check_fits, graph_record
 from trainer.train.fit import Fit, FitResult
+from trainer.train.memory import keep_freed_memory
 from trainer.train.metrics import MetricsLog
 from trainer.train.regroup import GoOn, with_team
-from trainer.train.setup import check_same_partition, keep_rows, layout_of, make_model, open_places, read_on_first
+from trainer.train.setup import (
+    check_same_partition,
+    keep_on_device,
+    keep_rows,
+    layout_of,
+    make_model,
+    open_places,
+    read_on_first,
+)
 from trainer.train.task import node_classification, pick_target
 from trainer.train.team import Team, pick_device
 
@@ -29,6 +38,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     """
     ranks = ranks or Ranks.from_env(os.environ)
     settings, device = job.settings, pick_device(ranks)
+    keep_freed_memory()
     goes_on = GoOn.from_env(os.environ, job.run_dir)
     with _Run(job, ranks, goes_on is not None) as run:
         return with_team(run.train, ranks, device, settings.backend, settings.timeout, goes_on)
@@ -73,7 +83,9 @@ def _prepare(
 
     def loaders(of: Team) -> dict[str, BatchLoader]:
         layout = layout_of(graph, of)
-        return of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
+        made = of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
+        of.agree(lambda: keep_on_device(graph, made, settings, of))
+        return made
 
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     first = loaders(team)

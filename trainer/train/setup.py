@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from trainer.config import InferJob, TrainJob, TrainSettings
 from trainer.errors import PartitionError, SettingsError
 from trainer.load.attach import open_client
+from trainer.load.device_cache import device_rows
 from trainer.load.env import is_client
 from trainer.load.hot import BatchPlan
 from trainer.load.keep import Kept, keep_hot_rows
@@ -23,7 +24,7 @@ from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import scatter_tables
 from trainer.partition.format import Manifest
 from trainer.ranks import Ranks
-from trainer.reach import Reach
+from trainer.reach import CacheSize, Reach
 from trainer.schema import NodeType
 from trainer.service.cluster import read_cluster
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
@@ -107,6 +108,17 @@ def keep_rows(graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, te
     plan = team.agree(lambda: batch_plan(graph, loader))
     folder = run_dir / "cache"
     return keep_hot_rows(graph.access, graph.store, plan, loader.layout, node, reach.cache, folder, team)
+
+
+def keep_on_device(graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, team: Team) -> None:
+    """Keep the rows on this rank's device that its train batches ask for most. Raises as ``device_rows`` does."""
+    size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
+    if size == CacheSize():
+        return
+    plan = batch_plan(graph, loader)
+    rows = device_rows(graph, plan, loader.layout, team.rank, size, team.device)
+    for one in loaders.values():
+        one.keep(rows)
 
 
 def make_model(

@@ -200,8 +200,10 @@ def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
-    for of in (*manifest.nodes, *manifest.edges):
-        yield from manifest.attrs_of(of).values()
+    for nodes in manifest.nodes.values():
+        yield from nodes.attrs.values()
+    for edges in manifest.edges.values():
+        yield from edges.attrs.values()
 
 
 def _layout(value: Any, depth: int = 0) -> str:

@@ -74,7 +74,9 @@ def warm_up_batches(graph: LocalGraph) -> None:
         for of in store.manifest.nodes:
             begins = [store.books[of].range_of(part) for part in (*store.parts, *others[:1])]
             seeds = np.array([begin for begin, end in begins if begin < end], np.int64)
-            sampler.sample(SeedSet({of: seeds}), 0)
+            found = sampler.sample(SeedSet({of: seeds}), 0).subgraph
+            for edges in found.edges.values():
+                edges.ends()
 
 
 class _Elsewhere:

@@ -74,7 +74,7 @@ def _traffic(rank: RankRecord) -> str:
 
 def _reduce(record: Record) -> Iterator[Advice]:
     worst = max(record.ranks, key=lambda rank: rank.share("reduce"))
-    if (share := worst.share("reduce")) < NOTABLE:
+    if (share := worst.share("reduce")) < NOTABLE or len(record.ranks) == 1:
         return
     slow, middle = max(record.ranks, key=lambda rank: rank.own_s), median(rank.own_s for rank in record.ranks)
     text = f"waiting for other ranks is {_at(worst, 'reduce')}"

@@ -288,3 +288,17 @@ def test_parts_of_both_servers_are_in_a_batch(folder):
         batch = next(iter(loader(graph)))
         parts = graph.store.books[HOMO_NODE].part_of(graph.store.to_global(HOMO_NODE, batch.n_id.numpy()))
         assert {0, 1} & set(parts.tolist()) and {2, 3} & set(parts.tolist())
+
+
+@pytest.mark.parametrize("form", ["float16", "int8"])
+def test_batches_come_with_rounded_rows_of_the_same_nodes(servers, expected, form):
+    with client_graph(servers, wire_rows=form) as graph:
+        for batch, right in zip(loader(graph), expected, strict=True):
+            assert batch.n_id.equal(right.n_id) and batch.y.equal(right.y) and batch.x.dtype == right.x.dtype
+            assert (batch.x - right.x).abs().max() <= right.x.abs().max() / 200
+        ids = np.arange(12)
+        (rows,) = graph.access.gather([RowRequest(HOMO_NODE, ids, ("x", "orig_id"))])
+        with open_graph(servers.folder) as whole:
+            (right,) = whole.access.gather([RowRequest(HOMO_NODE, ids, ("x", "orig_id"))])
+        assert rows["x"].dtype == right["x"].dtype and abs(rows["x"] - right["x"]).max() <= abs(right["x"]).max() / 200
+        assert rows["orig_id"].tolist() == right["orig_id"].tolist()

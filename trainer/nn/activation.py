@@ -15,6 +15,9 @@ from trainer.nn.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, stream, thres
 from trainer.nn.rows import run_rows
 from trainer.rng import mix
 
+_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+_S15, _S16 = np.uint32(15), np.uint32(16)
+
 
 @dataclass(frozen=True)
 class Activation:
@@ -83,21 +86,25 @@ def _activate(
     # Compared with ``<=``, a NaN stays one: else a loss that is lost would look well.
     factor = bias.dtype.type(scale)
     zero = bias.dtype.type(0)
+    bits, states = np.empty(len(bias), np.uint32), np.empty(last - first, np.uint32)
     for i in range(first, last):
-        state = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
-        row = rows[i]
+        states[i - first] = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
+    for i in range(first, last):
+        row, state = rows[i], states[i - first]
         if threshold == np.uint32(0):
             for k in range(len(bias)):
                 value = wide(row[k]) + bias[k]
                 row[k] = narrow(zero if value <= zero else value, row[k])
             continue
+        for k in range(len(bias)):  # apart from what follows, so that each loop is vectorised
+            hashed = np.uint32(state + np.uint32(np.uint32(k) * _STRIDE))
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S16)) * _LOW_A)
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S15)) * _LOW_B)
+            bits[k] = np.uint32(hashed ^ (hashed >> _S16))
         for k in range(len(bias)):
-            bits = np.uint32(state + np.uint32(np.uint32(k) * np.uint32(STRIDE)))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(LOW_A))
-            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(LOW_B))
-            bits = np.uint32(bits ^ (bits >> np.uint32(16)))
             value = wide(row[k]) + bias[k]
-            row[k] = narrow(zero if (value <= zero) | (bits < threshold) else value * factor, row[k])
+            value = zero if value <= zero else value * factor
+            row[k] = narrow(zero if bits[k] < threshold else value, row[k])
 
 
 @numba.njit(nogil=True, cache=True)

@@ -15,10 +15,10 @@ HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench clean tools-demo tools-test
+.PHONY: help demo test test-slow check bench bench-peers clean tools-demo tools-test
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
 
 demo: tools-demo $(INSTALLED) ## two nodes on this machine: partition, train, collect
 	$(BIN)/python launch.py --config templates/local.yml
@@ -38,6 +38,9 @@ check: $(INSTALLED) ## ruff, mypy, generated documentation
 
 bench: tools-test $(INSTALLED) ## run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+bench-peers: $(INSTALLED) ## compare with DGL, graphlearn-torch and torch_geometric (installs them, 10 GB; docs/benchmarks.md)
+	$(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
 clean: ## remove the virtual environment and caches; runs and parts stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 
 from graphs import BATCH, FANOUTS, partitioned
-from peers.glt_env import glt_python
+from peers.envs import GLT, peer_python
 from peers.jobs import Done, Job, private_loopback, run_job
 from peers.plain import plain_graph
 from table import Row, show
@@ -145,7 +145,7 @@ def our_job(plain: Path, parts: Path, keys: CurveKeys | None, more: dict[str, An
 
 
 def glt_ways(small: bool) -> list[Way]:
-    python = glt_python()
+    python = peer_python(GLT)
     if python is None:
         return []
     plain = plain_graph(small)

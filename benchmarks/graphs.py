@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.partition.make import PartitionSpec, make_partition
@@ -10,13 +11,29 @@ from trainer.partition.make import PartitionSpec, make_partition
 LARGE = {"num_nodes": 300_000, "avg_degree": 52.95, "num_classes": 47, "num_features": 100, "train": 24_000}
 SMALL = {"num_nodes": 20_000, "avg_degree": 20.0, "num_classes": 16, "num_features": 64, "train": 4_000}
 
+#: What the peers are compared on: as above, with smaller splits to score, as scoring is the same work for everyone.
+#: The tenfold one is for the trend: as many seeds, so that seconds per epoch can be compared.
+PEER_SIZES = {
+    "small": SMALL | {"val": 1_000, "test": 2_000},
+    "large": LARGE | {"val": 1_000, "test": 10_000},
+    "tenfold": LARGE | {"num_nodes": 3_000_000, "val": 1_000, "test": 10_000},
+}
+
 CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
 FANOUTS, BATCH = (15, 10, 5), 1024
 
 
 def partitioned(small: bool, num_parts: int) -> Path:
     """Folder of the benchmark graph cut at random into ``num_parts``."""
-    folder = CACHE / f"{'small' if small else 'large'}-{num_parts}"
-    options = {name: str(value) for name, value in (SMALL if small else LARGE).items()}
-    make_partition(PartitionSpec("synthetic", str(folder), None, options, num_parts, "random"))
+    return _made(CACHE / f"{'small' if small else 'large'}-{num_parts}", SMALL if small else LARGE, num_parts, "random")
+
+
+def peer_partition(size: str, num_parts: int, method: str = "random") -> Path:
+    """Folder of the graph of ``PEER_SIZES`` cut by ``method``."""
+    return _made(CACHE / f"peers/{size}-ours-{method}-{num_parts}", PEER_SIZES[size], num_parts, method)
+
+
+def _made(folder: Path, sizes: Mapping[str, float], num_parts: int, method: str) -> Path:
+    options = {name: str(value) for name, value in sizes.items()}
+    make_partition(PartitionSpec("synthetic", str(folder), None, options, num_parts, method))
     return folder

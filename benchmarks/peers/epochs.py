@@ -12,20 +12,28 @@ import numpy as np
 
 
 def timed_epochs(
-    loader: Iterable[Any], look: Callable[[Any], tuple[Any, int, int]], expected: Any, warm: int, epochs: int
+    loader: Iterable[Any],
+    look: Callable[[Any], tuple[Any, int, int]],
+    expected: Any,
+    warm: int,
+    epochs: int,
+    meet: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Iterate so many epochs; ``look`` at a batch: its seeds, edges and nodes.
 
     ``seconds``: from asking for the first batch to having the last one, of each epoch after ``warm`` others; ``ended``:
     until the loader said that there are no more. ``cpu``: processor seconds of client and servers. ``bytes``: what the
     loopback moved. ``seeds``: distinct ones that came in each epoch; ``complete``: each came once in every epoch.
+    ``expected``: None where other processes load the rest. ``meet`` waits for them before every epoch.
     """
     for _ in range(warm):
+        meet()
         for _batch in loader:
             pass
     seconds, ended, counts, bytes_moved, cpu, complete = [], [], [], [], [], True
     edges = nodes = batches = 0
     for _ in range(epochs):
+        meet()
         found, moved, spent, begun = [], loopback_bytes(), cpu_seconds(), time.perf_counter()
         last = begun
         for batch in loader:
@@ -39,12 +47,29 @@ def timed_epochs(
         bytes_moved.append(loopback_bytes() - moved)
         cpu.append(cpu_seconds() - spent)
         came = np.concatenate(found)
-        complete = complete and np.array_equal(np.sort(came), np.sort(np.asarray(expected)))
+        if expected is not None:
+            complete = complete and np.array_equal(np.sort(came), np.sort(np.asarray(expected)))
         counts.append(len(np.unique(came)))
     return {
         "seconds": seconds, "ended": ended, "seeds": counts, "complete": bool(complete), "bytes": bytes_moved,
         "cpu": cpu, "edges": edges // epochs, "nodes": nodes // epochs, "batches": batches // epochs,
     }  # fmt: skip
+
+
+def learned_epochs(
+    loader: Iterable[Any], step: Callable[[Any], Any], epochs: int, meet: Callable[[], object]
+) -> dict[str, Any]:
+    """Train so many epochs; ``step`` trains on a batch and gives its loss: seconds and mean loss of each epoch."""
+    seconds, losses, cpu = [], [], []
+    for _ in range(epochs):
+        meet()
+        spent, begun, found = cpu_seconds(), time.perf_counter(), []
+        for batch in loader:
+            found.append(step(batch))
+        losses.append(float(np.mean([float(loss) for loss in found])))
+        seconds.append(time.perf_counter() - begun)
+        cpu.append(cpu_seconds() - spent)
+    return {"seconds": seconds, "loss": losses, "cpu": cpu}
 
 
 def cpu_seconds() -> float:
@@ -60,7 +85,7 @@ def _tree_seconds(pid: int) -> float:
         ]
     except OSError:  # has ended
         return 0.0
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with children that have ended
     return own + sum(map(_tree_seconds, children))
 
 

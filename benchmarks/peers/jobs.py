@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -56,6 +57,50 @@ def run_job(job: Job, network: Sequence[str], log: Path, timeout: float = 900.0)
     return Done(json.loads(lines[-1]), there.peak, here.peak)
 
 
+@dataclass(frozen=True)
+class HostDone:
+    """How a process that stands for a host, with all its children, went."""
+
+    says: Mapping[str, Any]  #: its last line that is JSON
+    memory: int  #: bytes, peak of the proportional set size of all its processes
+
+
+def run_hosts(
+    hosts: Sequence[Argv], cwd: Path, folder: Path, env: Mapping[str, str] | None = None, timeout: float = 900.0
+) -> list[HostDone]:
+    """Run hosts side by side; output goes to files in ``folder``.
+
+    Raises ``RuntimeError`` with the end of its output as soon as one fails, or when time is up.
+    """
+    outs, errors = ([folder / f"host{k}.{kind}" for k in range(len(hosts))] for kind in ("out", "err"))
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                _process(argv, Job((), argv, cwd, env=env or {}), stack.enter_context(err.open("w")),
+                         stack.enter_context(out.open("w")))
+            )
+            for argv, out, err in zip(hosts, outs, errors, strict=True)
+        ]  # fmt: skip
+        watches = [stack.enter_context(_Watch([process.pid])) for process in processes]
+        until = time.monotonic() + timeout
+        while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        codes = [process.poll() for process in processes]  # before those that remain are ended
+    for code, err in zip(codes, errors, strict=True):
+        if code:
+            raise RuntimeError(f"exit {code}\n{err.read_text()[-3000:]}")
+    return [_host_done(*each, timeout) for each in zip(processes, outs, errors, watches, strict=True)]
+
+
+def _host_done(process: subprocess.Popen[str], out: Path, err: Path, watch: _Watch, timeout: float) -> HostDone:
+    lines = [line for line in out.read_text().splitlines() if line.startswith("{")]  # DGL has last words of its own
+    if process.returncode or not lines:
+        raise RuntimeError(f"exit {process.returncode} (within {timeout:.0f} s)\n{err.read_text()[-3000:]}")
+    return HostDone(json.loads(lines[-1]), watch.peak)
+
+
 @contextlib.contextmanager
 def private_loopback() -> Iterator[list[str]]:
     """What to put before a command so that it has a loopback of its own, whose bytes can be counted; else nothing."""
@@ -74,7 +119,9 @@ def private_loopback() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _process(argv: Argv, job: Job, out: Any, stdout: int | None = None) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, **job.env}
-    process = subprocess.Popen(argv, cwd=job.cwd, env=environment, text=True, stdout=stdout or out, stderr=out)
+    process = subprocess.Popen(
+        argv, cwd=job.cwd, env=environment, text=True, stdout=stdout or out, stderr=out, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -85,6 +132,8 @@ def _process(argv: Argv, job: Job, out: Any, stdout: int | None = None) -> Itera
         for member in family:  # workers that outlive it
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
+        with contextlib.suppress(ProcessLookupError):  # what outlives a leader that has ended before
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(5)
 
 

@@ -1,0 +1,261 @@
+"""Who takes part in `make bench-peers`, section by section, and what one run of each told."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphs import BATCH, CACHE, FANOUTS, PEER_SIZES, peer_partition
+from peers.envs import DGL, GLT, peer_python
+from peers.jobs import HostDone, run_hosts
+from peers.plain import peer_graph
+
+HERE = Path(__file__).resolve().parent
+FOLDER = CACHE / "peers"
+HOSTS = 2
+SECTIONS = ("loader", "parts", "train", "partition")
+WITH_REPLACEMENT = "draws with replacement, so fewer distinct edges"
+AS_SHIPPED = "as shipped"  #: slow by a factor of ten; runs in the first turn only
+
+#: Both hosts of DGL have names in /dev/shm that would meet on one machine.
+OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh")
+ON_LOOPBACK = {"TP_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """One system in one setting."""
+
+    section: str
+    system: str
+    script: str  #: of this folder
+    python: Path
+    task: str
+    hosts: int = 1
+    told: Mapping[str, Any] = field(default_factory=dict)  #: settings beside the common ones
+    note: str = ""
+    once: bool = False  #: in the first turn only, with a single epoch where it only loads
+    own_shm: bool = False
+    parts: Path | None = None  #: its partition, where it reads one that it may share with others
+    copied: bool = False  #: each host gets a copy, so that no page of memory is counted half
+
+    @property
+    def ours(self) -> bool:
+        return self.script == "our_job.py"
+
+    @property
+    def cut(self) -> str:
+        """How its parts were made; those by the same method are compared."""
+        return "METIS" if "METIS" in self.system else "random"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One contender's run, hosts together."""
+
+    seconds: tuple[float, ...]  #: of each epoch, or of the one partitioning; the slowest host's
+    cpu: float | None  #: processor seconds of all hosts in the median epoch
+    memory: int  #: bytes, of the host that took most
+    edges: int | None
+    nodes: int | None
+    complete: bool  #: all seeds came, each once
+    loss: float | None
+    accuracy: float | None
+    more: Mapping[str, Any]  #: the first host's words
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+def contenders(sections: Sequence[str], size: str) -> list[Contender]:
+    """Those that can run here; prints a line for each peer that cannot."""
+    found = _ours(size)
+    for peers in (_dgl, _glt):
+        try:
+            found += peers(size)
+        except (OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or b""
+            print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
+    return [one for name in sections for one in found if one.section == name]
+
+
+def run_once(one: Contender, size: str, epochs: int) -> Run:
+    """Raises ``RuntimeError`` with the end of what it said when it fails."""
+    with tempfile.TemporaryDirectory(dir=FOLDER) as name:
+        folder = Path(name)
+        ports = free_ports(4)
+        argvs = [_argv(one, size, rank, ports, folder, epochs) for rank in range(one.hosts)]
+        threads = str(max(1, (os.cpu_count() or 1) // one.hosts))
+        env = {"OMP_NUM_THREADS": threads, **(ON_LOOPBACK if one.hosts > 1 else {})}
+        return _together(one, size, run_hosts(argvs, HERE.parent, folder, env))
+
+
+def _argv(one: Contender, size: str, rank: int, ports: list[int], folder: Path, epochs: int) -> list[str | Path]:
+    parts = one.parts or folder / "made"
+    if one.copied:
+        shutil.copytree(parts, folder / f"parts{rank}")
+        parts = folder / f"parts{rank}"
+    elif one.parts:  # what belongs to the run stands beside the folder by its name
+        (folder / f"parts{rank}").symlink_to(parts)
+        parts = folder / f"parts{rank}"
+    told = {
+        "folder": str(parts), "fanouts": FANOUTS, "batch": BATCH if size != "small" else 256, "warm": 1, "rank": rank,
+        "ports": ports, "hidden": 256, "lr": 0.004, "classes": PEER_SIZES[size]["num_classes"], "epochs": epochs,
+    }  # fmt: skip
+    if one.once and one.section in ("loader", "parts"):
+        told |= {"warm": 0, "epochs": 1}
+    command = [one.python, HERE / one.script, one.task, peer_graph(size), json.dumps(told | dict(one.told))]
+    return [*(OWN_SHM if one.own_shm else ()), *command]
+
+
+def _together(one: Contender, size: str, done: Sequence[HostDone]) -> Run:
+    says = [host.says for host in done]
+    seconds = [max(each) for each in zip(*(said["seconds"] for said in says), strict=True)]
+    if one.section == "train" and len(seconds) > 1:
+        seconds = seconds[1:]  # the first one compiles, connects, fills caches
+    seeds = [sum(each) for each in zip(*(said["seeds"] for said in says), strict=True)] if _loads(one) else []
+    complete = all(count == PEER_SIZES[size]["train"] for count in seeds) and all(
+        said.get("complete", True) for said in says
+    )
+    scored = sum(said.get("scored", 0) for said in says)
+    accuracy = sum(said.get("right", 0) for said in says) / scored if scored else says[0].get("accuracy")
+    loss = statistics.fmean(said["loss"][-1] for said in says) if "loss" in says[0] else None
+    return Run(
+        tuple(seconds), _median_sum(says, "cpu"), max(host.memory for host in done), _sum(says, "edges"),
+        _sum(says, "nodes"), complete, loss, accuracy, says[0],
+    )  # fmt: skip
+
+
+def _loads(one: Contender) -> bool:
+    return one.section in ("loader", "parts")
+
+
+def _sum(says: Sequence[Mapping[str, Any]], name: str) -> int | None:
+    return sum(said[name] for said in says) if all(name in said for said in says) else None
+
+
+def _median_sum(says: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    if not all(name in said for said in says):
+        return None
+    return statistics.median(sum(each) for each in zip(*(said[name] for said in says), strict=True))
+
+
+def free_ports(count: int) -> list[int]:
+    holders = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [int(holder.getsockname()[1]) for holder in holders]
+    finally:
+        for holder in holders:
+            holder.close()
+
+
+# -- who ------------------------------------------------------------------
+
+
+def _ours(size: str) -> list[Contender]:
+    def one(section: str, name: str, hosts: int = 1, parts: Path | None = None, **told: Any) -> Contender:
+        return Contender(
+            section, f"gnnfleet, {name}", "our_job.py", Path(sys.executable), section, hosts, told, parts=parts,
+            copied=hosts > 1,
+        )  # fmt: skip
+
+    whole = peer_partition(size, 1)
+    random, metis = (peer_partition(size, HOSTS, method) for method in ("random", "metis"))
+    apart, close = {"topology": "partitioned", "cache": "0"}, {"topology": "replicated", "cache": "10%"}
+    return [
+        one("loader", "BatchLoader, 1 thread", parts=whole, threads=1),
+        one("loader", "BatchLoader, 2 threads", parts=whole, threads=2),
+        one("loader", "DistNeighborLoader, 2 threads", parts=whole, threads=2, kind="data"),
+        one("parts", "random, partitioned, no cache", HOSTS, random, **apart),
+        one("parts", "random, replicated, cache 10%", HOSTS, random, **close),
+        one("parts", "METIS, replicated, cache 10%", HOSTS, metis, **close),
+        one("train", "random, replicated, cache 10%", HOSTS, random, **close),
+        one("partition", "METIS", method="metis"),
+        one("partition", "random", method="random"),
+    ]
+
+
+def _dgl(size: str) -> list[Contender]:
+    python = peer_python(DGL)
+    if python is None:
+        return []
+
+    def one(
+        section: str, name: str, task: str = "", hosts: int = 1, parts: Path | None = None, **told: Any
+    ) -> Contender:
+        return Contender(
+            section, f"DGL 2.1.0, {name}", "dgl_job.py", python, task or section, hosts, told, parts=parts,
+            own_shm=hosts > 1,
+        )  # fmt: skip
+
+    found = [
+        one("loader", "0 workers", workers=0),
+        one("loader", "2 workers", workers=2),
+        one("loader", "GraphBolt, 0 workers", "graphbolt", workers=0),
+        one("partition", "METIS", method="metis"),
+        one("partition", "random", method="random"),
+    ]
+    if subprocess.run([*OWN_SHM, "true"], capture_output=True).returncode:
+        print("peers: DGL on two hosts needs a /dev/shm for each, which only root can mount here: left out")
+        return found
+    random, metis = (_dgl_parts(python, size, method) for method in ("random", "metis"))
+    return [
+        *found,
+        one("parts", "random", hosts=HOSTS, parts=random),
+        one("parts", "METIS", hosts=HOSTS, parts=metis),
+        one("train", "random, documented loop", hosts=HOSTS, parts=random),
+    ]
+
+
+def _dgl_parts(python: Path, size: str, method: str) -> Path:
+    folder = FOLDER / f"{size}-dgl-{method}"
+    if not (folder / "ready").exists():
+        told = json.dumps({"folder": str(folder), "method": method})
+        subprocess.run(
+            [python, HERE / "dgl_job.py", "partition", peer_graph(size), told], check=True, capture_output=True
+        )
+        (folder / "ready").touch()
+    return folder
+
+
+def _glt(size: str) -> list[Contender]:
+    python = peer_python(GLT)
+    if python is None:
+        return []
+    random = FOLDER / f"{size}-glt"
+    if not (random / "ready").exists():
+        cut = [python, HERE / "glt_job.py", "cut", peer_graph(size), random, str(HOSTS)]
+        subprocess.run(cut, check=True, capture_output=True)
+
+    def one(section: str, name: str, hosts: int = 1, **told: Any) -> Contender:
+        return Contender(
+            section, f"graphlearn-torch 0.2.4, {name}", "glt_hosts.py", python, section, hosts, told,
+            WITH_REPLACEMENT if section != "partition" else "", AS_SHIPPED in name, parts=random if hosts > 1 else None,
+        )  # fmt: skip
+
+    def pyg(workers: int) -> Contender:
+        name = f"torch_geometric + torch-sparse, {workers} workers"
+        return Contender("loader", name, "pyg_job.py", python, "loader", told={"workers": workers})
+
+    return [
+        pyg(0),
+        pyg(2),
+        one("loader", "with its seed set", seed=1),
+        one("loader", AS_SHIPPED, seed=None),
+        one("parts", "random, with its seed set", HOSTS, seed=1),
+        one("parts", f"random, {AS_SHIPPED}", HOSTS, seed=None),
+        one("train", "random, trimmed, with its seed set", HOSTS, seed=1, trim=True),
+        one("train", f"random, documented loop, {AS_SHIPPED}", HOSTS, seed=None, trim=False),
+        one("partition", "random"),
+    ]

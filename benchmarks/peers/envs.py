@@ -1,0 +1,111 @@
+"""The peers' own Python environments, each made once under ``~/.cache/gnnfleet-bench``; needs Python 3.11 and pip.
+
+python benchmarks/peers/envs.py dgl glt      makes these now
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gnnfleet-bench"
+
+
+@dataclass(frozen=True)
+class PeerEnv:
+    """What one peer is installed from."""
+
+    name: str  #: the folder's
+    title: str
+    steps: tuple[tuple[str, ...], ...]  #: one pip call each
+    proof: str  #: a Python line that works when it is there
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / self.name
+
+
+#: Torch 2.1 lacks symbols of the wheel, 2.5 refuses its ``torch.device(0)`` where no GPU is.
+#: Wheels of torch-sparse that pip has kept may be of another torch, hence no cache.
+GLT = PeerEnv(
+    "glt",
+    "graphlearn-torch 0.2.4",
+    (
+        ("torch==2.4.1", "graphlearn-torch==0.2.4", "numpy<2.3", "torch-geometric", "setuptools<81", "wheel", "ninja"),
+        ("--no-cache-dir", "--no-build-isolation", "--no-binary", "torch-scatter,torch-sparse", "torch-scatter==2.1.2",
+         "torch-sparse==0.6.18"),
+    ),
+    "import graphlearn_torch",
+)  # fmt: skip
+
+#: The wheel brings libraries for torch 2.0.0 to 2.2.1. torchdata from 0.8 on lacks ``datapipes`` pieces it imports.
+DGL = PeerEnv(
+    "dgl",
+    "DGL 2.1.0",
+    (
+        ("torch==2.2.1", "torchdata==0.7.1", "dgl==2.1.0", "numpy<2", "setuptools<81", "pandas", "pydantic", "pyyaml",
+         "pyarrow"),
+    ),
+    "import dgl, dgl.graphbolt, dgl.distributed",
+)  # fmt: skip
+
+PEERS = {env.name: env for env in (DGL, GLT)}
+
+
+def peer_python(env: PeerEnv) -> Path | None:
+    """A Python that has the peer, made at the first call (5 GB; up to 20 minutes on 2 cores); None where that fails.
+
+    Waits while another process makes it. Prints one line where it fails, and keeps pip's words in ``<folder>.failed``,
+    which stops further attempts.
+    """
+    ROOT.mkdir(parents=True, exist_ok=True)
+    with env.folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _found_or_made(env)
+
+
+def _found_or_made(env: PeerEnv) -> Path | None:
+    python, ready, failed = env.folder / "bin/python", env.folder / "ready", env.folder.with_suffix(".failed")
+    if ready.exists():
+        return python
+    if failed.exists():
+        return _without(env, f"an earlier attempt failed; remove {failed} to try again")
+    interpreter = shutil.which("python3.11")
+    if interpreter is None:
+        return _without(env, "its wheel is for Python 3.11, which is not here")
+    try:
+        _make(env, interpreter)
+    except (OSError, subprocess.SubprocessError) as error:
+        failed.write_text(f"{error}\n{getattr(error, 'stderr', None) or ''}")
+        return _without(env, f"it cannot be installed: {failed}")
+    ready.touch()
+    return python
+
+
+def _make(env: PeerEnv, interpreter: str) -> None:
+    python = env.folder / "bin/python"
+    print(f"peers: making {env.folder} for {env.title}", flush=True)
+    _call([interpreter, "-m", "venv", "--clear", env.folder])
+    for step in env.steps:
+        print(f"peers: pip install {' '.join(step)}", flush=True)
+        _call([python, "-m", "pip", "install", "--quiet", *step])
+    _call([python, "-c", env.proof])
+
+
+def _without(env: PeerEnv, why: str) -> None:
+    print(f"peers: without {env.title}: {why}", flush=True)
+
+
+def _call(argv: list[str | Path]) -> None:
+    environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ, "FORCE_ONLY_CPU": "1"}
+    subprocess.run(argv, check=True, timeout=3600, env=environment, capture_output=True, text=True)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PEERS:
+        print(peer_python(PEERS[name]))

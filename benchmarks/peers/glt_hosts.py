@@ -1,0 +1,123 @@
+"""graphlearn-torch's worker mode in `make bench-peers`, a process that stands for a host; run with its own Python.
+
+python glt_hosts.py TASK PLAIN SETTINGS, where TASK is ``loader`` (one machine), ``parts``, ``train`` or ``partition``.
+Settings (JSON): folder (of ``glt_job.py cut``), fanouts, batch, warm, epochs, and of some tasks seed (null: as
+shipped), rank, ports, trim, hidden, lr, classes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from epochs import cpu_seconds, learned_epochs, timed_epochs
+from glt_job import LOCAL, look, part_of, whole
+from graphlearn_torch import distributed as glt
+from graphlearn_torch.loader import NeighborLoader
+from graphlearn_torch.partition import RandomPartitioner
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.nn import GraphSAGE
+
+HERE = "127.0.0.1"
+HOSTS = 2
+Settings = dict[str, Any]
+
+
+def loader(plain: Path, told: Settings) -> Settings:
+    """One machine."""
+    train = torch.from_numpy(np.load(plain / "train.npy"))
+    loading = NeighborLoader(
+        whole(str(plain)), told["fanouts"], train, batch_size=told["batch"], shuffle=True, device=LOCAL,
+        seed=told["seed"],
+    )  # fmt: skip
+    return timed_epochs(loading, look, train, told["warm"], told["epochs"])
+
+
+def parts(plain: Path, told: Settings) -> Settings:
+    """This host's half of the seeds."""
+    _join(told)
+    loading = _loader(plain, "train", told, 1, shuffle=True)
+    found = timed_epochs(loading, look, None, told["warm"], told["epochs"], torch.distributed.barrier)
+    torch.distributed.barrier()
+    loading.shutdown()
+    return found
+
+
+def train(plain: Path, told: Settings) -> Settings:
+    """The documented loop, every layer on every edge; ``trim``: each layer on those it needs."""
+    _join(told)
+    train, test = (_loader(plain, name, told, k, name == "train") for k, name in enumerate(("train", "test"), 1))
+    torch.manual_seed(0)
+    width = np.load(plain / "x.npy", mmap_mode="r").shape[1]
+    model = DistributedDataParallel(GraphSAGE(width, told["hidden"], len(told["fanouts"]), told["classes"]))
+    optimizer = torch.optim.Adam(model.parameters(), lr=told["lr"])
+
+    def step(batch: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        out = _forward(model, batch, told).log_softmax(dim=-1)
+        loss = functional.nll_loss(out, batch.y[: batch.batch_size])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    found = learned_epochs(train, step, told["epochs"], torch.distributed.barrier)
+    model.eval()
+    right = count = 0
+    with torch.no_grad():
+        for batch in test:
+            best = _forward(model.module, batch, told).argmax(dim=1)
+            right += int((best == batch.y[: batch.batch_size]).sum())
+            count += batch.batch_size
+    torch.distributed.barrier()
+    for loading in (train, test):
+        loading.shutdown()
+    return found | {"right": right, "scored": count}
+
+
+def _forward(model: Any, batch: Any, told: Settings) -> torch.Tensor:
+    hops = {}
+    if told["trim"]:
+        hops["num_sampled_nodes_per_hop"] = list(map(int, batch.num_sampled_nodes))
+        hops["num_sampled_edges_per_hop"] = list(map(int, batch.num_sampled_edges))
+    return model(batch.x, batch.edge_index, **hops)[: batch.batch_size]  # type: ignore[no-any-return]
+
+
+def partition(plain: Path, told: Settings) -> Settings:
+    """From tensors in memory to files."""
+    edges, x = (torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x"))
+    edges = edges.long()
+    spent, begun = cpu_seconds(), time.perf_counter()
+    RandomPartitioner(told["folder"], HOSTS, len(x), edges, node_feat=x).partition()
+    return {"seconds": [time.perf_counter() - begun], "cpu": [cpu_seconds() - spent]}
+
+
+def _join(told: Settings) -> None:
+    glt.init_worker_group(HOSTS, told["rank"], "bench")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{HERE}:{told['ports'][0]}", rank=told["rank"], world_size=HOSTS
+    )
+
+
+def _loader(plain: Path, split: str, told: Settings, port: int, shuffle: bool) -> Any:
+    """As the documented job makes it, on processors."""
+    seeds = torch.from_numpy(np.load(plain / f"{split}.npy")).chunk(HOSTS)[told["rank"]]
+    options = glt.MpDistSamplingWorkerOptions(
+        num_workers=1, worker_devices=[LOCAL], worker_concurrency=4, master_addr=HERE, master_port=told["ports"][port],
+        channel_size="1GB",
+    )  # fmt: skip
+    return glt.DistNeighborLoader(
+        part_of(told["folder"], told["rank"]), told["fanouts"], seeds, batch_size=told["batch"], shuffle=shuffle,
+        collect_features=True, to_device=LOCAL, random_seed=told["seed"], worker_options=options,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.set_start_method("spawn", force=True)
+    said = globals()[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
+    print("\n" + json.dumps(said), flush=True)

@@ -1,0 +1,195 @@
+"""Our side of `make bench-peers`, a process that stands for a host: python our_job.py TASK PLAIN SETTINGS.
+
+Tasks: ``loader`` (one machine), ``parts`` (one of two hosts, loads only), ``train`` (one of two hosts), ``partition``.
+Settings (JSON): folder, fanouts, batch, warm, epochs, and of some tasks kind (``blocks``, ``data``), threads, rank,
+ports, topology, cache, method, classes. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from epochs import cpu_seconds, timed_epochs
+from our_client import look_at_data
+
+from trainer.batch import Batch
+from trainer.cost import Cost
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.load.loader import BatchLoader, LoaderSettings
+from trainer.load.nodes import DistNeighborLoader
+from trainer.load.open import Graph, open_graph
+from trainer.load.seeds import RankLayout
+from trainer.partition.assign import assign_parts
+from trainer.partition.write import write_partition
+from trainer.ranks import Ranks
+from trainer.reach import CacheSize, Reach
+
+HERE = "127.0.0.1"
+HOSTS = 2
+Settings = dict[str, Any]
+
+
+class Epochs:
+    """An epoch of a ``BatchLoader`` at each iteration, with what the layers of its batches held."""
+
+    def __init__(self, loader: BatchLoader):
+        self._loader, self._epoch = loader, -1
+        self.layers: list[list[int]] = []
+        self.costs: list[Cost] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._epoch += 1
+        self.layers, self.costs = [], []
+        return self._loader.epoch(self._epoch)
+
+    def look(self, batch: Batch) -> tuple[torch.Tensor, int, int]:
+        sizes = [[block.num_dst, block.num_src, len(block.indices)] for block in batch.blocks]
+        before = self.layers or [[0, 0, 0]] * len(sizes)
+        self.layers = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(before, sizes, strict=True)]
+        self.costs.append(batch.cost)
+        return batch.n_id[: batch.num_seeds], sum(edges for *_, edges in sizes), len(batch.x)
+
+
+def loader(plain: Path, told: Settings) -> Settings:
+    """All seeds of the train split on one machine that has everything."""
+    expected = np.load(plain / "train.npy")
+    with open_graph(told["folder"]) as graph:
+        loading, look = _loading(graph, told)
+        found = timed_epochs(loading, look, expected, told["warm"], told["epochs"])
+    return found | _more(loading)
+
+
+def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | None = None) -> tuple[Any, Any]:
+    threads, batch = told.get("threads", 1), told["batch"]
+    ahead = told.get("prefetch", 3)
+    if told.get("kind") == "data":
+        loading = DistNeighborLoader(
+            graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,
+            rank=rank if layout else None, layout=layout,
+        )  # fmt: skip
+        return loading, look_at_data
+    layout = layout or RankLayout.single(graph.manifest.num_parts)
+    chosen = LoaderSettings("train", tuple(told["fanouts"]), batch * layout.world_size, threads=threads, prefetch=ahead)
+    epochs = Epochs(BatchLoader(graph, chosen, rank, layout))
+    return epochs, epochs.look
+
+
+def _more(loading: Any) -> Settings:
+    """Of the last epoch: layers, and the rows that came from elsewhere."""
+    if not isinstance(loading, Epochs):
+        return {}
+    names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
+    sums = {name: int(sum(getattr(cost, name) for cost in loading.costs)) for name in names}
+    return {"layers": loading.layers, "traffic": sums}
+
+
+def parts(plain: Path, told: Settings) -> Settings:
+    """This host's half of each global batch."""
+    rank = told["rank"]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{HERE}:{told['ports'][0]}", rank=rank, world_size=HOSTS
+    )
+    layout = RankLayout(HOSTS, ((0,), (1,)))
+    with _server(told) as cluster, open_graph(
+        told["folder"], [rank], cluster_file=cluster, node_rank=rank, ranks=Ranks(rank, HOSTS, node_rank=rank),
+        placed=layout, reach=_reach(told),
+    ) as graph:  # fmt: skip
+        if told["cache"] != "0":
+            graph.cache_rows(told["fanouts"], batch_size=told["batch"], size=told["cache"])
+        loading, look = _loading(graph, told, rank, layout)
+        found = timed_epochs(loading, look, None, told["warm"], told["epochs"], torch.distributed.barrier)
+        torch.distributed.barrier()
+        return found | _more(loading)
+
+
+def _reach(told: Settings) -> Reach:
+    return Reach(topology=told["topology"], cache=CacheSize.parse(told["cache"]))
+
+
+@contextlib.contextmanager
+def _server(told: Settings) -> Iterator[Path]:
+    """This host's graph server, as the launcher starts one; yields its ``cluster.json``."""
+    rank, folder = told["rank"], Path(told["folder"])
+    cluster, ready = folder.with_suffix(".cluster.json"), folder.with_suffix(".ready")
+    places = [f"tcp://{HERE}:{port}" for port in told["ports"][1 : 1 + HOSTS]]
+    nodes = [
+        {"node_rank": k, "host": f"host{k}", "endpoint": place, "parts": [k], "ranks": [k]}
+        for k, place in enumerate(places)
+    ]
+    cluster.write_text(json.dumps({"run_id": "bench", "num_parts": HOSTS, "nodes": nodes}))
+    ready.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "trainer", "serve", "--parts", folder, "--own", str(rank), "--bind", places[rank]]
+    command += ["--cluster", cluster, "--node-rank", str(rank), "--ready-file", ready]
+    server = subprocess.Popen(command, stdout=sys.stderr)
+    try:
+        while not ready.exists():
+            if server.poll() is not None:
+                raise SystemExit(f"the graph server ended: {server.returncode}")
+            time.sleep(0.05)
+        yield cluster
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def train(plain: Path, told: Settings) -> Settings:
+    """The bundled trainer, as the launcher starts it."""
+    rank, folder = told["rank"], Path(told["folder"])
+    run = folder.with_suffix(".run")
+    shutil.rmtree(run, ignore_errors=True)
+    ranks = {"RANK": rank, "WORLD_SIZE": HOSTS, "LOCAL_RANK": 0, "NODE_RANK": rank}
+    ranks |= {"MASTER_ADDR": HERE, "MASTER_PORT": told["ports"][0]}
+    command = [sys.executable, "-m", "trainer", "train", "--run-dir", run, "--parts", folder, "--part-ids", rank]
+    command += ["--topology", told["topology"], "--cache", told["cache"], "--hidden", told["hidden"]]
+    command += ["--fanouts", ",".join(map(str, told["fanouts"])), "--batch-size", HOSTS * told["batch"]]
+    command += ["--eval-batch-size", HOSTS * told["batch"], "--epochs", told["epochs"], "--lr", told["lr"]]
+    command += ["--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--backend", "gloo"]
+    with _server(told) as cluster:
+        environment = os.environ | {name: str(value) for name, value in ranks.items()}
+        subprocess.run(list(map(str, [*command, "--cluster", cluster])), env=environment, stdout=sys.stderr, check=True)
+    lines = [json.loads(line) for line in (run / f"metrics-rank{rank}.jsonl").read_text().splitlines()]
+    epochs = [line for line in lines if line["kind"] == "epoch"]
+    test = [line["accuracy"] for line in lines if line["kind"] == "eval" and line["split"] == "test"]
+    return {
+        "seconds": [line["seconds"] for line in epochs], "loss": [line["loss"] for line in epochs],
+        "seeds": sum(line["seeds"] for line in epochs) // len(epochs), "accuracy": test[-1] if test else None,
+    }  # fmt: skip
+
+
+def partition(plain: Path, told: Settings) -> Settings:
+    """From arrays in memory to files; a small graph first, which compiles."""
+    names = ("edge_index", "x", "y", "train", "val", "test")
+    edges, x, y, *splits = (np.load(plain / f"{name}.npy") for name in names)
+    few = 2_000
+    kept = edges[:, (edges < few).all(axis=0)]
+    _cut(Dataset.homogeneous("warm", NodeData(few, {"x": x[:few]}, {}), EdgeData(kept), "warm"), told)
+    nodes = NodeData(len(x), {"x": x, "y": y}, dict(zip(names[3:], splits, strict=True)), int(y.max()) + 1)
+    return _cut(Dataset.homogeneous("bench", nodes, EdgeData(edges), "bench"), told)
+
+
+def _cut(graph: Dataset, told: Settings) -> Settings:
+    folder = Path(told["folder"])
+    shutil.rmtree(folder, ignore_errors=True)
+    spent, begun = cpu_seconds(), time.perf_counter()
+    assignment = assign_parts(graph, HOSTS, told["method"], 0)
+    write_partition(graph, assignment, folder)
+    return {
+        "seconds": [time.perf_counter() - begun], "cpu": [cpu_seconds() - spent], "edge_cut": assignment.edge_cut,
+        "written": sum(file.stat().st_size for file in folder.rglob("*.npy")),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    said = globals()[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
+    print(json.dumps(said), flush=True)

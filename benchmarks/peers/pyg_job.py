@@ -1,0 +1,39 @@
+"""torch_geometric's ``NeighborLoader`` with torch-sparse in `make bench-peers`; run with the Python of ``envs.GLT``.
+
+python pyg_job.py loader PLAIN SETTINGS. Settings (JSON): fanouts, batch, warm, epochs, workers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from epochs import timed_epochs
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+
+Settings = dict[str, Any]
+
+
+def loader(plain: Path, told: Settings) -> Settings:
+    """One machine."""
+    edges, x, y, train = (
+        torch.from_numpy(np.load(plain / f"{name}.npy")) for name in ("edge_index", "x", "y", "train")
+    )
+    data = Data(x=x, y=y, edge_index=edges.long())
+    workers = {"num_workers": told["workers"], "persistent_workers": True} if told["workers"] else {}
+    loading = NeighborLoader(data, told["fanouts"], train, batch_size=told["batch"], shuffle=True, **workers)
+
+    def look(batch: Data) -> tuple[torch.Tensor, int, int]:
+        return batch.n_id[: batch.batch_size], batch.edge_index.shape[1], len(batch.x)
+
+    return timed_epochs(loading, look, train, told["warm"], told["epochs"])
+
+
+if __name__ == "__main__":
+    said = globals()[sys.argv[1]](Path(sys.argv[2]), json.loads(sys.argv[3]))
+    print(json.dumps(said), flush=True)

@@ -191,7 +191,7 @@ def test_a_script_of_ones_own_on_two_hosts(tmp_path) -> None:
             lines = [line.split()[1:] for line in ended.output.splitlines() if line.startswith("RESULT")]
             (_, expected0, received0, rows0), (_, expected10, received10, rows10) = lines
             assert int(rows0) == 0 and int(rows10) > 100
-            assert int(received10) < 0.8 * int(received0)
+            assert int(received10) < 0.9 * int(received0)  # ids of edges are most of it
             assert int(received0) == pytest.approx(int(expected0), rel=0.1)
             assert int(received10) == pytest.approx(int(expected10), rel=0.1)
 

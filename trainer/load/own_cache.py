@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from trainer.reach import CacheSize
 from trainer.sample.multi_hop import check_settings
 from trainer.sample.subgraph import SampleSettings
 from trainer.schema import EdgeType, NodeType
+
+_EDGE_IDS = 12  #: bytes of an edge's global id, as int32, and original id
 
 
 def cache_rows(
@@ -49,7 +52,15 @@ def _plan(
     order = SeedOrder(len(seeds), batch_size * graph.layout.world_size, 0, stream=STREAMS.get(split, OTHER_STREAM))
     chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}
     columns = {of: ("orig_id", *names) for of, names in chosen.items()}
-    return BatchPlan(target, seeds, order, hops, columns, replace=replace, again=False)
+    edges = {of: _edge_bytes(graph, of) for of in hops}
+    return BatchPlan(target, seeds, order, hops, columns, edge_bytes=edges, replace=replace, again=False)
+
+
+def _edge_bytes(graph: Graph, of: EdgeType) -> int:
+    """What other hosts are asked of an edge: with replicated topology only attributes of several dimensions."""
+    specs = graph.manifest.edges[of].attrs.values()
+    light = 0 if graph.store.whole_topology else _EDGE_IDS + sum(s.stored.itemsize for s in specs if len(s.shape) == 1)
+    return light + sum(s.stored.itemsize * math.prod(s.shape[1:]) for s in specs if len(s.shape) > 1)
 
 
 def _only_type_with(graph: Graph, split: str) -> NodeType:

@@ -34,9 +34,9 @@ def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None,
 
 
 def cache_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None) -> int:
-    """Bytes of other nodes' rows that a node keeps (``data.cache``): its processes share one copy."""
+    """Bytes of other nodes' rows that a node keeps (``data.cache``): files of its run folder that its ranks map."""
     parts = len(holdings(config)[node_rank].parts)
-    if graph is None or not parts:
+    if graph is None or not parts or not config.nodes[node_rank].trains:
         return 0
     remote = graph.nodes * (1 - parts / config.num_parts)
     return CacheSize.parse(config.data.cache).of_rows(remote, graph.row_bytes)

@@ -55,7 +55,9 @@ def _title(nodes: Sequence[NodePlan]) -> str:
 
 def print_placement(plan: LaunchPlan, console: Console) -> None:
     """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
-    console.print(Text("\n").join([_heading(_summary(plan)), *_placement(plan)]), soft_wrap=True)
+    lines = [_heading(_summary(plan)), *_placement(plan)]
+    lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
+    console.print(Text("\n").join(lines), soft_wrap=True)
 
 
 def _placement(plan: LaunchPlan) -> list[Text]:

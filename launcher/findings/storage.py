@@ -43,6 +43,7 @@ def _disk(survey: Survey, k: int) -> Iterator[Finding]:
     disk, base = probe["disk"], probe["workdir_base"]
     mates = [j for j in survey.housemates(k) if survey.probes[j]["disk"]["device"] == disk["device"]]
     needed = sum(max(0, survey.bytes_needed.get(j, 0) - survey.probes[j]["stored"]) for j in mates)
+    needed += sum(0 if survey.own_command else cache_memory(survey.config, j, survey.graph) for j in mates)
     others = f" by {len(mates)} nodes of this machine" if len(mates) > 1 else ""
     message = f"{size(needed)} needed at {base}{others}, {size(disk['free'])} free"
     remedy = "make room, or set `workdir` to another disk"

@@ -189,8 +189,8 @@ def test_a_node_of_mode_verify_tells_whether_it_sees_the_edges_of_all_parts(tmp_
 @pytest.mark.parametrize(
     ("cache", "kept"), [("10%", 40_000), ("0", 0), ("100 kB", 100_000), ("1GB", 400_000), ("100%", 400_000)]
 )
-def test_the_cache_counts_as_memory(cache: str, kept: int) -> None:
-    config = with_data(SERVED, cache=cache)
-    size = GraphSize(nodes=2000, row_bytes=400.0)
-    assert [cache_memory(config, k, size) for k in range(3)] == [kept, kept, 0]
+def test_the_cache_counts_where_ranks_ask_for_rows(cache: str, kept: int) -> None:
+    config = with_data(cluster(NodeConfig("a"), NodeConfig("s", role="server"), NodeConfig("c", role="client")))
+    config, size = with_data(config, cache=cache), GraphSize(nodes=2000, row_bytes=400.0)
+    assert [cache_memory(config, k, size) for k in range(3)] == [kept, 0, 0]
     assert cache_memory(config, 0, None) == 0

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
 _READ, _EVERY_CACHE, _DATA = 0, 3, 1
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_typing: Any, array: Any, at: Any) -> Any:
+def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
     """``prefetch(array, at)``: ``array[at]``, of a contiguous 1-d array, is read soon. Any ``at`` does no harm."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -25,3 +24,6 @@ def prefetch(_typing: Any, array: Any, at: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64), emit
+
+
+prefetch: Any = intrinsic(_prefetch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,13 @@ class BlockModel(nn.Module):
         """Logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
         h, before, bias = batch.x, None, None
+        layer: Any  # a module with ``without_bias`` and ``bias``
         for number, (layer, block) in enumerate(zip(self.layers, batch.blocks, strict=True)):
             if bias is not None:
                 p = self.dropout if self.training else 0.0
                 before = Activation(bias, batch.n_id[: len(h)], p, batch.key, number)
             h, bias = layer.without_bias(block, h, batch.degree, before), layer.bias
+        assert bias is not None, "a model has layers"
         return h + bias
 
 

@@ -105,7 +105,8 @@ def test_own_script_finds_its_rank_and_its_part(own_script_run):
             assert (env["NODE_RANK"], env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == (node_rank, local_rank, "")
             assert int(env["MASTER_PORT"]) == own_script_run["master_port"]
             assert set(seen["parts"]) >= {"manifest.json", "shared", f"part{part}"}
-            assert f"part{1 - int(part)}" not in seen["parts"], "a node holds its own part only"
+            rows = [path.parts[-5] for path in Path(node["data_dir"]).glob("part*/nodes/node/attrs/x.npy")]
+            assert rows == [f"part{part}"], "a node holds the features of its own part only"
 
 
 def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):

@@ -230,54 +230,12 @@ def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any
 
 
 @_jit
-def take_numbers(source: Any, start: int, ids: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[ids[positions[i]] - start]``."""
-    for position in positions:
-        out[position] = source[ids[position] - start]
-
-
-@_jit
-def take_numbers_between(source: Any, start: int, ids: Any, out: Any) -> int:
-    """``out[i] = source[ids[i] - start]`` where that is a place of ``source``; how many there are."""
-    taken = 0
-    for i in range(len(ids)):
-        row = ids[i] - start
-        if 0 <= row < len(source):
-            out[i] = source[row]
-            taken += 1
-    return taken
-
-
-@_jit
-def owners(offsets: Any, ids: Any) -> Any:
-    """The part p with ``offsets[p] <= id < offsets[p + 1]``, int64 [n]; for a few parts faster than a binary search."""
-    out = np.empty(len(ids), np.int64)
-    for i in range(len(ids)):
-        part = -1
-        for offset in offsets:
-            part += ids[i] >= offset
-        out[i] = part
-    return out
-
-
-@_jit
-def count_numbers(numbers: Any, low: int, size: int) -> Any:
-    """int64 [size]: how often ``low``, ``low`` + 1, … come."""
-    counts = np.zeros(size, np.int64)
-    for number in numbers:
-        counts[number - low] += 1
-    return counts
-
-
-@_jit
-def order_by_number(numbers: Any, low: int, begins: Any) -> Any:
-    """Positions by number, ascending within one; ``begins`` says where each number's lie, and is used up."""
-    order = np.empty(len(numbers), np.int64)
-    for i in range(len(numbers)):
-        number = numbers[i] - low
-        order[begins[number]] = i
-        begins[number] += 1
-    return order
+def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
+    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be wider whole numbers than ``source``."""
+    last = len(rows) - 1
+    for i in range(len(rows)):
+        prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))
+        out[positions[i]] = source[rows[i]]
 
 
 @_jit

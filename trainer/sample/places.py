@@ -135,10 +135,14 @@ def put_rows(source: Array, placed: Placed, out: Array) -> None:
     """``out[at] = source[rows]``, of one dtype or both of whole numbers."""
     if len(placed.at) == 0:
         return
-    if source.dtype == out.dtype:
-        kernels.take_rows(read_only(_as_words(source)), placed.rows, placed.at, _as_words(out))
+    if source.dtype != out.dtype:
+        kernels.take_numbers(read_only(source.reshape(-1)), placed.rows, placed.at, out.reshape(-1))
+        return
+    words, places = _as_words(source), _as_words(out)
+    if words.shape[1] == 1:
+        kernels.take_numbers(read_only(words.reshape(-1)), placed.rows, placed.at, places.reshape(-1))
     else:
-        kernels.take_rows(read_only(source.reshape(-1, 1)), placed.rows, placed.at, out.reshape(-1, 1))
+        kernels.take_rows(read_only(words), placed.rows, placed.at, places)
 
 
 def _as_words(array: Array) -> Array:

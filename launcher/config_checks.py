@@ -152,19 +152,20 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
         reader.report(
             ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
         )
-    if reader.good(("data", "cache")):
-        _cache(data.cache, reader)
+    _cache("data.cache", data.cache, "the remote rows", reader)
     if data.serving:
         _serving(config, reader)
     elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
         reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
 
 
-def _cache(text: str, reader: Reader) -> None:
+def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
+    place = tuple(key.split("."))
     try:
-        CacheSize.parse(text)
+        CacheSize.parse(text, rows)
     except ValueError as error:
-        reader.report(("data", "cache"), f"data.cache: {error}")
+        if reader.good(place):
+            reader.report(place, f"{key}: {error}")
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:
@@ -191,6 +192,7 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
 
 def _train(config: ClusterConfig, reader: Reader) -> None:
     train = config.train
+    _cache("train.device_cache", train.device_cache, "all rows", reader)
     for name in ("fanouts", "eval_fanouts"):
         fanouts = getattr(train, name)
         wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)

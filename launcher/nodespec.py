@@ -137,7 +137,7 @@ def train_flags(train: TrainConfig) -> list[str]:
         value = getattr(train, field.name)
         if field.name == "resume" or value is None or value is False:
             continue
-        if field.name == "precision" and value == field.default:
+        if field.name in ("precision", "device_cache") and value == field.default:
             continue
         flags.append("--" + field.name.replace("_", "-"))
         if value is not True:

@@ -1,4 +1,4 @@
-"""How many rows of other hosts a host keeps (``data.cache``), as ``trainer.reach.CacheSize`` reads it."""
+"""How many rows are kept (``data.cache``, ``train.device_cache``), as ``trainer.reach.CacheSize`` reads it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A share of the remote rows, or bytes."""
+    """A share of some rows, or bytes."""
 
-    share: float = 0.0  #: of all remote rows, 0 to 1
+    share: float = 0.0  #: 0 to 1
     bytes: int | None = None  #: instead of a share
 
     @classmethod
-    def parse(cls, text: str) -> CacheSize:
-        """``10%``, ``512MB``, or ``0`` for none. Raises ValueError with words for the user."""
+    def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
+        """``10%``, ``512MB``, or ``0`` for none. ValueError has words for the user; ``rows``: of what a share is."""
         if text.strip() in ("0", "none"):
             return cls()
         found = _SIZE.fullmatch(text.strip())
         if found is None:
-            raise ValueError(f"expected a share of the remote rows (10%), a size (512MB) or 0, found `{text}`")
+            raise ValueError(f"expected a share of {rows} (10%), a size (512MB) or 0, found `{text}`")
         number, unit = float(found[1]), found[2].upper()
         if unit != "%":
             return cls(bytes=int(number * _UNITS[unit]))
         if number > 100:
-            raise ValueError(f"the most there is of the remote rows is 100%, found `{text}`")
+            raise ValueError(f"the most there is of {rows} is 100%, found `{text}`")
         return cls(share=number / 100)
 
     def of_rows(self, num_remote: float, row_bytes: float) -> int:

@@ -71,6 +71,9 @@ MISTAKES = {
         "5: data.topology: expected one of auto, replicated, partitioned, found the text `replicate`; did you mean "
         "`replicated`?",
     ],
+    TWO + "train: {device_cache: 1 rows}\n": [
+        "3: train.device_cache: expected a share of all rows (10%), a size (512MB) or 0, found `1 rows`"
+    ],
     TWO + "run: {wire_rows: fp16}\ntrain: {precision: bf16}\n": [
         "3: run.wire_rows: expected one of stored, float16, int8, found the text `fp16`",
         "4: train.precision: expected one of float32, bfloat16, found the text `bf16`; did you mean `bfloat16`?",

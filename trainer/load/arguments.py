@@ -7,10 +7,9 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
-from torch_geometric.sampler import NumNeighbors
 
 from trainer.errors import SettingsError
 from trainer.load.open import Graph
@@ -18,6 +17,9 @@ from trainer.partition.format import Manifest
 from trainer.sample.multi_hop import check_settings
 from trainer.sample.subgraph import SampleSettings, TimeRule
 from trainer.schema import AnyType, EdgeType
+
+if TYPE_CHECKING:
+    from torch_geometric.sampler import NumNeighbors
 
 SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
 
@@ -148,6 +150,8 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
 
 def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
     """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's NumNeighbors."""
+    from torch_geometric.sampler import NumNeighbors  # takes seconds, and the bundled trainer does without
+
     given = num_neighbors if isinstance(num_neighbors, NumNeighbors) else None
     values: Any = num_neighbors if given is None else given.values
     if isinstance(values, Mapping) and not manifest.hetero:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from trainer import slabs
 from trainer.arrays import Array
@@ -18,6 +17,9 @@ from trainer.sample.multi_hop import cut_block
 from trainer.sample.sampler import Sampled
 from trainer.sample.subgraph import EdgeSet, NodeSet, SampledSubgraph
 from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType
+
+if TYPE_CHECKING:
+    from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
 
@@ -57,6 +59,8 @@ def sampler_output(sampled: Sampled, hetero: bool, induced: bool, apart: bool) -
     As there, an induced subgraph has no numbers of nodes and edges per hop. ``apart``: ids are copies, for a transform
     that may write to them. Rows and columns of an edge type are the rows of one tensor.
     """
+    from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # takes seconds; blocks do without
+
     subgraph, rows = sampled.subgraph, sampled.rows
     node = {of: _original(rows[of], apart) for of in subgraph.nodes}
     edge = {of: _original(rows[of], apart) for of in subgraph.edges}

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch_geometric.nn.module_dict import ModuleDict
 
 from trainer.schema import NodeType
 
@@ -30,6 +29,8 @@ class LocalEmbeddings(nn.Module):
     """One dense ``nn.Embedding`` per type, for a single process."""
 
     def __init__(self, num_nodes: Mapping[NodeType, int], dim: int):
+        from torch_geometric.nn.module_dict import ModuleDict
+
         super().__init__()
         self.num_nodes, self.dim = dict(num_nodes), dim
         self.tables = ModuleDict({of: nn.Embedding(count, dim) for of, count in num_nodes.items()})

@@ -30,6 +30,7 @@ class Config:
     dropout: float = 0.3
     fanouts: tuple[int, ...] = (15, 10, 5)
     seed: int = 0
+    precision: str = "float32"
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Activation:
     def of(self, h: Tensor) -> Tensor:
         """The activated rows, with gradients; ``h`` (float [n, f]) is used up: its memory holds the result."""
         if h.device.type != "cpu":
-            return hash_dropout((h + self.bias).relu(), self.n_id, self.p, self.key, self.layer, self.p > 0)
+            return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.nn.bits import as_array, narrow, wide
+from trainer.nn.precision import sum_dtype
 from trainer.nn.rows import run_rows
 from trainer.rng import batch_key, mix
 from trainer.schema import HOMO_NODE, NodeType
@@ -67,8 +69,9 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
-    arrays = (h.detach().contiguous().numpy(), n_id.contiguous().numpy(), out.numpy())
-    run_rows(_mask_rows, len(h), *arrays, np.uint64(stream_key), np.uint32(threshold_of(p)), 1.0 / (1.0 - p))
+    arrays = (as_array(h.contiguous()), n_id.contiguous().numpy(), as_array(out))
+    factor = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype)).numpy()[()]
+    run_rows(_mask_rows, len(h), *arrays, np.uint64(stream_key), np.uint32(threshold_of(p)), factor)
     return out
 
 
@@ -80,7 +83,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
     bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
     bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
     bits = bits ^ (bits >> 16)
-    scale = torch.tensor(1.0 / (1.0 - p), dtype=h.dtype, device=h.device)
+    scale = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype), device=h.device)
     return torch.where(bits >= threshold_of(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
 
 
@@ -102,10 +105,9 @@ def _mix_tensor(value: Tensor) -> Tensor:
 
 @numba.njit(nogil=True, cache=True)
 def _mask_rows(
-    first: int, last: int, h: Any, n_id: Any, out: Any, stream_key: Any, threshold: Any, scale: float
+    first: int, last: int, h: Any, n_id: Any, out: Any, stream_key: Any, threshold: Any, factor: Any
 ) -> None:
-    factor = h.dtype.type(scale)
-    zero = h.dtype.type(0)
+    zero = type(factor)(0)
     for i in range(first, last):
         state = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
         source, row = h[i], out[i]
@@ -114,4 +116,4 @@ def _mask_rows(
             bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(LOW_A))
             bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(LOW_B))
             bits = np.uint32(bits ^ (bits >> np.uint32(16)))
-            row[k] = source[k] * factor if bits >= threshold else zero
+            row[k] = narrow(wide(source[k]) * factor if bits >= threshold else zero, row[k])

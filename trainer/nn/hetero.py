@@ -16,6 +16,7 @@ from trainer.nn.dropout import hash_dropout, node_salt
 from trainer.nn.embeddings import Embeddings
 from trainer.nn.facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import Rows
+from trainer.nn.precision import in_own_precision, product_dtype
 from trainer.schema import HOMO_EDGE, HOMO_NODE, NodeType
 
 
@@ -27,6 +28,7 @@ class HeteroShape:
     num_layers: int
     dropout: float = 0.0
     relu: bool = True  #: after each layer (attention layers bring their own activation)
+    precision: torch.dtype = torch.float32  #: of dense products
 
 
 class InputRows(nn.Module):
@@ -68,7 +70,7 @@ class HeteroModel(nn.Module):
         embeddings: Embeddings | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.target, self.shape = facts.target, shape
+        self.target, self.shape, self.precision = facts.target, shape, shape.precision
         needs = layer_needs(facts.node_types, facts.edge_types, facts.target, shape.num_layers)
         self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
         # No edge type ends in the target: then none is needed by any layer, and none has anything to do.
@@ -79,6 +81,7 @@ class HeteroModel(nn.Module):
         """Logits, float [num_seeds, num_classes]."""
         return self.head(self.embed(batch))  # type: ignore[no-any-return]
 
+    @in_own_precision
     def embed(self, batch: HeteroBatch | Batch) -> Tensor:
         """What the output layer sees of each seed, float [num_seeds, hidden]."""
         typed = as_hetero(batch) if isinstance(batch, Batch) else batch
@@ -94,7 +97,9 @@ class HeteroModel(nn.Module):
         """Masks depend on a node's type and original id alone, so they do not depend on the split into ranks."""
         p, training = self.shape.dropout, self.training
         return {
-            of: hash_dropout(h, batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, training)
+            of: hash_dropout(
+                h.to(product_dtype(h)), batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, training
+            )
             for of, h in rows.items()
         }
 

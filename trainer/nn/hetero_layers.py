@@ -24,6 +24,7 @@ from trainer.batch import Block
 from trainer.errors import SettingsError
 from trainer.nn.facts import LayerNeed
 from trainer.nn.layers import SAGEConv, linear_first
+from trainer.nn.precision import for_sums
 from trainer.nn.spmm import aggregate, attend, edge_dots, edge_targets
 from trainer.schema import EdgeType, NodeType
 
@@ -62,7 +63,7 @@ class RGCNConv(nn.Module):
             glorot(weight)
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> Rows:
-        out = {of: torch.addmm(self.bias, x[of][: num_dst[of]], self.root) for of in self.need.targets}
+        out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
         return out
@@ -99,7 +100,7 @@ class HeteroSAGEConv(nn.Module):
         scale = 1 / len(convs) if self.aggr == "mean" else 1.0
         root = sum(conv.lin_r.weight for conv in convs.values()) * scale
         bias = sum(conv.lin_l.bias for conv in convs.values()) * scale
-        out = functional.linear(own, root, bias)
+        out = for_sums(functional.linear(own, root, bias))
         for edge_type, conv in convs.items():
             add_mean(out, blocks[edge_type], x[edge_type[0]], conv.lin_l.weight.t() * scale)
         return out
@@ -164,7 +165,7 @@ class HGTConv(nn.Module):
             self._rows_by(self.v_rel, place, attend(blocks[name], keys_values[name[0]][1], part))
             for (place, name), part in zip(used, parts, strict=True)
         ]
-        return torch.stack(sums).sum(0).flatten(1)
+        return for_sums(torch.stack(sums)).sum(0).flatten(1)
 
     def _query(self, of: NodeType, own: Tensor) -> Tensor:
         lin, width = self.kqv_lin.lins[of], self.heads * self.dim
@@ -193,7 +194,7 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
     if rows is None:
         out += mean
     else:
-        out.index_add_(0, rows, mean)
+        out.index_add_(0, rows, mean.to(out.dtype))
 
 
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:

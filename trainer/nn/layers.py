@@ -14,6 +14,7 @@ from torch_geometric.utils import softmax
 
 from trainer.batch import Block
 from trainer.nn.activation import Activation
+from trainer.nn.precision import product_dtype, sum_dtype
 from trainer.nn.sage import sage_rows
 from trainer.nn.spmm import aggregate, attend, edge_targets
 
@@ -58,7 +59,7 @@ class SAGEConv(nn.Module):
             x = x if before is None else before.of(x)
             return x[: block.num_dst] @ of_self.t() + aggregate(block, x @ of_mean.t(), "mean")
         if x.device.type == "cpu":
-            return sage_rows(block, x, of_mean, of_self, before, x.dtype)
+            return sage_rows(block, x, of_mean, of_self, before, product_dtype(x))
         x = x if before is None else before.of(x)
         return x[: block.num_dst] @ of_self.t() + aggregate(block, x, "mean") @ of_mean.t()
 
@@ -95,9 +96,9 @@ class GCNConv(nn.Module):
         return rows
 
     def _propagate(self, block: Block, x: Tensor, degree: Tensor) -> Tensor:
-        whole = degree[: block.num_src].to(x.dtype)
+        whole = degree[: block.num_src].to(sum_dtype(x.dtype))
         norm = (whole + 1).rsqrt()
-        sampled = block.indptr.diff().clamp(min=1).to(x.dtype)
+        sampled = block.indptr.diff().clamp(min=1).to(whole.dtype)
         dst_scale = norm[: block.num_dst] * whole[: block.num_dst] / sampled
         neighbours = aggregate(block, x, "sum", dst_scale, norm)
         return neighbours + x[: block.num_dst] * norm[: block.num_dst, None].square()

@@ -16,6 +16,7 @@ from trainer.nn.facts import GraphFacts
 from trainer.nn.hetero import HeteroModel, HeteroShape, widths
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
+from trainer.nn.precision import PRECISIONS, in_own_precision
 
 
 class ModelSettings(Protocol):
@@ -33,17 +34,24 @@ class ModelSettings(Protocol):
     def fanouts(self) -> tuple[int, ...]: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
 
 
 class BlockModel(nn.Module):
     """One layer per block, with ReLU and dropout in between."""
 
-    def __init__(self, layers: Sequence[nn.Module], dropout: float, needs_degree: bool = False):
+    def __init__(
+        self, layers: Sequence[nn.Module], dropout: float, needs_degree: bool = False,
+        precision: torch.dtype = torch.float32,
+    ):  # fmt: skip
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.dropout = dropout
         self.needs_degree = needs_degree  #: whether batches must carry ``degree``
+        self.precision = precision  #: of dense products
 
+    @in_own_precision
     def forward(self, batch: Batch) -> Tensor:
         """Logits, float [num_seeds, num_classes]."""
         assert len(batch.blocks) == len(self.layers), "one block per layer"
@@ -63,12 +71,12 @@ Builder = Callable[[ModelSettings, int, int], nn.Module]
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
     dims = _dims(settings, in_dim, num_classes)
-    return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout)
+    return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout, precision=precision_of(settings))
 
 
 def gcn(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
     dims = _dims(settings, in_dim, num_classes)
-    return BlockModel([GCNConv(a, b) for a, b in dims], settings.dropout, needs_degree=True)
+    return BlockModel([GCNConv(a, b) for a, b in dims], settings.dropout, True, precision_of(settings))
 
 
 def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
@@ -77,7 +85,8 @@ def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
         raise SettingsError(f"hidden {settings.hidden} is no multiple of heads {settings.heads}; change one of them")
     dims = _dims(settings, in_dim, num_classes)
     hidden = [GATConv(a, b // settings.heads, settings.heads, concat=True) for a, b in dims[:-1]]
-    return BlockModel([*hidden, GATConv(*dims[-1], settings.heads, concat=False)], settings.dropout)
+    last = GATConv(*dims[-1], settings.heads, concat=False)
+    return BlockModel([*hidden, last], settings.dropout, precision=precision_of(settings))
 
 
 HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
@@ -136,7 +145,12 @@ def _only_width(facts: GraphFacts) -> int:
 
 
 def _shape(settings: ModelSettings, relu: bool = True) -> HeteroShape:
-    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu)
+    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu, precision_of(settings))
+
+
+def precision_of(settings: ModelSettings) -> torch.dtype:
+    """Of dense products."""
+    return PRECISIONS[settings.precision]
 
 
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:

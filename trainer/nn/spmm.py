@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from trainer.batch import Block
+from trainer.nn.bits import as_array, wide
+from trainer.nn.precision import for_sums, sum_dtype
 from trainer.nn.rows import run_rows
 
 Reduce = Literal["sum", "mean"]
@@ -34,9 +36,10 @@ def aggregate(
 
     x: float [num_src, f]; scales (constants, no gradient): [num_dst] and [num_src], 1 when None;
     ``mean`` divides by the number of edges besides. Returns [num_dst, f]; 0 for a target without edges.
+    Here and below, rows may be bfloat16; they are added up in float32, and the result is float32.
     """
     if reduce == "mean":
-        per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(x.dtype)
+        per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))
         dst_scale = per_edge if dst_scale is None else dst_scale * per_edge
     return _Aggregate.apply(x, block, dst_scale, src_scale)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -134,9 +137,9 @@ def sum_rows_cpu(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
     """``aggregate``'s product on CSR arrays, by kernel."""
-    out = x.new_empty(len(indptr) - 1, x.shape[1])
-    scales = (None if scale is None else scale.to(x.dtype).numpy() for scale in (row_scale, col_scale))
-    source = x.detach().contiguous().numpy()
+    out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=sum_dtype(x.dtype))
+    scales = (None if scale is None else scale.to(out.dtype).numpy() for scale in (row_scale, col_scale))
+    source = as_array(x.contiguous())
     run_rows(_sum_rows, len(out), indptr.numpy(), indices.numpy(), source, *scales, out.numpy())
     return out
 
@@ -145,26 +148,27 @@ def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
     """The same in torch operations, for any device: one value per edge, no row per edge."""
+    x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
-    out = _csr_product(indptr, indices, value, x.detach())
+    out = _csr_product(indptr, indices, value, x)
     return out if row_scale is None else out * row_scale.to(x.dtype)[:, None]
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
     """``attend``'s product on CSR arrays, by kernel; ``edges`` gives each entry's row of ``weight``."""
-    out = x.new_empty(len(indptr) - 1, *x.shape[1:])
-    arrays = (indptr, indices, weight.detach().contiguous(), x.detach().contiguous(), out)
-    indptr_, indices_, weight_, x_, out_ = (array.numpy() for array in arrays)
+    out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
+    rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
     edges_ = None if edges is None else edges.numpy()
-    run_rows(_weighted_rows, len(out), indptr_, indices_, edges_, weight_, x_, out_)
+    run_rows(_weighted_rows, len(out), indptr.numpy(), indices.numpy(), edges_, *rows)
     return out
 
 
 def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
     """The same in torch operations, for any device: one sparse product per head."""
-    value = (weight if edges is None else weight[edges.long()]).detach()
+    x = for_sums(x.detach())
+    value = (weight if edges is None else weight[edges.long()]).detach().to(x.dtype)
     heads = [
-        _csr_product(indptr, indices, value[:, head].contiguous(), x[:, head].detach().contiguous())
+        _csr_product(indptr, indices, value[:, head].contiguous(), x[:, head].contiguous())
         for head in range(x.shape[1])
     ]
     return torch.stack(heads, dim=1)
@@ -172,15 +176,15 @@ def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, w
 
 def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
     """Per edge (j -> i) and head, the dot product of ``grad[i]`` and ``x[j]``: [num_edges, heads]."""
-    out = x.new_empty(len(block.indices), x.shape[1])
-    arrays = (block.indptr, block.indices, grad.contiguous(), x.detach().contiguous(), out)
-    run_rows(_edge_dots, block.num_dst, *(array.numpy() for array in arrays))
+    out = x.new_empty(len(block.indices), x.shape[1], dtype=sum_dtype(x.dtype))
+    rows = (as_array(grad.contiguous()), as_array(x.contiguous()), out.numpy())
+    run_rows(_edge_dots, block.num_dst, block.indptr.numpy(), block.indices.numpy(), *rows)
     return out
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
     """The same in torch operations, for any device; makes a row per edge."""
-    return (grad[edge_targets(block)] * x[block.indices.long()]).sum(-1)
+    return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 
 def _csr_product(indptr: Tensor, indices: Tensor, value: Tensor, x: Tensor) -> Tensor:
@@ -201,11 +205,11 @@ def _sum_rows(
             source = x[indices[e]]
             if col_scale is None:
                 for k in range(width):
-                    row[k] += source[k]
+                    row[k] += wide(source[k])
             else:
                 scale = col_scale[indices[e]]
                 for k in range(width):
-                    row[k] += scale * source[k]
+                    row[k] += scale * wide(source[k])
         if row_scale is not None:
             for k in range(width):
                 row[k] *= row_scale[i]
@@ -219,9 +223,9 @@ def _weighted_rows(first: int, last: int, indptr: Any, indices: Any, edges: Any,
         for e in range(indptr[i], indptr[i + 1]):
             edge = e if edges is None else edges[e]
             for h in range(heads):
-                row, source, factor = out[i, h], x[indices[e], h], weight[edge, h]
+                row, source, factor = out[i, h], x[indices[e], h], wide(weight[edge, h])
                 for k in range(width):
-                    row[k] += factor * source[k]
+                    row[k] += factor * wide(source[k])
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc"})
@@ -231,9 +235,9 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
         for e in range(indptr[i], indptr[i + 1]):
             for h in range(heads):
                 row, source = grad[i, h], x[indices[e], h]
-                total = x.dtype.type(0)
+                total = out.dtype.type(0)
                 for k in range(width):
-                    total += row[k] * source[k]
+                    total += wide(row[k]) * wide(source[k])
                 out[e, h] = total
 
 

@@ -26,8 +26,10 @@ KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
 #: Settings that change the loss curve; a run goes on only with the same.
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
-    "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed",
+    "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
 )  # fmt: skip
+
+_SINCE = {"precision": "float32"}  #: settings that older files of this version lack, as they were then
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def check_fits(
     graph: from ``graph_record``.
     """
     ours = settings_record(settings)
-    pairs = [(name, checkpoint.settings.get(name), ours[name]) for name in BINDING]
+    there = {**_SINCE, **checkpoint.settings}
+    pairs = [(name, there.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
     problems = [f"{name} is {new}, there {old}" for name, old, new in pairs if old != new]
     if problems:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
 from trainer.config import TrainJob, TrainSettings
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
+from trainer.nn.precision import why_slow
 from trainer.ranks import Ranks
 from trainer.schema import NodeType
 from trainer.train.checkpoint import check_fits, graph_record
@@ -39,6 +41,8 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     ranks = ranks or Ranks.from_env(os.environ)
     settings, device = job.settings, pick_device(ranks)
     keep_freed_memory()
+    if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
+        warnings.warn(reason, stacklevel=2)
     goes_on = GoOn.from_env(os.environ, job.run_dir)
     with _Run(job, ranks, goes_on is not None) as run:
         return with_team(run.train, ranks, device, settings.backend, settings.timeout, goes_on)

@@ -1,0 +1,60 @@
+"""What layers compute in: float32, or bfloat16 with sums in float32. Weights stay float32 in either case."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: of /proc/cpuinfo; the last is Arm's
+
+
+def in_own_precision(forward: Forward) -> Forward:
+    """A model's ``forward(batch)`` whose dense products are in ``self.precision``; rows come out as float32."""
+
+    @functools.wraps(forward)
+    def run(self: Any, batch: Any) -> Tensor:
+        if self.precision == torch.float32:
+            return forward(self, batch)
+        device = next(self.parameters()).device
+        with torch.autocast(device.type, self.precision):
+            return forward(self, batch).float()
+
+    return run  # type: ignore[return-value]
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What a dense product of ``x`` is computed in here, and its result kept in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What rows of ``dtype`` are added up in."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def for_sums(rows: Tensor) -> Tensor:
+    """``rows`` in ``sum_dtype``, to add others to them."""
+    return rows.to(sum_dtype(rows.dtype))
+
+
+def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Why ``precision`` will not be faster than float32 on this processor; None where it may be, or nobody knows."""
+    if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
+        return None
+    if _CPU_FLAGS & set(cpuinfo.read_text().split()):
+        return None
+    return (
+        f"precision {precision}: this processor ({platform.machine()}) has no instructions for it (avx512_bf16, "
+        "amx_bf16), so that it is likely to be slower than float32"
+    )

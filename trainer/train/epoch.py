@@ -48,12 +48,14 @@ class EpochReport:
     own_seeds: int  #: this rank's
     cost: Cost  #: of this rank's batches
     lap: Lap  #: this rank's seconds, since it last had to begin anew
+    cpu_s: float  #: CPU seconds of this rank's process, all its threads
 
     @property
     def line(self) -> dict[str, Any]:
         """What a metrics line tells of this rank's time and traffic."""
         return {
             "wait_s": round(self.lap.batch_s, 3),
+            "cpu_s": round(self.cpu_s, 3),
             **self.lap.means(),
             "traffic": traffic(self.cost, len(self.step_loss)),
             "remote_share": self.cost.remote_share,
@@ -74,6 +76,7 @@ class Tally:
     seeds: int = 0
     costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
     started: float = field(default_factory=time.monotonic)
+    cpu_began: float = field(default_factory=time.process_time)
 
     def add(self, batch: AnyBatch, loss: Tensor) -> None:
         self.losses.append(loss.detach())
@@ -182,6 +185,7 @@ def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
         own_seeds=tally.seeds,
         cost=Cost.total(tally.costs),
         lap=pace.total,
+        cpu_s=time.process_time() - tally.cpu_began,
     )
 
 

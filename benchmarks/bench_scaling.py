@@ -1,0 +1,120 @@
+"""Work of 1, 2 and 4 hosts that share the same cores, for the same global batches; and what real hosts would take.
+
+python benchmarks/run.py scaling                 measure, keep the figures, show them and a forecast
+python benchmarks/bench_scaling.py --predict     the forecast again: --cores 16 --gbit 1 --efficiency 0.5
+GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
+
+import click
+
+from graphs import CACHE, FANOUTS, LARGE, SMALL
+from scaling.job import Case, environment, pinned, train_on
+from scaling.model import Hardware, Measured, table
+from table import Row, show
+from trainer.partition.make import PartitionSpec, make_partition
+
+COUNTS = (1, 2, 4)
+FIGURES = CACHE / "scaling.json"
+
+
+def cases(small: bool) -> list[Case]:
+    sizes = {name: str(value) for name, value in (SMALL if small else LARGE).items()} | {"val": "64", "test": "64"}
+    batch, hidden, epochs = (1024, 64, 2) if small else (4096, 256, 3)
+    found = [Case("small" if small else "planted", "synthetic", sizes, batch, FANOUTS, hidden, epochs)]
+    if source := os.environ.get("GNNFLEET_DEBIAN"):
+        found.append(Case("debian", "file", {}, batch, FANOUTS, hidden, epochs, source))
+    else:
+        print("Debian graph left out: GNNFLEET_DEBIAN does not name its folder")
+    return found
+
+
+def run(small: bool) -> list[Row]:
+    """One core for all: what processes take from each other by sharing two is no work of theirs."""
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    measured = {case.name: [measure(case, count, cores) for count in COUNTS] for case in cases(small)}
+    FIGURES.write_text(json.dumps({name: list(map(asdict, runs)) for name, runs in measured.items()}))
+    forecast(measured, [Hardware(gbit=10), Hardware(gbit=1)])
+    return [row for name, runs in measured.items() for row in rows(name, runs)]
+
+
+def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
+    """Hosts first, then their batches in one process."""
+    folder = CACHE / f"scaling-{case.name}-{count}"
+    make_partition(PartitionSpec(case.dataset, str(folder), case.source, case.options, count, "metis"), lambda _: None)
+    hosts = train_on(case, folder, count, CACHE / "scaling-run", cores)
+    told = {"batch_size": case.batch, "fanouts": case.fanouts, "hidden": case.hidden, "epochs": case.epochs}
+    argv = [sys.executable, "-m", "scaling.alone", str(folder), str(count), json.dumps(told)]
+    with pinned(cores):
+        done = subprocess.run(argv, cwd=HERE, env=_path(), stdout=subprocess.PIPE, check=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    return Measured(tuple(hosts), said["cpu"], said["edges"], said["rows"], said["weight_bytes"])
+
+
+def _path() -> dict[str, str]:
+    return environment(PYTHONPATH=os.pathsep.join([str(HERE), str(HERE.parent), str(HERE.parent / "tests/cluster")]))
+
+
+def rows(name: str, runs: Sequence[Measured]) -> Iterator[Row]:
+    one = runs[0]
+    for each in runs:
+        at = f"{name}, {len(each.hosts)} hosts: "
+        yield Row(at + "CPU of an epoch", each.cpu, "s", "1 host", one.cpu, "equal")
+        yield Row("… of all hosts' batches", each.cpu, "s", "in one process", each.alone_cpu, "equal")
+        yield Row("… growth that is ours", each.cpu / each.alone_cpu - 1, "")
+        yield Row("… growth by smaller batches", each.alone_cpu / one.alone_cpu - 1, "")
+        yield Row("… of graph servers", each.sum("server_cpu"), "s")
+        yield Row("… edges sampled", each.edges / 1e6, "M", "1 host", one.edges / 1e6, "equal")
+        yield Row("… rows gathered", each.rows / 1e6, "M", "1 host", one.rows / 1e6, "equal")
+        for kind in ("remote_rows", "cached_rows", "held_rows") if len(each.hosts) > 1 else ():
+            yield Row(f"… … {kind.replace('_', ' ')}", each.sum(kind) / 1e6, "M")
+        yield Row("… rows' bytes received", each.sum("remote_bytes") / 1e6, "MB")
+        yield Row("… gradients received", each.reduced_bytes / 1e6, "MB")
+        yield Row("… over all lines", each.sum("line_bytes") / 1e6, "MB")
+
+
+def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) -> None:
+    """Print what hosts of that kind would take."""
+    for name, runs in measured.items():
+        for on in hardware:
+            print(f"\n{name}\n\n" + "\n".join(table(runs, on)))
+
+
+@click.command(help=__doc__)
+@click.option("--small", is_flag=True, help="Small sizes, to see that it runs.")
+@click.option("--predict", is_flag=True, help="From the figures of the last run.")
+@click.option("--cores", default=Hardware.cores, show_default=True)
+@click.option("--efficiency", default=Hardware.efficiency, show_default=True)
+@click.option("--gbit", default=Hardware.gbit, show_default=True)
+@click.option("--latency-us", default=1e6 * Hardware.latency, show_default=True)
+@click.option("--threads", default=Hardware.threads, show_default=True, help="Sampler threads.")
+def main(
+    small: bool, predict: bool, cores: int, efficiency: float, gbit: float, latency_us: float, threads: int
+) -> None:
+    if not predict:
+        show("scaling", run(small))
+        return
+    if not FIGURES.exists():
+        raise click.ClickException("nothing was measured yet: python benchmarks/run.py scaling")
+    kept = json.loads(FIGURES.read_text())
+    measured = {name: [Measured.load(fields) for fields in runs] for name, runs in kept.items()}
+    on = replace(Hardware(), cores=cores, efficiency=efficiency, gbit=gbit, latency=latency_us / 1e6, threads=threads)
+    forecast(measured, [on])
+
+
+if __name__ == "__main__":
+    main()

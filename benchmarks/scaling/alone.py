@@ -1,0 +1,76 @@
+"""The batches of all hosts, trained on by one process that has all parts: what their work takes without a network.
+
+    python -m scaling.alone FOLDER HOSTS SETTINGS
+
+Prints a JSON line: CPU seconds, sampled edges and gathered rows of an epoch, bytes of the model's weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from trainer.batch import Batch
+from trainer.config import TrainSettings
+from trainer.load.loader import BatchLoader
+from trainer.load.open import open_graph
+from trainer.load.seeds import RankLayout
+from trainer.ranks import Ranks
+from trainer.train.epoch import AnyBatch, train_epoch
+from trainer.train.job import loader_settings
+from trainer.train.memory import keep_freed_memory
+from trainer.train.metrics import MetricsLog
+from trainer.train.optimize import Optimizers
+from trainer.train.setup import make_model
+from trainer.train.task import node_classification, pick_target
+from trainer.train.team import Team
+
+
+class AllHosts:
+    """The batches of every rank, one rank after the other; counts what they hold."""
+
+    def __init__(self, loaders: Sequence[BatchLoader]):
+        self.loaders, self.edges, self.rows = loaders, 0, 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
+        self.edges = self.rows = 0
+        for loader in self.loaders:
+            for batch in loader.epoch(epoch):
+                assert isinstance(batch, Batch)
+                self.edges += sum(len(block.indices) for block in batch.blocks)
+                self.rows += len(batch.n_id)
+                yield batch
+
+
+def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
+    keep_freed_memory()
+    team = Team(Ranks(), torch.device("cpu"))
+    layout = RankLayout(hosts, tuple((part,) for part in range(hosts)))
+    with open_graph(folder) as graph, tempfile.TemporaryDirectory() as run_dir, MetricsLog(Path(run_dir), 0) as log:
+        target = pick_target(graph.manifest)
+        task = node_classification(graph, target, ("train",), team)
+        model, _ = make_model(settings, graph.manifest, target)
+        wanted = loader_settings(settings, target, "train", bool(getattr(model, "needs_degree", False)))
+        batches = AllHosts([BatchLoader(graph, wanted, rank, layout) for rank in range(hosts)])
+        optimizers, cpu, edges, rows = Optimizers.of(settings, model, None), 0.0, 0, 0
+        for epoch in range(1, settings.epochs + 1):
+            report = train_epoch(model, task, optimizers, batches, epoch, team, log)
+            if epoch > 1:
+                cpu, edges, rows = cpu + report.cpu_s, edges + batches.edges, rows + batches.rows
+    told = settings.epochs - 1
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    return {"cpu": cpu / told, "edges": edges / told, "rows": rows / told, "weight_bytes": weights}
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[3])
+    given["fanouts"] = tuple(given["fanouts"])
+    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]), TrainSettings(**given))))

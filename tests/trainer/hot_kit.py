@@ -83,15 +83,15 @@ def together(size: int, work: Callable[[Threads], Any]) -> list[Any]:
         return list(pool.map(lambda rank: work(Threads(rank, meeting)), range(size)))
 
 
-def hosts(folder: Any, num_parts: int, topology: str = "partitioned") -> list[Graph]:
-    """Host p has part p; one rank on each."""
+def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
+    """Host p has part p; one rank on each. ``options`` of each ``DistGraph``."""
     locals_ = [LocalGraph(open_parts(folder, [part])) for part in range(num_parts)]
     layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
     graphs = []
     for own in range(num_parts):
         store = open_parts(folder, [own], topology)
         others = {part: Owner([part], locals_[part]) for part in range(num_parts) if part != own}
-        graphs.append(Graph(store, DistGraph(LocalGraph(store), others), placed=layout))
+        graphs.append(Graph(store, DistGraph(LocalGraph(store), others, **options), placed=layout))
     return graphs
 
 

@@ -10,7 +10,8 @@ import pytest
 from hot_kit import hosts, loader_of, received, together
 from test_cluster_train import start, two_nodes
 from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
-from trainer.load.expected import asked_rows
+from trainer.load import rehearsal
+from trainer.load.expected import Bounds, asked_rows
 from trainer.load.hot import hottest, places_of, visits_of_host
 from trainer.load.keep import keep_hot_rows
 from trainer.reach import CacheSize
@@ -50,10 +51,10 @@ def visits_of(folder, topology, fanouts, **options):
     return together(2, work), loaders
 
 
-def kept(folder, topology, size, tmp_path, **options):
+def kept(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
     """Every rank's prediction, and its loader on a graph that keeps rows."""
-    graphs = hosts(folder, 2, topology)
-    loaders = [loader_of(graph, rank, FANOUTS, BATCH, **options) for rank, graph in enumerate(graphs)]
+    graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
+    loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
 
     def work(team):
         graph = graphs[team.rank]
@@ -116,6 +117,7 @@ def test_what_was_foretold_is_received(skewed, tmp_path, topology, size) -> None
     found, loaders = kept(skewed, topology, size, tmp_path)
     for prediction, loader in zip(found, loaders, strict=True):
         assert received(loader).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.1)
+        assert prediction.line()["by"] == {"partitioned": "chances", "replicated": "sampled"}[topology]
     assert not list(tmp_path.glob("*/*")), "files are left"
 
 
@@ -131,6 +133,39 @@ def test_a_cache_saves_bytes_and_changes_no_batch(skewed, tmp_path) -> None:
     assert all(np.array_equal(one[name], other[name]) for name in ("x", "orig_id"))
 
 
+@pytest.mark.parametrize("fanouts", [(2,), (8, 4), (15, 10, 5)], ids=str)
+def test_a_larger_cache_never_brings_more_bytes(tmp_path, fanouts) -> None:
+    """Also where a batch visits most of the graph, so that held rows alone save much."""
+    folder = write_parts(tmp_path, 2, **{**SKEWED, "num_nodes": 4000})
+    brought = []
+    for size in ("0", "3%", "10%", "30%", "100%"):
+        (prediction, _), loaders = kept(folder, "replicated", size, tmp_path, fanouts=fanouts)
+        brought.append(received(loaders[0]).remote_bytes)
+        assert brought[-1] == prediction.remote_bytes  # all steps are rehearsed
+    assert brought == sorted(brought, reverse=True) and brought[-1] == 0
+
+
+@pytest.mark.parametrize("size", ["0", "10%"])
+def test_some_steps_tell_of_the_others(skewed, tmp_path, monkeypatch, size) -> None:
+    monkeypatch.setattr(rehearsal, "MOST_STEPS", 8)  # of 12
+    found, loaders = kept(skewed, "replicated", size, tmp_path)
+    for prediction, loader in zip(found, loaders, strict=True):
+        assert received(loader).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.07)
+
+
+@pytest.mark.parametrize("wire_rows", ["float16", "int8"])
+def test_rounded_rows_are_foretold_as_they_travel(skewed, tmp_path, wire_rows) -> None:
+    for topology in ("partitioned", "replicated"):
+        stored, _ = kept(skewed, topology, "10%", tmp_path)
+        rounded, _ = kept(skewed, topology, "10%", tmp_path, wire_rows=wire_rows)
+        assert rounded[0].cache_bytes == stored[0].cache_bytes
+        assert rounded[0].hit_rate == stored[0].hit_rate
+        if topology == "replicated":  # else ids travel, too
+            width = {"float16": 32, "int8": 20}[wire_rows]
+            assert rounded[0].remote_bytes == pytest.approx(stored[0].remote_bytes * width / 64)
+        assert rounded[0].remote_bytes < stored[0].remote_bytes
+
+
 def test_rows_are_chosen_by_chance_per_byte_within_the_budget() -> None:
     chances = {"a": np.array([0.5, 0, 0.2]), "b": np.array([0.9, 0.4])}
     chosen = hottest(chances, {"a": 10, "b": 40}, 60)
@@ -140,9 +175,9 @@ def test_rows_are_chosen_by_chance_per_byte_within_the_budget() -> None:
 
 
 def test_nothing_is_held_of_one_batch_for_itself() -> None:
-    assert asked_rows(np.array([1.0, 0.5]), 1, 4) == pytest.approx(1.5, rel=1e-3)
-    assert asked_rows(np.array([1.0]), 10, 4, batches=0) == pytest.approx(10, rel=1e-3)
-    assert asked_rows(np.zeros(3), 10, 4) == 0
+    assert asked_rows(np.array([1.0, 0.5]), np.ones(1), Bounds(4)).sum() == pytest.approx(1.5, rel=1e-3)
+    assert asked_rows(np.array([1.0]), np.ones(10), Bounds(4, batches=0)).sum() == pytest.approx(10, rel=1e-3)
+    assert asked_rows(np.zeros(3), np.ones(10), Bounds(4)).sum() == 0
 
 
 def test_one_host_has_nothing_to_keep(skewed, tmp_path) -> None:

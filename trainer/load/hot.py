@@ -18,6 +18,7 @@ from trainer.arrays import Array, Ids
 from trainer.load.seeds import RankLayout, SeedOrder, split_step
 from trainer.partition.visits import Chances, RowBlock, Visits, expected_visits
 from trainer.reach import CacheSize
+from trainer.sample.types import RowRequest
 from trainer.schema import EdgeType, NodeType
 from trainer.store.part import Part, PartStore
 
@@ -57,6 +58,8 @@ class BatchPlan:
     replace: bool = False
     again: bool = True  #: earlier nodes are asked again where fanouts grow
     threads: int = 1  #: batches that are made at the same time
+    #: The rows that batches of an epoch gather, step by step, for a host with all edges: its leading rank's.
+    coming: Callable[[], Iterator[Sequence[RowRequest]]] | None = None
 
     @property
     def batch(self) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from trainer.arrays import Ids
 from trainer.errors import PartitionError, PeerError, TrainerError
+from trainer.load.asked import AskedColumns
 from trainer.load.expected import Prediction, predicted
 from trainer.load.hot import (
     BatchPlan,
@@ -30,6 +30,7 @@ from trainer.load.hot import (
     remote_chances,
     visits_of_host,
 )
+from trainer.load.rehearsal import rehearse
 from trainer.load.seeds import RankLayout
 from trainer.ranks import Ranks
 from trainer.reach import CacheSize
@@ -60,27 +61,6 @@ class Kept:
         return f"{kept}; each rank expects {megabytes(p.remote_bytes)} of other hosts an epoch{without}"
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """What is asked of other hosts, by node type."""
-
-    asked: Mapping[NodeType, tuple[str, ...]]
-    row_bytes: Mapping[NodeType, int]
-    wide: frozenset[NodeType]  #: types with columns of several dimensions: only their rows are kept
-    label_bytes: int
-
-    @classmethod
-    def of(cls, plan: BatchPlan, store: PartStore) -> _Columns:
-        """With replicated topology columns of one dimension are here."""
-        specs = {of: {name: row_spec(store, of, name) for name in names} for of, names in plan.columns.items()}
-        light = store.whole_topology
-        asked = {of: tuple(n for n, (_, shape) in s.items() if shape or not light) for of, s in specs.items()}
-        row_bytes = {of: sum(_nbytes(specs[of][name]) for name in names) for of, names in asked.items() if names}
-        wide = frozenset(of for of, names in asked.items() if any(specs[of][name][1] for name in names))
-        labels = [row_spec(store, plan.target, name) for name in plan.labels]
-        return cls(asked, row_bytes, wide, sum(_nbytes(spec) for spec in labels if spec[1] or not light))
-
-
 def keep_hot_rows(
     access: object, store: PartStore, plan: BatchPlan, layout: RankLayout, node: str, size: CacheSize, folder: Path,
     together: Together,
@@ -109,28 +89,32 @@ def _made(
     """The prediction and the cache's folder, in a new one that is added to ``scratch``."""
     if visits is None or not isinstance(access, DistGraph):
         return None, None
-    columns = _Columns.of(plan, store)
+    columns = AskedColumns.of(plan, store, access.wire_rows)
     wide = {of: columns.row_bytes[of] for of in plan.columns if of in columns.wide}
     worth = {of: remote_chances(visits.chances[of], of, store) for of in wide}
     kept = hottest(worth, wide, budget_of(size, store, wide))
-    bare = columns.row_bytes.keys() - columns.wide
-    prediction = predicted(plan, visits, store, columns.row_bytes, columns.label_bytes, kept, bare)
-    if not prediction.cache_rows:
-        return prediction, None
+    cache = RowCache({of: _fetched(access, store, of, ids, columns) for of, ids in kept.items() if len(ids)})
+    rehearsal = rehearse(access, plan, cache if cache.num_rows else None)
+    prediction = predicted(plan, visits, store, columns, kept, access.held, rehearsal)
+    access.take_cost()  # no batch's
+    return prediction, _saved(cache, folder, scratch) if cache.num_rows else None
+
+
+def _saved(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
+    """Written into a new folder below ``folder``, which is added to ``scratch``. Raises ``PartitionError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.append(Path(tempfile.mkdtemp(prefix="cache-", dir=folder)))
     except OSError as error:
         raise PartitionError(f"no cache of rows can be written below {folder}: {error.strerror}") from error
     path = scratch[0] / "rows"
-    RowCache({of: _fetched(access, store, of, ids, columns) for of, ids in kept.items()}).save(path)
-    access.take_cost()  # no batch's
-    return prediction, path
+    cache.save(path)
+    return path
 
 
-def _fetched(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: _Columns) -> CachedRows:
+def _fetched(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: AskedColumns) -> CachedRows:
     """The rows of ``ids`` from their owners. Raises ``ServiceError``."""
-    names = columns.asked[of]
+    names = columns.names[of]
     specs = {name: row_spec(store, of, name) for name in names}
     rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
     at_once = max(1, _FETCH // columns.row_bytes[of])
@@ -155,10 +139,6 @@ def _emptied() -> Iterator[list[Path]]:
     finally:
         for folder in scratch:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _nbytes(spec: tuple[np.dtype[Any], tuple[int, ...]]) -> int:
-    return spec[0].itemsize * math.prod(spec[1])
 
 
 def megabytes(nbytes: float) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -103,12 +104,21 @@ class BatchLoader:
 
     def sample(self, share: Share) -> Sampled:
         """Subgraph and rows of one share, still numpy."""
+        return self.sampler.sample(self._seed_set(share), share.key)
+
+    def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
+        """What its batches gather, step by step, without gathering it. Not in a client, which is sent whole batches."""
+        assert isinstance(self.sampler, SubgraphSampler)
+        sampler = replace(self.sampler, _local=threading.local())  # whose tables go with it
+        return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
+
+    def _seed_set(self, share: Share) -> SeedSet:
         target, seeds = self.settings.target, self._seeds[share.positions]
         trees, attr = {target: share.places}, self.settings.time_attr
         if attr is None:
-            return self.sampler.sample(SeedSet({target: seeds}, trees), share.key)
+            return SeedSet({target: seeds}, trees)
         (rows,) = self.graph.access.gather([RowRequest(target, seeds, (attr,))])
-        return self.sampler.sample(SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)}), share.key)
+        return SeedSet({target: seeds}, trees, {target: rows[attr].astype(np.int64)})
 
     def _part_of(self, positions: Ids) -> Ids:
         return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])

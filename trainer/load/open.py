@@ -182,7 +182,9 @@ def open_graph(
     reach = reach or Reach()
     store = open_parts(parts, part_ids, reach.topology)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline, reach) if cluster_file else {}
-    access = DistGraph(LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank)
+    access = DistGraph(
+        LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank, wire_rows=reach.wire_rows
+    )
     graph = Graph(store, access, clients, ranks or Ranks(), placed)
     try:
         _check_complete(graph)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import SettingsError
+from trainer.load.asked import wire_bytes
 from trainer.load.expected import Prediction
 from trainer.load.hot import BatchPlan
 from trainer.load.keep import Processes, keep_hot_rows
 from trainer.load.open import Graph
-from trainer.load.seeds import OTHER_STREAM, STREAMS, SeedOrder
+from trainer.load.seeds import OTHER_STREAM, STREAMS, SeedOrder, shares
 from trainer.reach import CacheSize
 from trainer.sample.multi_hop import check_settings
-from trainer.sample.subgraph import SampleSettings
-from trainer.schema import EdgeType, NodeType
+from trainer.sample.routing import DistGraph
+from trainer.sample.sampler import SubgraphSampler
+from trainer.sample.subgraph import SampleSettings, SeedSet
+from trainer.sample.types import RowRequest
+from trainer.schema import AnyType, EdgeType, NodeType
 
 _EDGE_IDS = 12  #: bytes of an edge's global id, as int32, and original id
 
@@ -53,14 +57,31 @@ def _plan(
     chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}
     columns = {of: ("orig_id", *names) for of, names in chosen.items()}
     edges = {of: _edge_bytes(graph, of) for of in hops}
-    return BatchPlan(target, seeds, order, hops, columns, edge_bytes=edges, replace=replace, again=False)
+    plan = BatchPlan(target, seeds, order, hops, columns, edge_bytes=edges, replace=replace, again=False)
+    attrs_of: dict[AnyType, tuple[str, ...]] = {**chosen}
+    attrs_of |= {of: tuple(graph.manifest.edges[of].attrs) for of in hops}
+    settings = SampleSettings(hops, replace=replace, edge_ids=any(edges.values()), ask_again=False)
+    return dataclasses.replace(plan, coming=lambda: _coming(graph, plan, settings, attrs_of))
+
+
+def _coming(
+    graph: Graph, plan: BatchPlan, settings: SampleSettings, attrs: Mapping[AnyType, tuple[str, ...]]
+) -> Iterator[list[RowRequest]]:
+    """What batches like those of the loader gather; its own seeds are not known."""
+    assert isinstance(graph.access, DistGraph)
+    sampler, book = SubgraphSampler(graph.access, graph.manifest, settings, attrs), graph.store.books[plan.target]
+    part_of = lambda positions: book.part_of(plan.seeds[positions])  # noqa: E731
+    for share in shares(plan.order, part_of, graph.ranks.rank, graph.layout, 1):
+        yield sampler.requests(SeedSet({plan.target: plan.seeds[share.positions]}), share.key)
 
 
 def _edge_bytes(graph: Graph, of: EdgeType) -> int:
     """What other hosts are asked of an edge: with replicated topology only attributes of several dimensions."""
-    specs = graph.manifest.edges[of].attrs.values()
-    light = 0 if graph.store.whole_topology else _EDGE_IDS + sum(s.stored.itemsize for s in specs if len(s.shape) == 1)
-    return light + sum(s.stored.itemsize * math.prod(s.shape[1:]) for s in specs if len(s.shape) > 1)
+    store, wire_rows = graph.store, graph.access.wire_rows if isinstance(graph.access, DistGraph) else "stored"
+    wide = {name: len(spec.shape) > 1 for name, spec in graph.manifest.edges[of].attrs.items()}
+    light = 0 if store.whole_topology else _EDGE_IDS
+    asked = [name for name in wide if wide[name] or not store.whole_topology]
+    return light + sum(wire_bytes(store, of, name, wire_rows) for name in asked)
 
 
 def _only_type_with(graph: Graph, split: str) -> NodeType:

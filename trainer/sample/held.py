@@ -50,8 +50,9 @@ class _Kept:
 class HeldRows:
     """Answers by kind. Safe to use from several threads: what one has got stays as it was.
 
-    The oldest answers go once the others hold as many rows as the last ``batches`` batches needed of other hosts. What
-    is kept is what came, not what was handed out: that is the user's to change.
+    The oldest answers go once the others hold as many rows as the last ``batches`` batches needed of other hosts, those
+    that a cache had included: with a cache the same room lasts for more batches. What is kept is what came, not what
+    was handed out: that is the user's to change.
     """
 
     def __init__(self, batches: int = HELD):

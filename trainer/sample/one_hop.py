@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from trainer.sample import kernels
 from trainer.sample.draw import sample_rows
 from trainer.sample.grouping import cut_request, merge_samples
 from trainer.sample.places import Codes, Placed, locate, put_rows
-from trainer.sample.specs import check_type, row_spec
+from trainer.sample.specs import blank_rows, check_type, row_spec
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.schema import AnyType, EdgeType
 from trainer.store.part import EdgePart, NodePart, Part, PartStore
@@ -97,9 +98,17 @@ class LocalGraph:
 
     def new_rows(self, request: RowRequest) -> dict[str, Array]:
         """Arrays for the answer, not filled. Raises ``PartitionError`` for an unknown type or attribute."""
-        check_type(self.store, request.of)
-        specs = {name: row_spec(self.store, request.of, name) for name in request.attrs}
+        specs = self._row_specs(request)
         return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
+
+    def no_rows(self, request: RowRequest) -> dict[str, Array]:
+        """As ``new_rows``, of the same dtypes and shapes, but read-only and without memory."""
+        specs = self._row_specs(request)
+        return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
+
+    def _row_specs(self, request: RowRequest) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        check_type(self.store, request.of)
+        return {name: row_spec(self.store, request.of, name) for name in request.attrs}
 
     def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, Placed]) -> None:
         """Write the rows of parts that are here, by part, into the columns ``out`` [n, …].

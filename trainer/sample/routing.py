@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainer.arrays import Array, Ids
 from trainer.cost import Cost, CostMeter
 from trainer.errors import PartitionError, ServerGone
-from trainer.reach import SERVER_WAIT
+from trainer.reach import SERVER_WAIT, WireRows
 from trainer.sample.collect import Collection, Piece
 from trainer.sample.edge_slice import EDGES_AT_ONCE, edge_slice
 from trainer.sample.grouping import cut_request, merge_samples
@@ -97,14 +97,16 @@ class DistGraph:
     ``turn`` is a number of this process's node, so that several nodes do not all ask the same owner.
 
     Where the topology of all parts is here, edges and 1-d columns are never asked of others. Rows are taken from the
-    cache, and from answers of the last ``held`` batches, before they are asked for.
+    cache, and from answers of the last ``held`` batches, before they are asked for. ``wire_rows``: what the hosts
+    round rows to that they send.
     """
 
     def __init__(
         self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *,
-        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD,
+        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         self.local, self.books = local, local.books
+        self.held, self.wire_rows = held, wire_rows
         self._holders = Holders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
         self._hops = _Question[HopRequest](
             lambda host, asked: host.submit_sample(asked),
@@ -170,8 +172,7 @@ class DistGraph:
         if not self.remotes:
             return self.local.gather(requests)
         columns = [self.local.new_rows(request) for request in requests]
-        call = Collection(self.local, self._holders.table(), self._cache, self._held)
-        pieces = [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
+        pieces = self._pieces(requests, columns, self._cache, self._held)
         split = Split(self._by_host)
         shares: _Shares[RowRequest] = defaultdict(list, {HERE: []})
         for number, piece in enumerate(pieces):
@@ -184,8 +185,22 @@ class DistGraph:
             answers[share.number].append(Answer(share.request.ids, rows))
         for piece, found in zip(pieces, answers, strict=True):
             if piece.keeps:
-                self._held.add(piece.columns, piece.cost.remote_rows - piece.cost.cached_rows, found)
+                self._held.add(piece.columns, piece.cost.remote_rows, found)
         return [*columns]
+
+    def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[Piece]:
+        """Where ``gather`` would have these rows from, if it had this cache and these held rows. Nothing is asked.
+
+        The columns to be filled have no memory of their own. Raises ``PartitionError``.
+        """
+        return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
+
+    def _pieces(
+        self, requests: Sequence[RowRequest], columns: Sequence[Mapping[str, Array]], cache: RowCache | None,
+        held: HeldRows,
+    ) -> list[Piece]:  # fmt: skip
+        call = Collection(self.local, self._holders.table(), cache, held)
+        return [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
 
     def _copy_near(self, pieces: Sequence[Piece]) -> tuple[()]:
         for piece in pieces:

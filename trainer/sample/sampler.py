@@ -43,9 +43,7 @@ class Sampled:
     rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
     labels: Rows  #: of the seeds, where asked for
     cost: Cost = Cost()
-    kept: Mapping[NodeType, Array] = field(
-        default_factory=dict
-    )  #: int32 [n] slots, as the sampler has them
+    kept: Mapping[NodeType, Array] = field(default_factory=dict)  #: int32 [n] slots, as the sampler has them
 
 
 @dataclass
@@ -68,9 +66,8 @@ class SubgraphSampler:
         began = time.perf_counter()
         subgraph = self.subgraph(seeds, key)
         sampling, found_at = access.take_cost(), time.perf_counter()
-        kept = {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
-        requests = [*self._requests(subgraph), *_missing(subgraph, kept)]
-        labels = [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
+        kept = self._slots(subgraph)
+        requests, labels = self._requests(subgraph, kept), self._label_requests(seeds)
         answers = access.gather([*requests, *labels])
         rows: dict[AnyType, dict[str, Array]] = {request.of: {} for request in requests}
         for request, answer in zip(requests, answers, strict=False):
@@ -86,14 +83,26 @@ class SubgraphSampler:
         """Nodes and edges alone. Raises ``ServiceError``."""
         return self.multi_hop(seeds, self.settings, key)
 
+    def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
+        """What ``sample`` gathers. Raises ``ServiceError``."""
+        subgraph = self.subgraph(seeds, key)
+        return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
+
     def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
         """``sample_multi_hop`` on this graph, with this thread's tables."""
         return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
 
-    def _requests(self, subgraph: SampledSubgraph) -> list[RowRequest]:
+    def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
+        return {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
+
+    def _label_requests(self, seeds: SeedSet) -> list[RowRequest]:
+        return [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
+
+    def _requests(self, subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
         found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
-        return [RowRequest(of, ids, ("orig_id", *self._attrs_of(of))) for of, ids in found.items()]
+        plain = [RowRequest(of, ids, ("orig_id", *self._attrs_of(of))) for of, ids in found.items()]
+        return [*plain, *_missing(subgraph, kept)]
 
     def _attrs_of(self, of: AnyType) -> tuple[str, ...]:
         names = self.attrs.get(of, ())

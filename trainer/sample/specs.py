@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.arrays import Array
 from trainer.errors import PartitionError
 from trainer.schema import AnyType
 from trainer.store.part import PartStore
@@ -31,3 +32,8 @@ def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], t
     if name not in attrs:
         raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
     return attrs[name].stored, tuple(attrs[name].shape[1:])
+
+
+def blank_rows(count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """``dtype`` [count, …] without memory, read-only: one row of zeros over and over."""
+    return np.broadcast_to(np.zeros((), dtype), (count, *shape))

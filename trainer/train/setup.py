@@ -99,6 +99,7 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
         labels_of(graph, settings)[1],
         replace=settings.replace,
         threads=settings.threads,
+        coming=lambda: loader.requests(1),
     )
 
 

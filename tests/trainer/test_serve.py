@@ -208,17 +208,19 @@ def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
         from numba.core.dispatcher import Dispatcher
         from dataclasses import replace
         from service_kit import client_of, serving
+        from trainer import rounding
         from trainer.sample import candidates, kernels, pairs
         from trainer.sample.one_hop import LocalGraph
         from trainer.sample.routing import DistGraph
         from trainer.sample.sampler import SubgraphSampler
         from trainer.sample.subgraph import SampleSettings, SeedSet
+        from trainer.sample.types import RowRequest
         from trainer.schema import HOMO_EDGE, HOMO_NODE
         from trainer.service.warm import warm_up, warm_up_batches
         from trainer.store.part import open_parts
 
         def compiled():
-            found = [each for module in (candidates, kernels, pairs) for each in vars(module).values()]
+            found = [each for module in (candidates, kernels, pairs, rounding) for each in vars(module).values()]
             return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
 
         graph, other = (LocalGraph(open_parts(sys.argv[1], [part])) for part in (0, 1))
@@ -233,6 +235,9 @@ def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
                 sampler = SubgraphSampler(DistGraph(graph, {1: client}), graph.store.manifest, settings, attrs)
                 for size in (10, 1500):
                     sampler.sample(SeedSet({HOMO_NODE: np.arange(1000, 1000 + size * 2, 2)}), 7)
+            for form in ("float16", "int8"):
+                with client_of(server.endpoint, wire_rows=form) as rounding_client:
+                    rounding_client.submit_gather([RowRequest(HOMO_NODE, np.arange(2000, 3000), ("x",))]).result()
         assert compiled() == before, (before, compiled())
     """
     kit = str(Path(__file__).parent)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch_geometric.nn.inits import glorot
-from torch_geometric.utils import softmax
 
 from trainer.batch import Block
 from trainer.nn.activation import Activation
+from trainer.nn.glorot import glorot
 from trainer.nn.precision import product_dtype, sum_dtype
 from trainer.nn.sage import sage_rows
 from trainer.nn.spmm import aggregate, attend, edge_targets
@@ -134,6 +133,8 @@ class GATConv(nn.Module):
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
         """Weights [num_edges, heads] that sum to 1 over each target's edges."""
+        from torch_geometric.utils import softmax  # takes seconds, and only this layer needs it
+
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
         targets = edge_targets(block)
         of_target = (h[: block.num_dst] * self.att_dst).sum(-1)[targets]

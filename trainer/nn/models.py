@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,29 +13,9 @@ from trainer.errors import DataError, SettingsError
 from trainer.nn.activation import Activation
 from trainer.nn.embeddings import Embeddings
 from trainer.nn.facts import GraphFacts
-from trainer.nn.hetero import HeteroModel, HeteroShape, widths
-from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
-from trainer.nn.precision import PRECISIONS, in_own_precision
-
-
-class ModelSettings(Protocol):
-    """What a model needs of the settings; ``TrainSettings`` has it."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def dropout(self) -> float: ...
-    @property
-    def fanouts(self) -> tuple[int, ...]: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def precision(self) -> str: ...
+from trainer.nn.precision import in_own_precision
+from trainer.nn.settings import ModelSettings, precision_of
 
 
 class BlockModel(nn.Module):
@@ -92,27 +72,22 @@ def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
 HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
 
 
-def rgcn(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    width = settings.hidden
-    return HeteroModel(facts, _shape(settings), lambda need: RGCNConv(need, width, width), embeddings)
+def _of_types(name: str) -> HeteroBuilder:
+    """A builder of ``typed_models``, imported when it is used: torch_geometric, which it needs, takes seconds."""
 
+    def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+        from trainer.nn import typed_models
 
-def hgt(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    """As in the paper: no activation between layers, which mix each node's own row back in."""
-    width, heads = settings.hidden, settings.heads
-    shape = _shape(settings, relu=False)
-    return HeteroModel(facts, shape, lambda need: HGTConv(need, widths(need, width), width, heads), embeddings)
+        model: nn.Module = getattr(typed_models, name)(settings, facts, embeddings)
+        return model
 
-
-def rsage(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    width = settings.hidden
-    return HeteroModel(facts, _shape(settings), lambda need: HeteroSAGEConv(need, width, width), embeddings)
+    return build
 
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 #: Models of graphs with any number of types.
-HETERO_MODELS: dict[str, HeteroBuilder] = {"rgcn": rgcn, "hgt": hgt, "rsage": rsage}
+HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage")}
 
 
 def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None = None) -> nn.Module:
@@ -142,15 +117,6 @@ def _only_width(facts: GraphFacts) -> int:
     if facts.target not in facts.in_dims:
         raise DataError(f"nodes have no x; of the models only {', '.join(HETERO_MODELS)} do without features")
     return facts.in_dims[facts.target]
-
-
-def _shape(settings: ModelSettings, relu: bool = True) -> HeteroShape:
-    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu, precision_of(settings))
-
-
-def precision_of(settings: ModelSettings) -> torch.dtype:
-    """Of dense products."""
-    return PRECISIONS[settings.precision]
 
 
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from launcher.node.book import write_or_mail
 from launcher.node.child import Child, Loop, outcome
 from launcher.node.memory import OomWatch
 
+_GLANCE = 0.05  # seconds between looks for the graph server's ready file
 _LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
 
 
@@ -43,6 +44,8 @@ class RankRunner:
         """Start the rank and stay until it and all it started have ended; returns its exit status."""
         for folder in ("logs", "outcomes", "procs"):
             os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
+        if not self._server_ready():
+            return 128 + signal.SIGTERM
         oom = OomWatch()
         started = time.time()
         try:
@@ -59,6 +62,15 @@ class RankRunner:
         self.loop.turn(0)  # takes in the last that ended; not every machine's init does
         child.close()
         return status
+
+    def _server_ready(self) -> bool:
+        """Wait for the node's graph server; False when told to stop before. The supervisor says when it is too late."""
+        ready = self.environment.get("GNNFLEET_SERVER_READY", "")
+        while ready and not os.path.exists(ready):
+            if self.loop.signals or supervisor_gone(self.environment):
+                return False
+            self.loop.turn(_GLANCE)
+        return True
 
     def _start(self) -> Child:
         environment = {**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}

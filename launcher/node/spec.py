@@ -66,6 +66,8 @@ class NodeSpec:
             "GNNFLEET_RUN_DIR": self.run_dir,
             "GNNFLEET_GRACE": str(self.grace),
             "GNNFLEET_SUPERVISOR": supervisor,
+            "GNNFLEET_SERVER_READY": self.ready_file if self.server is not None else "",
+            "GNNFLEET_START_TIMEOUT": str(self.start_timeout),
             "NODE_RANK": str(self.node_rank),
         }
 

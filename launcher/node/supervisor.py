@@ -1,6 +1,6 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
-Starts the graph server and, once that is ready, the trainer; writes what docs/ARCHITECTURE.md
+Starts the graph server and the trainer, whose ranks begin once that is ready; writes what docs/ARCHITECTURE.md
 lists under "Node run folder"; and when anything fails here or on another node, or a stop is asked for, ends every
 process of the run on this node. One thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
 """
@@ -122,19 +122,24 @@ class Supervisor:
         self.set_state("starting")
 
     def serve(self) -> None:
-        """Start the graph server, if any, and wait until its ready file is there."""
+        """Start graph server and trainer, and wait until the server's ready file is there.
+
+        torch.distributed.run imports torch meanwhile; its rank runners start no rank before that file is there.
+        """
+        if self.spec.server is not None:
+            self.keeper.begin()
+        if self.spec.trainer is not None:
+            self.launcher = self.start("launcher", self.spec.trainer)
         if self.spec.server is None:
             return
-        self.keeper.begin()
-        while not self.keeper.ready:
+        while not self.keeper.ready and (self.launcher is None or self.launcher.running()):
             self.turn()
         self.set_state("serving")
 
     def train(self) -> None:
-        """Run the trainer, if any, to its end."""
-        if self.spec.trainer is None:
+        """See the trainer, if any, to its end."""
+        if self.launcher is None:
             return
-        self.launcher = self.start("launcher", self.spec.trainer)
         self.set_state("training")
         while self.launcher.running():
             self.turn()

@@ -74,8 +74,8 @@ def test_success_leaves_logs_events_and_state(folder: MakeFolder) -> None:
     assert kinds[:4] == [
         ("supervisor-start", None),
         ("process-start", "server"),
-        ("server-ready", None),
         ("process-start", "launcher"),
+        ("server-ready", None),
     ]
     assert ("process-exit", "rank0") in kinds and kinds[-1] == ("node-end", None)
 

@@ -26,7 +26,16 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from trainer.errors import PeerError, TrainingError
 from trainer.ranks import Ranks
-from trainer.train.team import Team, check_backend, gradient_group, join_team, lost_peer, not_met, says_peer_gone
+from trainer.train.team import (
+    Team,
+    check_backend,
+    gradient_group,
+    join_team,
+    lost_peer,
+    not_met,
+    patience,
+    says_peer_gone,
+)
 from trainer.train.wires import wires_made_by
 
 T = TypeVar("T")
@@ -199,7 +208,7 @@ class _Survivor:
         """Wait until all members have come."""
         key = f"team{members.generation}/here"
         self.store.set(f"{key}/{self.ranks.rank}", "")
-        until = time.monotonic() + self.timeout
+        until = time.monotonic() + (self.timeout if members.generation else patience(self.timeout))
         while missing := self._without(members, lambda rank: f"{key}/{rank}"):
             if self.watch.superseded(members):
                 raise PeerError(f"{self.ranks}: others were lost while it waited for them")

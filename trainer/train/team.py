@@ -162,13 +162,19 @@ def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
         torch.cuda.set_device(device)
 
 
+def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
+    """Seconds the first meeting of the ranks may take: in a run a rank only starts once its node's graph server, which
+    may have kernels to compile, is ready."""
+    return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
+
+
 def _meet(ranks: Ranks, timeout: float) -> None:
+    limit = patience(timeout)
     try:
-        dist.init_process_group(
-            "gloo", timeout=timedelta(seconds=timeout), rank=ranks.rank, world_size=ranks.world_size
-        )
+        dist.init_process_group("gloo", timeout=timedelta(seconds=limit), rank=ranks.rank, world_size=ranks.world_size)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
-        raise not_met(ranks, timeout, error) from error
+        raise not_met(ranks, limit, error) from error
 
 
 def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:

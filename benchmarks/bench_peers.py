@@ -12,9 +12,10 @@ installed. A peer that cannot be installed, or fails, is a line, not a failure. 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -39,20 +40,25 @@ def sections(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...
 @click.option("--small", is_flag=True, help="A small graph.")
 @click.option("--tenfold", is_flag=True, help="3M nodes, 155M edges; loader only, ours only (about 15 GB).")
 @click.option("--turns", default=1, type=click.IntRange(1), help="How often everybody runs, in turn.")
-@click.option("--epochs", default=3, type=click.IntRange(1), help="Epochs of a run; all train equally many.")
-def main(only: tuple[str, ...], small: bool, tenfold: bool, turns: int, epochs: int) -> None:
+@click.option("--epochs", default=3, type=click.IntRange(1), help="Epochs of a run that only loads.")
+@click.option("--train-epochs", default=8, type=click.IntRange(1), help="Epochs that everybody trains.")
+def main(only: tuple[str, ...], small: bool, tenfold: bool, turns: int, epochs: int, train_epochs: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     size = "small" if small else "tenfold" if tenfold else "large"
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen = contenders(("loader",) if tenfold else only, size)
     chosen = [one for one in chosen if one.ours] if tenfold else chosen
-    found, took = compete(chosen, size, turns, epochs)
+    found, took = compete(chosen, size, turns, {"train": train_epochs}, epochs)
     report(chosen, found, took, measured(), size)
 
 
 def compete(
-    chosen: Sequence[Contender], size: str, turns: int, epochs: int
+    chosen: Sequence[Contender], size: str, turns: int, of: Mapping[str, int], epochs: int
 ) -> tuple[dict[Contender, list[Run]], dict[str, float]]:
-    """The runs of everybody, turn by turn, and the seconds that each section took."""
+    """The runs of everybody, turn by turn, and the seconds that each section took.
+
+    ``epochs``: of sections other than those ``of`` names.
+    """
     found: dict[Contender, list[Run]] = {one: [] for one in chosen}
     took = dict.fromkeys(SECTIONS, 0.0)
     for turn in range(turns):
@@ -61,7 +67,7 @@ def compete(
                 continue
             begun = time.perf_counter()
             try:
-                found[one].append(run_once(one, size, epochs))
+                found[one].append(run_once(one, size, of.get(one.section, epochs)))
             except RuntimeError as error:
                 print(f"peers: {one.section}: {one.system} failed: {str(error).strip()[-600:]}", flush=True)
             took[one.section] += time.perf_counter() - begun

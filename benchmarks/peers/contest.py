@@ -44,7 +44,7 @@ class Contender:
     hosts: int = 1
     told: Mapping[str, Any] = field(default_factory=dict)  #: settings beside the common ones
     note: str = ""
-    once: bool = False  #: in the first turn only, with a single epoch where it only loads
+    once: bool = False  #: in the first turn only, and few epochs
     own_shm: bool = False
     parts: Path | None = None  #: its partition, where it reads one that it may share with others
     copied: bool = False  #: each host gets a copy, so that no page of memory is counted half
@@ -113,8 +113,8 @@ def _argv(one: Contender, size: str, rank: int, ports: list[int], folder: Path, 
         "folder": str(parts), "fanouts": FANOUTS, "batch": BATCH if size != "small" else 256, "warm": 1, "rank": rank,
         "ports": ports, "hidden": 256, "lr": 0.004, "classes": PEER_SIZES[size]["num_classes"], "epochs": epochs,
     }  # fmt: skip
-    if one.once and one.section in ("loader", "parts"):
-        told |= {"warm": 0, "epochs": 1}
+    if one.once:  # an epoch that is timed, after one that is not where it trains
+        told |= {"warm": 0, "epochs": 2 if one.section == "train" else 1}
     command = [one.python, HERE / one.script, one.task, peer_graph(size), json.dumps(told | dict(one.told))]
     return [*(OWN_SHM if one.own_shm else ()), *command]
 
@@ -229,6 +229,12 @@ def _dgl_parts(python: Path, size: str, method: str) -> Path:
     return folder
 
 
+def _glt_note(section: str, name: str) -> str:
+    few = "; 2 epochs only, so loss and accuracy are those of a beginning"
+    more = few if section == "train" and AS_SHIPPED in name else ""
+    return "" if section == "partition" else WITH_REPLACEMENT + more
+
+
 def _glt(size: str) -> list[Contender]:
     python = peer_python(GLT)
     if python is None:
@@ -241,7 +247,7 @@ def _glt(size: str) -> list[Contender]:
     def one(section: str, name: str, hosts: int = 1, **told: Any) -> Contender:
         return Contender(
             section, f"graphlearn-torch 0.2.4, {name}", "glt_hosts.py", python, section, hosts, told,
-            WITH_REPLACEMENT if section != "partition" else "", AS_SHIPPED in name, parts=random if hosts > 1 else None,
+            _glt_note(section, name), AS_SHIPPED in name, parts=random if hosts > 1 else None,
         )  # fmt: skip
 
     def pyg(workers: int) -> Contender:

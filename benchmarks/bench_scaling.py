@@ -15,10 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE.parent))
-    sys.path.insert(0, str(HERE.parent / "tests" / "cluster"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "cluster"))
 
 import click
 
@@ -28,6 +27,7 @@ from scaling.model import Hardware, Measured, table
 from table import Row, show
 from trainer.partition.make import PartitionSpec, make_partition
 
+HERE = Path(__file__).resolve().parent
 COUNTS = (1, 2, 4)
 FIGURES = CACHE / "scaling.json"
 

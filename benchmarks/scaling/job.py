@@ -16,6 +16,7 @@ from typing import Any
 
 from trainer.cli import main as trainer_cli  # noqa: F401  a broken installation shows here, not in twelve logs
 
+from .model import HostFigures
 from .places import Place, free_ports, places
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,25 +37,6 @@ class Case:
     hidden: int
     epochs: int
     source: str | None = None
-
-
-@dataclass(frozen=True)
-class HostFigures:
-    """One host's, per epoch: means over the epochs after the first."""
-
-    rank_cpu: float  #: seconds
-    server_cpu: float
-    line_bytes: float  #: received over its line; 0 on loopback
-    remote_bytes: float  #: received rows and what belongs to them
-    rows: float
-    remote_rows: float
-    cached_rows: float
-    held_rows: float
-    steps: float
-
-    @property
-    def cpu(self) -> float:
-        return self.rank_cpu + self.server_cpu
 
 
 def train_on(case: Case, folder: Path, count: int, run_dir: Path, cores: Sequence[int]) -> list[HostFigures]:

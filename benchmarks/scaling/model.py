@@ -6,7 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .job import HostFigures
+
+@dataclass(frozen=True)
+class HostFigures:
+    """One host's, per epoch: means over the epochs after the first."""
+
+    rank_cpu: float  #: seconds
+    server_cpu: float
+    line_bytes: float  #: received over its line; 0 on loopback
+    remote_bytes: float  #: received rows and what belongs to them
+    rows: float
+    remote_rows: float
+    cached_rows: float
+    held_rows: float
+    steps: float
+
+    @property
+    def cpu(self) -> float:
+        return self.rank_cpu + self.server_cpu
 
 
 @dataclass(frozen=True)

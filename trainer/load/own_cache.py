@@ -58,7 +58,7 @@ def _plan(
     columns = {of: ("orig_id", *names) for of, names in chosen.items()}
     edges = {of: _edge_bytes(graph, of) for of in hops}
     plan = BatchPlan(target, seeds, order, hops, columns, edge_bytes=edges, replace=replace, again=False)
-    attrs_of: dict[AnyType, tuple[str, ...]] = {**chosen}
+    attrs_of: dict[AnyType, tuple[str, ...]] = {of: tuple(names) for of, names in chosen.items()}
     attrs_of |= {of: tuple(graph.manifest.edges[of].attrs) for of in hops}
     settings = SampleSettings(hops, replace=replace, edge_ids=any(edges.values()), ask_again=False)
     return dataclasses.replace(plan, coming=lambda: _coming(graph, plan, settings, attrs_of))

@@ -44,7 +44,8 @@ def warm_up(graph: LocalGraph) -> None:
 def _warm_rounding(store: PartStore) -> None:
     """Where some rows would be rounded if asked for so: whoever asks says whether. Cold, that takes 1 s."""
     manifest = store.manifest
-    specs = [(name, spec) for of in (*manifest.nodes, *manifest.edges) for name, spec in manifest.attrs_of(of).items()]
+    types: list[AnyType] = [*manifest.nodes, *manifest.edges]
+    specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
     if any(rounding.rounds(name, spec.stored, spec.shape, "int8") for name, spec in specs):
         rows = np.zeros((1, 2), np.float32)
         rounding.from_int8(*rounding.to_int8(rows))

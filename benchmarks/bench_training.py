@@ -12,14 +12,17 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
 from graphs import BATCH, FANOUTS, partitioned
-from table import Row
+from table import Row, median_seconds
+from trainer.batch import Batch
 from trainer.config import TrainSettings
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.nodes import DistNeighborLoader
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
 from trainer.nn.facts import facts_of
+from trainer.nn.layers import linear_first
 from trainer.nn.models import build_model
+from trainer.nn.precision import PRECISIONS
 from trainer.nn.trim import Trimmed
 from typed_step import typed_step
 
@@ -32,19 +35,51 @@ def run(small: bool) -> list[Row]:
     with open_graph(partitioned(small, 1)) as graph:
         (ours, our_losses), (theirs, their_losses) = on_blocks(graph, steps), on_edges(graph, steps, trim=False)
         trimmed, _ = on_edges(graph, steps, trim=True)
+        rounded, _ = on_blocks(graph, steps, "bfloat16")
+        floors = {name: product_seconds(graph, dtype) for name, dtype in PRECISIONS.items()}
     return [
         Row("training step on blocks", ours, "s", "model(x, edge_index)[:batch_size]", theirs),
+        Row("… its dense products by themselves", ours, "s", "float32 products", floors["float32"]),
+        Row("… in bfloat16", rounded, "s", "in float32", ours),
+        Row("… in bfloat16, by themselves", rounded, "s", "bfloat16 products", floors["bfloat16"]),
         Row("Trimmed(model)(batch)", trimmed, "s", "model(x, edge_index)[:batch_size]", theirs),
         Row("loss after those steps", our_losses[-1], "", "same loop, other weights", their_losses[-1], "equal"),
         *[typed_step(name, small) for name in ("rgcn", "rsage", "hgt")],
     ]
 
 
-def on_blocks(graph: Graph, steps: int) -> tuple[float, list[float]]:
-    loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH), 0, RankLayout.single(1))
-    settings = TrainSettings(hidden=HIDDEN, fanouts=FANOUTS, dropout=0.0)
+def on_blocks(graph: Graph, steps: int, precision: str = "float32") -> tuple[float, list[float]]:
+    loader = block_loader(graph)
+    settings = TrainSettings(hidden=HIDDEN, fanouts=FANOUTS, dropout=0.0, precision=precision)  # type: ignore[arg-type]
     model = build_model(settings, facts_of(graph.manifest))
     return timed(model, ((model, batch, batch.y) for batch in islice(loader.epoch(0), steps + 1)))
+
+
+def block_loader(graph: Graph) -> BatchLoader:
+    return BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH), 0, RankLayout.single(1))
+
+
+def product_seconds(graph: Graph, dtype: torch.dtype) -> float:
+    """What the dense products of a step take by themselves: the floor under a step on this machine."""
+    (batch,) = islice(block_loader(graph).epoch(0), 1)
+    return sum(seconds_of(*shape, dtype) for shape in products(graph, batch))
+
+
+def seconds_of(m: int, k: int, n: int, dtype: torch.dtype) -> float:
+    a, b, out = (torch.ones(rows, columns, dtype=dtype) for rows, columns in ((m, k), (k, n), (m, n)))
+    return median_seconds(lambda: torch.mm(a, b, out=out), 3)
+
+
+def products(graph: Graph, batch: Batch) -> list[tuple[int, int, int]]:
+    """(m, k, n) of every product of a step: forward, gradient of weights, and of rows but in the first layer."""
+    facts = facts_of(graph.manifest)
+    dims = [facts.in_dims[facts.target], *[HIDDEN] * (len(FANOUTS) - 1), facts.num_classes]
+    found = []
+    for number, (block, k, n) in enumerate(zip(batch.blocks, dims, dims[1:], strict=False)):
+        first = linear_first(block, k, n, number > 0)
+        for rows, width in ((block.num_src, k), (block.num_dst, k)) if first else ((block.num_dst, 2 * k),):
+            found += [(rows, width, n), (width, rows, n), *([(rows, n, width)] if number else [])]
+    return found
 
 
 def on_edges(graph: Graph, steps: int, trim: bool) -> tuple[float, list[float]]:

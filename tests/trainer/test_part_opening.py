@@ -1,0 +1,48 @@
+"""Opening parts takes the same work whatever their size, and training imports no more than it uses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from partitions import random_graph, store_of, write_store
+from trainer.store.part import open_parts
+
+linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes read as Linux tells them")
+
+
+def bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+@linux
+@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+def test_a_larger_part_is_opened_with_as_few_bytes(tmp_path, topology):
+    read = {}
+    for nodes in (5_000, 50_000):  # all files larger than the buffer that a header is read into
+        folder = tmp_path / f"of{nodes}"
+        attrs = {"x": np.ones((nodes, 16), np.float32)}
+        write_store(folder, store_of(*random_graph(0, nodes, 10 * nodes), 2, attrs=attrs))
+        open_parts(folder, (0,), topology)
+        before = bytes_read()
+        open_parts(folder, (0,), topology)
+        read[nodes] = bytes_read() - before
+    assert read[50_000] <= read[5_000] + 4096  # sizes in headers and manifest have more digits
+    large = sum(path.stat().st_size for path in (tmp_path / "of50000").rglob("*.npy"))
+    assert read[50_000] < large / 10
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [("trainer.service.serve", ["torch"]), ("trainer.train.job", ["torch_geometric"]), ("trainer.cli", ["torch"])],
+)
+def test_processes_of_a_run_import_no_more_than_they_need(module, unwanted):
+    code = f"import sys, {module}; print([name for name in {unwanted} if name in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -111,10 +111,7 @@ def test_the_rows_asked_for_most_stay_on_the_device_up_to_a_share(graph: Graph) 
 
 def test_training_with_rows_on_the_device_gives_the_same_losses(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts")
-    curves = [
-        train(job(parts, tmp_path / share, epochs=1, device_cache=share)).step_loss
-        for share in ("0", "30%")
-    ]
+    curves = [train(job(parts, tmp_path / share, epochs=1, device_cache=share)).step_loss for share in ("0", "30%")]
     assert torch.equal(*(curve[0] for curve in curves))
 
 

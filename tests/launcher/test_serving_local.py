@@ -179,7 +179,7 @@ def test_a_server_that_cannot_start_is_the_reason_and_nothing_is_left(kit: Servi
     told = kit.gnnfleet("serve", "--config", str(config))
     assert told.status == 1
     assert "(local): " in told.err and "run.start_timeout" in told.err
-    until = time.monotonic() + 20  # a supervisor that came up late ends by itself
+    until = time.monotonic() + 60  # a supervisor that came up late ends by itself
     while any(process_is_there(kit, k) for k in range(2)):
         assert time.monotonic() < until
         time.sleep(0.1)

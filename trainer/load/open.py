@@ -148,9 +148,7 @@ class Graph:
         processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what does not fit
         the graph, ``ServiceError`` for hosts that do not answer.
         """
-        from trainer.load.own_cache import cache_rows  # needs torch
-
-        return cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
+        return _cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
 
     def close(self) -> None:
         """Let the connections go; waiting requests raise ``ServiceError``."""
@@ -192,6 +190,12 @@ def open_graph(
         graph.close()
         raise
     return graph
+
+
+def _cache_rows(graph: Graph, *what: Any) -> Prediction | None:
+    from trainer.load.own_cache import cache_rows  # needs torch
+
+    return cache_rows(graph, *what)
 
 
 def _connect(

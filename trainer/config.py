@@ -66,10 +66,10 @@ class TrainSettings:
     device_cache: str = setting(
         "Rows of features kept on the GPU, those asked for most: a share of all, a size (512MB), or 0.", "0"
     )
+    backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     precision: Literal["float32", "bfloat16"] = setting(
         "What layers compute in; bfloat16 adds up in float32, and changes results.", "float32"
     )
-    backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting("Checkpoint file to go on from; rank 0 reads it.", None)
 

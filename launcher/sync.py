@@ -35,6 +35,7 @@ from launcher.script import Command
 from launcher.transport.base import Transport
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
+_OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between looks whether another run has brought a file
 _SLOWEST_DISK = 20e6  # bytes per second a node hashes at worst
 _CALL_TIMEOUT = 60.0
 _LARGE = 64 << 20  # bytes from which a file is committed by itself, so that its hashing shows
@@ -228,7 +229,7 @@ class _NodeJob:
             self._check_source(file)
             self.progress.start(self.node.node_rank, file.bytes)
             self._upload(file, 0)
-            if self._commit_once([file]):
+            if self._commit_once([file]) and not self._is_there(file):
                 raise self._error(f"{file.dest}: {error}, twice; its disk or the line to it is not to be trusted")
         self.files_sent += len(files)
 
@@ -245,8 +246,8 @@ class _NodeJob:
         try:
             self.transport.upload(Path(file.source), file.dest + PART_SUFFIX, offset=offset, on_bytes=self._count)
         except RemoteFileError as error:
-            if error.errno == errno.ENOENT:
-                return  # a run beside ours has sent and taken the same file; the commit looks whether it is whole
+            if error.errno != errno.ENOSPC and self._is_there(file):
+                return  # a run beside ours has sent the same file, and has taken it from under our hands
             self._check_room(
                 file.bytes - offset, str(PurePosixPath(file.dest).parent), full=error.errno == errno.ENOSPC
             )
@@ -256,6 +257,14 @@ class _NodeJob:
                 f"{file.source} is missing on this machine, and {self.node.label} needs "
                 "it. If it belongs to a partition, delete the partition folder and run again"
             ) from error
+
+    def _is_there(self, file: PlannedFile) -> bool:
+        """Whether the node has the whole file, now or in a moment: a run beside ours may be bringing it."""
+        for pause in _OTHERS_PAUSES:
+            if self._ask({"op": "inventory", "files": [_entry(file)], "folders": []})["files"][0]["state"] == "present":
+                return True
+            self.stop.wait(pause)
+        return False
 
     def _check_source(self, file: PlannedFile) -> None:
         """When the copy is wrong because our own file is, say that."""

@@ -184,7 +184,17 @@ def passed_preflight(
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
         raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
     job.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
+    record_versions(job.events, report.facts)
     return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
+
+
+def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
+    """What packages the nodes have, once for all that have the same."""
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for k, fact in sorted(facts.items()):
+        alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
+    for versions, nodes in alike.items():
+        events.add("versions", nodes=nodes, versions=dict(versions))
 
 
 def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+#: Kernels are compiled once for all tests, hosts in namespaces and later runs of the tests included.
+KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnfleet" / "kernels")))
 
 
 @pytest.fixture(scope="session")

@@ -15,12 +15,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import numba as nb
 import numpy as np
 import numpy.typing as npt
 
 from trainer import slabs
 from trainer.arrays import Array, read_only
+from trainer.compiled import njit
 from trainer.errors import DataError
 from trainer.reach import WireRows
 
@@ -116,7 +116,7 @@ def _flat(rows: Array) -> Array:
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
-@nb.njit(nogil=True, cache=True)
+@njit()
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
     """``bits``: of ``rows``, whose largest is found sooner as whole numbers. The first row that is refused, or -1."""
     for row in range(rows.shape[0]):
@@ -138,7 +138,7 @@ def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
     return -1
 
 
-@nb.njit(nogil=True, cache=True)
+@njit()
 def _scale(codes: Array, scales: Array, out: Array) -> None:
     for row in range(codes.shape[0]):
         scale = scales[row, 0]
@@ -151,7 +151,7 @@ def take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array)
     _take_scaled(read_only(_flat(codes)), read_only(scales), read_only(rows), read_only(at), _flat(out))
 
 
-@nb.njit(nogil=True, cache=True)
+@njit()
 def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
     for i in range(rows.shape[0]):
         scale = scales[rows[i], 0]
@@ -159,7 +159,7 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
             out[at[i], column] = np.float32(codes[rows[i], column]) * scale
 
 
-@nb.njit(nogil=True, cache=True)
+@njit()
 def _halve(rows: Array, bits: Array, out: Array) -> int:
     """float16's bits, to nearest, ties to even. The first row that is refused, or -1.
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import os
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from netns import DISK, NetCluster
-from netns_tools import STATE, start_ticks
 
-#: The same path on every host of all clusters, since numba's cache goes by the path of the code.
+#: The same path on every host of all clusters.
 WORKDIR = DISK
 
 
@@ -26,17 +21,7 @@ def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[
             "procs": procs[k] if procs else 1,
             "python": pythons[k] if pythons else sys.executable,
             "workdir": WORKDIR,
-            "env": {"NUMBA_CACHE_DIR": str(kernels())},
+            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]},
         }
         for k, host in enumerate(cluster.hosts[: len(procs) or None])
     ]
-
-
-@functools.cache
-def kernels() -> Path:
-    """A folder of this test run that all hosts see; laid out so that ``remove_leftovers`` knows whose it is."""
-    folder = STATE / f"gf{os.getpid()}k"
-    (folder / "numba").mkdir(parents=True)
-    (folder / "owner").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder / "numba"

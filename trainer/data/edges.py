@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def first_outside(ids: Array, num_nodes: int) -> int:
     """Position of the first id outside ``0 <= id < num_nodes``; -1 when all are inside."""
     for position in range(len(ids)):
@@ -65,7 +65,7 @@ def undirected(edge_index: Array, num_nodes: int) -> Array:
     return both[:, order]
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _count_both_ways(sources: Array, targets: Array, first_source: int, first_target: int, indptr: Array) -> None:
     for edge in range(len(sources)):
         source, target = sources[edge] + first_source, targets[edge] + first_target
@@ -74,7 +74,7 @@ def _count_both_ways(sources: Array, targets: Array, first_source: int, first_ta
             indptr[target + 1] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _fill_both_ways(
     sources: Array, targets: Array, first_source: int, first_target: int, cursor: Array, slots: Array
 ) -> None:  # fmt: skip
@@ -87,7 +87,7 @@ def _fill_both_ways(
             cursor[target] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _drop_repeats(indptr: Array, slots: Array) -> Array:
     """Keep the first of equal neighbours in each row, closing the gaps in place; the new indptr."""
     num_nodes = len(indptr) - 1

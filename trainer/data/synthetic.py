@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticOptions
@@ -100,13 +100,13 @@ def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Ar
     return np.minimum(degrees, max(_SHARE_OF_LARGEST * options.num_nodes, 1.0))
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _uniform(seed: np.uint64, counter: np.uint64) -> float:
     """A number in [0, 1) that depends on seed and counter alone."""
     return fraction(mix(seed + (counter + np.uint64(1)) * GOLDEN))
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bounds: Array, by_class: Array) -> None:
     """Fill ``drawn`` [2, E]; ``bounds`` are the classes' limits on the scale of ``cumulative``."""
     total, last = cumulative[-1], len(by_class) - 1

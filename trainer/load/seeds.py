@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Ids
+from trainer.compiled import njit
 from trainer.errors import SettingsError
 from trainer.rng import batch_key, shuffled
 from trainer.service.cluster import Cluster
@@ -129,7 +129,7 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
     return rank_of
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
     """Fill ``rank_of`` while using up ``room``, which adds up to the number of seeds."""
     n = len(parts)

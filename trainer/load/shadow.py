@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch_geometric.data import Batch
 from torch_geometric.sampler import SamplerOutput
 
 from trainer.arrays import Ids
+from trainer.compiled import njit
 from trainer.load.arguments import (
     AttrNames,
     OutputOptions,
@@ -185,7 +185,7 @@ def edges_within(
     return found[0], found[1], found[2]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
     """Count the edges, or fill ``found`` where it has room. ``at`` is all -1, before and after."""
     count, fill = 0, found.shape[1] > 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.compiled import njit
 from trainer.nn.bits import as_array, narrow, wide
 from trainer.nn.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, stream, threshold_of
 from trainer.nn.rows import run_rows
@@ -79,7 +79,7 @@ def column_sums(rows: Tensor) -> Tensor:
     return torch.mv(rows.t(), rows.new_ones(len(rows)))
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _activate(
     first: int, last: int, rows: Any, bias: Any, n_id: Any, stream_key: Any, threshold: Any, scale: float
 ) -> None:
@@ -107,7 +107,7 @@ def _activate(
             row[k] = narrow(zero if bits[k] < threshold else value, row[k])
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _pass_where_positive(first: int, last: int, grad: Any, out: Any, before: Any, scale: float) -> None:
     for i in range(first, last):
         source, result, row = grad[i], out[i], before[i]

@@ -10,11 +10,11 @@ import functools
 import hashlib
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.compiled import njit
 from trainer.nn.bits import as_array, narrow, wide
 from trainer.nn.precision import sum_dtype
 from trainer.nn.rows import run_rows
@@ -103,7 +103,7 @@ def _mix_tensor(value: Tensor) -> Tensor:
     return value ^ ((value >> 31) & (2**33 - 1))
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _mask_rows(
     first: int, last: int, h: Any, n_id: Any, out: Any, stream_key: Any, threshold: Any, factor: Any
 ) -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.batch import Block
+from trainer.compiled import njit
 from trainer.nn.activation import Activation, activate_, column_sums
 from trainer.nn.bits import as_array, narrow, wide
 from trainer.nn.rows import run_rows
@@ -82,7 +82,7 @@ def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: floa
     return out
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _mean_and_self(first: int, last: int, indptr: Any, indices: Any, x: Any, out: Any, one: Any) -> None:
     width = x.shape[1]
     total = np.empty(width, type(one))
@@ -108,7 +108,7 @@ def _mean_and_self(first: int, last: int, indptr: Any, indices: Any, x: Any, out
             row[width + k] = narrow(type(one)(wide(own[k])), row[k])
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _sources(
     first: int, last: int, indptr: Any, targets: Any, share: Any, grad: Any, activated: Any, out: Any, scale: Any
 ) -> None:

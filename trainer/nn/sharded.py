@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.compiled import njit
 from trainer.errors import DataError
 from trainer.exchange import Route, group_rank, group_size, plan_route
 from trainer.nn.rows import run_rows
@@ -104,7 +104,7 @@ def initial_rows(ids: Any, dim: int, seed: int, node_type: NodeType) -> Tensor:
     return rows
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _fill(first: int, last: int, ids: Any, rows: Any, key: Any, bound: float) -> None:
     for i in range(first, last):
         own = node_key(key, ids[i])

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.batch import Block
+from trainer.compiled import njit
 from trainer.nn.bits import as_array, wide
 from trainer.nn.precision import for_sums, sum_dtype
 from trainer.nn.rows import run_rows
@@ -193,7 +193,7 @@ def _csr_product(indptr: Tensor, indices: Tensor, value: Tensor, x: Tensor) -> T
     return torch.sparse_csr_tensor(indptr, indices, value, (len(indptr) - 1, len(x)), check_invariants=False) @ x
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _sum_rows(
     first: int, last: int, indptr: Any, indices: Any, x: Any, row_scale: Any, col_scale: Any, out: Any
 ) -> None:
@@ -215,7 +215,7 @@ def _sum_rows(
                 row[k] *= row_scale[i]
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _weighted_rows(first: int, last: int, indptr: Any, indices: Any, edges: Any, weight: Any, x: Any, out: Any) -> None:
     heads, width = x.shape[1], x.shape[2]
     for i in range(first, last):
@@ -228,7 +228,7 @@ def _weighted_rows(first: int, last: int, indptr: Any, indices: Any, edges: Any,
                     row[k] += factor * wide(source[k])
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc"})
+@njit(fastmath={"reassoc"})
 def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: Any, out: Any) -> None:
     heads, width = x.shape[1], x.shape[2]
     for i in range(first, last):
@@ -241,7 +241,7 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
                 out[e, h] = total
 
 
-@numba.njit(nogil=True, cache=True)
+@njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
     """Counting sort by source; targets stay ascending within a source."""
     by_source = np.zeros(num_src + 1, np.int32)

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
 from trainer.partition.frequency import frequency_assignment
@@ -93,7 +93,7 @@ def _assignment(
     )
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _count_cut(sources: Array, targets: Array, source_part: Array, target_part: Array) -> int:
     cut = 0
     for edge in range(len(sources)):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.partition.joined import JoinedNodes, Part
 
@@ -110,7 +110,7 @@ def _move(
     _move_in_order(indptr, neighbours, part, of, sizes, keep, room, nodes[np.argsort(-gains, kind="stable")])
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, takers: Array, nodes: Array) -> Array:
     """For each node, edges mended less edges cut when it goes to the best part that may take it, int64 [n]."""
     gains = np.zeros(len(nodes), np.int64)
@@ -131,7 +131,7 @@ def _gains(indptr: Array, neighbours: Array, part: Array, of: Array, takers: Arr
     return gains
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _move_in_order(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, keep: Array, room: Array, nodes: Array
 ) -> None:
@@ -158,7 +158,7 @@ def _move_in_order(
             sizes[kind, best] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _refine(
     indptr: Array, neighbours: Array, part: Array, of: Array, sizes: Array, least: Array, most: Array, passes: int
 ) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array, Ids
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.errors import PartitionError
 from trainer.partition.assign import PartitionAssignment, assign_parts
@@ -57,7 +57,7 @@ def _range(label: Relabelling, part_id: int) -> tuple[Array, Ids]:
     return label.global_id, label.offsets[part_id : part_id + 2]
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _count_inner(sources: Array, targets: Array, source: Array, target: Array, src: Ids, dst: Ids) -> int:
     count = 0
     for edge in range(len(sources)):
@@ -65,7 +65,7 @@ def _count_inner(sources: Array, targets: Array, source: Array, target: Array, s
     return count
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _fill_inner(sources: Array, targets: Array, source: Array, target: Array, src: Ids, dst: Ids, inner: Array) -> None:
     end = 0
     for edge in range(len(sources)):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array, Ids
+from trainer.compiled import njit
 from trainer.partition.relabel import Relabelling, id_dtype
 
 EDGE_BYTES_AT_ONCE = 256 << 20  #: cut edges of as many parts together as fit; each group reads the edge list once
@@ -75,7 +75,7 @@ def edge_groups(edge_offsets: Ids, edge_bytes: int, limit: int) -> Iterator[rang
         start = end
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _row_limits(targets: Array, global_id: Array) -> Array:
     """Row limits of all parts one after the other, int64 [N + 1]; ``global_id`` [N] is the targets'."""
     indptr = np.zeros(len(global_id) + 1, np.int64)
@@ -86,7 +86,7 @@ def _row_limits(targets: Array, global_id: Array) -> Array:
     return indptr
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _cut_rows(
     sources: Array,
     targets: Array,

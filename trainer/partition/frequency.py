@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numba import njit
 
 from trainer.arrays import Array, Ids
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
 from trainer.partition.balance import TRAIN, NodeClasses, node_classes
@@ -74,7 +74,7 @@ def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> 
     _choose(chances, order, classes.of, sizes, classes.least, classes.most, left, part)
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _regrets(chances: Array, nodes: Array) -> Array:
     """What each node loses by its second choice, float32 [n]."""
     regrets = np.zeros(len(nodes), np.float32)
@@ -90,7 +90,7 @@ def _regrets(chances: Array, nodes: Array) -> Array:
     return regrets
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _choose(
     chances: Array, order: Array, of: Array, sizes: Array, least: Array, most: Array, left: Array, part: Array
 ) -> None:

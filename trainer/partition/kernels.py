@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
@@ -14,7 +14,7 @@ def new_bitset(size: int) -> npt.NDArray[np.uint64]:
     return np.zeros((size + 63) // 64, np.uint64)
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def mark(ids: Array, seen: Array) -> int:
     """Set the bit of each id; position of the first whose bit was set already, -1 if none. Stops there."""
     for position in range(len(ids)):
@@ -25,7 +25,7 @@ def mark(ids: Array, seen: Array) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int]:
     """How many ids lie outside ``low <= id < high``, and how many of those bits were new."""
     outside = fresh = 0
@@ -38,7 +38,7 @@ def mark_outside(ids: Array, low: int, high: int, seen: Array) -> tuple[int, int
     return outside, fresh
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def first_descent(values: Array, strict: bool) -> int:
     """First position whose value is below (``strict``: not above) the one before it; -1 if none."""
     for position in range(1, len(values)):
@@ -47,7 +47,7 @@ def first_descent(values: Array, strict: bool) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def first_unordered_row(indptr: Array, orig_id: Array) -> int:
     """First slot where edge ids do not ascend inside their row; -1 if none."""
     for row in range(len(indptr) - 1):
@@ -57,7 +57,7 @@ def first_unordered_row(indptr: Array, orig_id: Array) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
     """First row of a part whose original id has another global id than ``start`` plus the row; -1 if none."""
     for row in range(len(orig_id)):
@@ -66,7 +66,7 @@ def first_other_gid(orig_id: Array, global_id: Array, start: int) -> int:
     return -1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def first_other_time(indices: Array, times: Array, start: int, values: Array) -> int:
     """First slot with another time than its source has; -1 if none.
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pymetis
-from numba import njit
 
 from trainer.arrays import Array
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.errors import PartitionError
 from trainer.partition.balance import SLACK, balance_parts, fill_up, node_classes
@@ -115,12 +115,12 @@ def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
     return thinned, _thin_fill(indptr, neighbours, keep, np.empty(int(thinned[-1]), _metis_dtype()))
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _is_kept(low: int, high: int, chance: float) -> bool:
     return fraction(mix(np.uint64(low) * GOLDEN + np.uint64(high) * np.uint64(0xC2B2AE3D27D4EB4F))) < chance
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _thin_count(indptr: Array, neighbours: Array, keep: float) -> Array:
     inverse = 1.0 / np.maximum(np.diff(indptr), 1)
     thinned = np.zeros(len(indptr), np.int64)
@@ -133,7 +133,7 @@ def _thin_count(indptr: Array, neighbours: Array, keep: float) -> Array:
     return thinned
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _thin_fill(indptr: Array, neighbours: Array, keep: float, kept: Array) -> Array:
     inverse = 1.0 / np.maximum(np.diff(indptr), 1)
     end = 0

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from trainer.arrays import Array, Ids
+from trainer.compiled import njit
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def id_dtype(count: int) -> type[np.signedinteger[Any]]:
     return np.int32 if count <= 2**31 - 1 else np.int64
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> None:
     for node in range(len(part)):
         gid = cursor[part[node]]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 from trainer.arrays import Array, Ids, read_only
+from trainer.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.partition.methods import Fanouts
 from trainer.schema import EdgeType, NodeType
@@ -160,14 +160,14 @@ def _in_edges(edge_index: Array, num_targets: int) -> tuple[Array, Array]:
     return indptr, by_target
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _fill(sources: Array, targets: Array, cursor: Array, by_target: Array) -> None:
     for edge in range(len(sources)):
         by_target[cursor[targets[edge]]] = sources[edge]
         cursor[targets[edge]] += 1
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _ask(indptr: Array, fresh: Array, fanout: float, replace: bool, share: Array) -> tuple[float, float]:
     """Add to ``share`` the chance of a row's edges to be drawn; how many rows ask for how many edges."""
     rows = edges = 0.0
@@ -185,7 +185,7 @@ def _ask(indptr: Array, fresh: Array, fanout: float, replace: bool, share: Array
     return rows, edges
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _spread(indptr: Array, sources: Array, before: Array, share: Array, first: int, log_missed: Array) -> None:
     """From ``before`` the shares have grown to ``share``, which adds to ``log_missed`` of their sources.
 
@@ -202,7 +202,7 @@ def _spread(indptr: Array, sources: Array, before: Array, share: Array, first: i
                     log_missed[sources[slot]] += factor
 
 
-@njit(nogil=True, cache=True)
+@njit()
 def _arrive(log_missed: Array, visited: Array, fresh: Array) -> None:
     for node in range(len(visited)):
         fresh[node] = (1.0 - visited[node]) * -np.expm1(log_missed[node])

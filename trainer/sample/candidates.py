@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
+from trainer.compiled import njit
 from trainer.rng import GOLDEN, draw, fraction, mix, node_key, tree_key
 from trainer.sample.kernels import first_at_least
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(boundscheck=False)
 
 TOO_MANY = -2  #: in place of a slot: there are more picks than allowed
 _ROUNDING = 1.0 + 1e-12

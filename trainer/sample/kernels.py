@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
+from trainer.compiled import njit
 from trainer.rng import draw, node_key, tree_key
 from trainer.sample.hint import prefetch
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(boundscheck=False)
 
 #: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
 _LIST_PICKS, _LONG = 64, 4096

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from trainer.compiled import njit
 from trainer.rng import mix
 
 Pairs = npt.NDArray[np.int64]
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(boundscheck=False)
 
 
 def empty(room: int) -> Pairs:

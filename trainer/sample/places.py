@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids, read_only
+from trainer.compiled import njit
 from trainer.sample import kernels
 
-_jit = numba.njit(nogil=True, cache=True, boundscheck=False)
+_jit = njit(boundscheck=False)
 
 _NO_SLOTS: Any = read_only(np.empty(0, np.int32))
 _NO_KEYS: Any = read_only(np.empty(0, np.int64))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from launcher.completing import config_keys, host_names, runs_or_files, serving_names
 from launcher.errors import FleetError, Interrupted
 from launcher.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
 
@@ -25,14 +26,16 @@ Examples:
   gnnfleet check --config cluster.yml
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01
   gnnfleet --config cluster.yml --detach -- python train_mine.py --lr 0.01
-  gnnfleet status
-  gnnfleet stop
 
 In a checkout, gnnfleet is `python launch.py`. COMMAND --help tells more, docs/operating.md the rest.
 
 \b
-Exit status: 0 done, or detached; 1 failed, or the highest status of the processes that failed by themselves;
+Exit status: 0 done, or detached; 1 failed, or the highest status of failed processes;
 2 bad usage or config, 3 preflight refused, 130 interrupted or stopped."""
+
+
+#: Options that the help of the program shows.
+_MOST_USED = ("config", "sets", "epochs", "detach", "dry_run", "as_json", "help")
 
 
 def _example(*lines: str) -> str:
@@ -45,25 +48,47 @@ class OwnCommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order one needs them
 
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those that most launches have; the whole list is the help of ``launch``."""
+        shown = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in _MOST_USED]
+        with formatter.section("Options (launch --help has all)"):
+            formatter.write_dl([record for record in shown if record])
+        self.format_commands(ctx, formatter)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
         if "--" in words and "partition" not in words[: words.index("--")]:
             split = words.index("--")
             ctx.meta["own_command"] = tuple(words[split + 1 :])
-            if not ctx.meta["own_command"]:
+            if not ctx.meta["own_command"] and not ctx.resilient_parsing:
                 raise click.UsageError("give your own command after --, e.g. -- python train_mine.py", ctx)
             words = words[:split]
         return super().parse_args(ctx, words)
 
 
+SET = click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=config_keys,
+    help="Change any config key, dotted; repeatable.",
+)
 HOST_FILTERS = (
     click.option(
         "--include",
         multiple=True,
         metavar="HOSTS",
+        shell_complete=host_names,
         help="Only these: node03, gpu*, node[03-05], node04:0,2; repeatable.",
     ),
-    click.option("--exclude", multiple=True, metavar="HOSTS", help="All but these; written alike, repeatable."),
+    click.option(
+        "--exclude",
+        multiple=True,
+        metavar="HOSTS",
+        shell_complete=host_names,
+        help="All but these; written alike, repeatable.",
+    ),
 )
 
 
@@ -71,9 +96,7 @@ def config_options(command: F) -> F:
     """Options of everything that reads a config."""
     given = (
         click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml."),
-        click.option(
-            "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable."
-        ),
+        SET,
         *HOST_FILTERS,
         click.option("--epochs", metavar="N", help="Passes over the train seeds."),
         click.option("--batch-size", metavar="N", help="Global batch: seeds per step over all processes."),
@@ -83,8 +106,18 @@ def config_options(command: F) -> F:
             "--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it."
         ),
         click.option("--master-port", metavar="PORT", help="Port for torch.distributed on the first node that trains."),
-        click.option("--resume", metavar="FILE|RUN", help="Go on from a checkpoint, or from an earlier run."),
-        click.option("--serving", metavar="NAME", help="Train on the graph of a serving cluster (gnnfleet serve)."),
+        click.option(
+            "--resume",
+            metavar="FILE|RUN",
+            shell_complete=runs_or_files,
+            help="Go on from a checkpoint, or from an earlier run.",
+        ),
+        click.option(
+            "--serving",
+            metavar="NAME",
+            shell_complete=serving_names,
+            help="Train on the graph of a serving cluster (gnnfleet serve).",
+        ),
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
         click.option(
@@ -140,8 +173,8 @@ def launch_options(command: F) -> F:
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Turn SSH hosts into one training cluster for graph neural networks.
 
-    With --config and no command: launch. Words after -- are your own training command,
-    run instead of the bundled trainer. Options may be written with underscores or dashes.
+    With --config and no command: launch. Words after -- are your own training command, run instead of the
+    bundled trainer. Options may be written with underscores or dashes.
     """
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
@@ -194,7 +227,7 @@ def check(ctx: click.Context, **values: Any) -> None:
 @click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 @click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
+@SET
 @HOST_FILTERS[0]
 @HOST_FILTERS[1]
 @click.pass_context
@@ -295,11 +328,17 @@ def _console(options: LaunchOptions) -> Console:
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """The program; returns its exit status. Errors a user can act on are one message on stderr."""
+    from launcher.cli_compare import compare
+    from launcher.cli_completion import completion
+    from launcher.cli_init import init
     from launcher.cli_runs import register_commands
     from launcher.serving.cli import serve
 
     register_commands(gnnfleet)
+    gnnfleet.add_command(compare)
     gnnfleet.add_command(serve)
+    gnnfleet.add_command(completion)
+    gnnfleet.add_command(init)
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return int(gnnfleet.main(words, prog_name=prog_name, standalone_mode=False) or 0)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from launcher.completing import config_keys, run_ids
 from launcher.options import LaunchOptions, overrides_of, read_config
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _with(*given: Callable[[F], F]) -> Callable[[F], F]:
 
 
 _RUN = (
-    click.argument("run", required=False),
+    click.argument("run", required=False, shell_complete=run_ids),
     click.option(
         "--config",
         "-c",
@@ -261,8 +262,15 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 @click.command(
     epilog=_examples("resume toy-2026", "resume toy-2026 --epochs 40 --detach", "resume mine -- python a.py")
 )
-@_with(click.argument("run"), *_RUN[1:])
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
+@_with(click.argument("run", shell_complete=run_ids), *_RUN[1:])
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=config_keys,
+    help="Change any config key, dotted; repeatable.",
+)
 @click.option("--epochs", metavar="N", help="Passes over the train seeds in all, those before included.")
 @click.option("--run-id", metavar="ID", help="Name of the new run; default: made from name and time.")
 @click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from launcher.completing import config_keys, host_names, serving_names
 from launcher.errors import ConfigError
 from launcher.operate.found import known_here
 from launcher.options import LaunchOptions, read_config
@@ -43,7 +44,7 @@ def _example(*lines: str) -> str:
 def _about_one(command: F) -> F:
     """Arguments of commands about a cluster that serves."""
     given = (
-        click.argument("name"),
+        click.argument("name", shell_complete=serving_names),
         click.option(
             "--config",
             "-c",
@@ -64,9 +65,18 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, al
 @click.group(invoke_without_command=True, epilog=_EPILOG, short_help="Keep graph servers up for many runs.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file.")
 @click.option("--name", metavar="NAME", help="Name of the serving cluster; default: the file's `name`.")
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Change any config key, dotted; repeatable.")
-@click.option("--include", multiple=True, metavar="HOSTS", help="Only these hosts; repeatable.")
-@click.option("--exclude", multiple=True, metavar="HOSTS", help="All but these; repeatable.")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    shell_complete=config_keys,
+    help="Change any config key, dotted; repeatable.",
+)
+@click.option(
+    "--include", multiple=True, metavar="HOSTS", shell_complete=host_names, help="Only these hosts; repeatable."
+)
+@click.option("--exclude", multiple=True, metavar="HOSTS", shell_complete=host_names, help="All but these; repeatable.")
 @click.option("--fresh", is_flag=True, help="Test all pairs of nodes anew.")
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @_JSON

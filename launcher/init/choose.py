@@ -1,0 +1,110 @@
+"""Which Python each host is to train with, and which devices: the ones that go together with the other hosts'."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from launcher.findings.devices import MOST_USED
+from launcher.init.look import Environment, Gpu, Look
+from launcher.init.wish import Wish
+
+Choice = dict[int, Environment | None]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Environments at the same place, of hosts that may all use them."""
+
+    key: str
+    path: str
+    hosts: tuple[int, ...]
+    versions: Mapping[str, str]  #: on the first of these hosts
+
+
+def choose(wish: Wish, looks: Mapping[int, Look]) -> Choice:
+    """For each host the environment to use; None where nothing fits.
+
+    What is named by the wish is taken as it is. Else versions come first: those that most hosts have; then CUDA where
+    there are GPUs; then the place that most hosts have.
+    """
+    if wish.local and not wish.environment:  # this very Python, which is looked at first
+        return {k: next(iter(look.environments), None) for k, look in looks.items()}
+    if wish.environment:
+        return {k: _named(wish, look.environments) for k, look in looks.items()}
+    alike = _most_common(looks)
+    places = Counter((one.key, one.path) for look in looks.values() for one in look.environments if one.alike == alike)
+
+    def worth(look: Look, one: Environment) -> tuple[object, ...]:
+        right_build = bool(one.versions.get("cuda")) == bool(look.gpus)
+        return (
+            one.complete,
+            one.alike == alike,
+            right_build,
+            places[one.key, one.path],
+            -len(one.lacking),
+            one.numbers("torch"),
+        )
+
+    usable = {k: [one for one in look.environments if one.versions.get("torch")] for k, look in looks.items()}
+    return {k: max(usable[k], key=lambda one, k=k: worth(looks[k], one), default=None) for k in looks}  # type: ignore[misc]
+
+
+def _named(wish: Wish, there: Sequence[Environment]) -> Environment | None:
+    [(key, text)] = wish.environment.items()
+    path = text.rstrip("/")
+    for one in there:
+        if one.path == path or key == "conda" and one.key == "conda" and one.path.rpartition("/")[2] == path:
+            return Environment(key, text, one.versions)
+    return None
+
+
+def _most_common(looks: Mapping[int, Look]) -> tuple[str, ...]:
+    """The versions that most hosts can have, the newest torch of those; () when no host has all packages."""
+    counts: Counter[tuple[str, ...]] = Counter()
+    newest: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for look in looks.values():
+        complete = [one for one in look.environments if one.complete]
+        counts.update({one.alike for one in complete})
+        newest |= {one.alike: one.numbers("torch") for one in complete}
+    return max(counts, key=lambda alike: (counts[alike], newest[alike]), default=())
+
+
+def offers(looks: Mapping[int, Look]) -> tuple[Offer, ...]:
+    """Places where complete environments are, those of most hosts first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    versions: dict[tuple[str, str], Mapping[str, str]] = {}
+    for k, look in looks.items():
+        for one in look.environments:
+            if one.complete:
+                found.setdefault((one.key, one.path), []).append(k)
+                versions.setdefault((one.key, one.path), one.versions)
+    made = [Offer(*place, tuple(hosts), versions[place]) for place, hosts in found.items()]
+    return tuple(sorted(made, key=lambda offer: -len(offer.hosts)))
+
+
+def devices(look: Look, environment: Environment | None) -> tuple[Gpu, ...]:
+    """GPUs that a node may use: none without a torch for CUDA, and none that others use or that is divided (MIG)."""
+    if environment is None or not environment.versions.get("cuda"):
+        return ()
+    return tuple(gpu for gpu in look.gpus if free(gpu))
+
+
+def free(gpu: Gpu) -> bool:
+    return not gpu.mig and gpu.used <= gpu.memory * MOST_USED
+
+
+def shares_of(
+    ranks: Iterable[int], hosts: Mapping[int, str], looks: Mapping[int, Look], chosen: Choice
+) -> dict[int, tuple[int, ...]]:
+    """CUDA ids of each node; those of a host that is listed several times are divided among its nodes."""
+    of_host: dict[str, list[int]] = {}
+    for k in ranks:
+        of_host.setdefault(hosts[k].lower(), []).append(k)
+    found = {}
+    for same in of_host.values():
+        for i, k in enumerate(same):
+            ids = [gpu.index for gpu in devices(looks[k], chosen[k])]
+            found[k] = tuple(ids[len(ids) * i // len(same) : len(ids) * (i + 1) // len(same)])
+    return found

@@ -1,0 +1,181 @@
+"""The cluster.yml that ``gnnfleet init`` writes: a value, made of what was wished and found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from launcher.init.choose import Choice, free
+from launcher.init.graph import GraphDraft
+from launcher.init.lines import Line, render, value
+from launcher.init.look import Environment, Look, Looked
+from launcher.init.wish import Wish
+from launcher.node.words import size
+from launcher.words import count
+
+OWN_VENV = "~/gnnfleet-venv"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """All that the file is made of. Nodes are known by their place in ``wish.hosts``."""
+
+    wish: Wish
+    looked: Looked
+    chosen: Choice
+    devices: Mapping[int, tuple[int, ...]]
+    graph: GraphDraft
+    file: str  #: name of the file, for its own commands
+    program: str = "gnnfleet"  #: how it is called
+
+    @property
+    def default(self) -> Environment | None:
+        """The environment that stands under ``defaults``: that of most nodes."""
+        found = [one for one in self.chosen.values() if one]
+        places = [(one.key, one.path) for one in found]
+        return max(found, key=lambda one: places.count((one.key, one.path)), default=None)
+
+
+def text_of(draft: Draft) -> str:
+    """The file, complete with comments."""
+    sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
+    return render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n"
+
+
+def _head(draft: Draft) -> Iterator[Line]:
+    wish, today = draft.wish, time.strftime("%Y-%m-%d")
+    yield Line(
+        "", f"Written by `gnnfleet init` on {today}, from what the hosts told. docs/config.md explains every key."
+    )
+    launch = f"#   {draft.program} --config {draft.file}"
+    check = f"#   {draft.program} check --config {draft.file}"
+    yield Line(f"{check:<{len(launch) + 10}}    looks at the hosts, and at every pair of them")
+    yield Line(f"{launch} --dry-run    shows what will happen, connects to nothing")
+    yield Line(f"{launch}              does it")
+    yield Line()
+    yield Line("name: cluster", "begins the ids of runs")
+    if wish.local:
+        yield Line("transport: local", "all nodes are on this machine, without SSH")
+    elif wish.host_keys:
+        yield Line(f"host_keys: {wish.host_keys}", "of SSH: strict refuses unknown hosts, accept-new learns their keys")
+
+
+def _defaults(draft: Draft) -> Iterator[Line]:
+    wish, default = draft.wish, draft.default
+    yield Line("defaults:", "holds for every node unless the node says otherwise")
+    for name, plain in wish.login.items():
+        yield Line(f"  {name}: {value(plain)}")
+    if wish.environment:
+        [(key, text)] = wish.environment.items()
+        yield Line(f"  {key}: {value(text)}", _versions(default) if default else "not found on the hosts yet")
+    elif wish.local:
+        yield Line("  # venv: ~/gnnfleet-venv", "environment to use instead of the one that gnnfleet runs in")
+    elif default:
+        yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
+    else:
+        yield Line(f"  venv: {OWN_VENV}", "to be made on the hosts: no Python with torch was found")
+    yield Line("  workdir: ~/gnnfleet/node{node_rank}", "folder on the node for code, parts and runs")
+    yield Line("  # procs: 2", "training processes on a node without devices; default: 1")
+
+
+def _versions(environment: Environment) -> str:
+    shown = [
+        f"{name} {environment.versions[name]}"
+        for name in ("python", "torch", "torch_geometric")
+        if environment.versions.get(name)
+    ]
+    return ", ".join(shown)
+
+
+def _nodes(draft: Draft) -> Iterator[Line]:
+    yield Line("nodes:", "in node_rank order; the first one is the master")
+    for k, host in enumerate(draft.wish.hosts):
+        error = draft.looked.errors.get(k)
+        if error:
+            remedy = f" – {error.remedy}" if error.remedy else ""
+            yield Line("", "")
+            yield Line("  ", f"Left out, as it could not be looked at: {error.message}{remedy}".replace("\n", " "))
+            yield Line(f"  # - {value(host)}")
+        else:
+            yield from _node(draft, k, host)
+
+
+def _node(draft: Draft, k: int, host: str) -> Iterator[Line]:
+    look, chosen, devices = draft.looked.looks[k], draft.chosen[k], draft.devices[k]
+    own = _own_environment(draft, chosen)
+    machine = f"{count(look.cpus, 'CPU')}, {size(look.memory)}" + ("" if look.gpus else ", no GPU")
+    keys = bool(own or devices)
+    yield Line(f"  - host: {value(host)}" if keys else f"  - {value(host)}", machine)
+    if own:
+        yield Line(f"    {own.key}: {value(own.path)}", _versions(own))
+    if devices:
+        yield Line(f"    devices: {value(devices)}", _gpus(look, devices))
+    for remark in _remarks(look, chosen, devices):
+        yield Line("    ", remark)
+
+
+def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | None:
+    """Where a node has another one than ``defaults`` says."""
+    default = draft.default
+    if draft.wish.environment or draft.wish.local or chosen is None or default is None:
+        return None
+    return chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
+
+
+def _gpus(look: Look, devices: Iterable[int]) -> str:
+    names = [gpu.name for gpu in look.gpus if gpu.index in set(devices)]
+    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) + "; one process each"
+
+
+def _remarks(look: Look, chosen: Environment | None, devices: tuple[int, ...]) -> Iterator[str]:
+    if look.gpus and chosen and not chosen.versions.get("cuda"):
+        names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in look.gpus)
+        yield f"it trains on its CPU: torch {chosen.versions['torch']} there is built without CUDA; GPUs: {names}"
+        return
+    for gpu in look.gpus:
+        if gpu.mig:
+            yield f"device {gpu.index} is divided (MIG) and left out"
+        elif not free(gpu):
+            yield f"device {gpu.index} is left out: others use {size(gpu.used << 20)} of its {size(gpu.memory << 20)}"
+
+
+def _data(draft: Draft) -> Iterator[Line]:
+    graph, wish, looked = draft.graph, draft.wish, draft.looked
+    yield Line("data:")
+    yield Line(f"  dataset: {value(graph.dataset)}", graph.about)
+    if graph.source:
+        yield Line(f"  source: {value(graph.source)}", "on this machine")
+    if graph.options:
+        yield Line(f"  options: {value(dict(graph.options))}")
+    elif graph.dataset != "synthetic-hetero":
+        yield Line("  # options: {undirected: true}", "adds the opposite of every edge; docs/data.md has more")
+    if wish.shared:
+        folder = f"{wish.shared.rstrip('/')}/parts/{graph.short_name}"
+        yield Line(f"  folder: {value(folder)}", "as the nodes see it")
+        yield Line("  mode: verify", "the nodes read the parts in place; make them with `gnnfleet partition make`")
+        yield Line(f"  num_parts: {len(looked.looks)}")
+        return
+    sent = "the parts are made here" if wish.local else "made here on this machine; each node is then sent its own"
+    yield Line(f"  folder: parts/{graph.short_name}", sent)
+    if looked.shared and not wish.local:
+        where = " and this machine" if looked.shared_here else ""
+        place = (looked.shared_here or looked.shared)[0]
+        parts = f"`folder: {place}/parts/{graph.short_name}`"
+        how = "with {} and `mode: verify` nothing is copied (gnnfleet init --template shared_folder)"
+        yield Line("  ", f"{place} is one folder on all nodes{where}: " + how.format(parts))
+
+
+def _train(draft: Draft) -> Iterator[Line]:
+    world = sum(len(ids) or 1 for ids in draft.devices.values())
+    hetero = draft.graph.hetero
+    yield Line("train:", "for the bundled trainer; a script of your own follows the command line after --")
+    yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
+    yield Line("  hidden: 64" if hetero else "  hidden: 128")
+    yield Line(
+        f"  fanouts: {'[8, 4]' if hetero else '[15, 10]'}",
+        f"neighbours per hop{', of each edge type' if hetero else ''}",
+    )
+    yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
+    yield Line("  epochs: 10")
+    yield Line("  lr: 0.005")

@@ -1,0 +1,192 @@
+"""``gnnfleet init`` from wishes to a file: connect, look, choose, write, check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.errors import HostKeyError, NodeError, PreflightRefused, UsageError
+from launcher.init.ask import ask_access, ask_environment
+from launcher.init.choose import choose, shares_of
+from launcher.init.draft import OWN_VENV, Draft, text_of
+from launcher.init.graph import graph_of
+from launcher.init.look import Looked, look_at_all
+from launcher.init.wish import Wish, config_of
+from launcher.node import packages
+from launcher.node.words import size
+from launcher.options import LaunchOptions, read_config
+from launcher.transport import Opened, close_all, connect_all
+from launcher.transport.base import Transport
+from launcher.wholefile import write_whole
+from launcher.words import count
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to go about it."""
+
+    console: Console
+    ask: bool  #: somebody is at the terminal
+    check: bool
+    as_json: bool
+    program: str = "gnnfleet"  #: how this program is called
+
+
+def make(wish: Wish, dest: Path, manner: Manner) -> int:
+    """Write ``dest``; 0 when a launch could go on, 3 when a host is left out or something is in the way."""
+    with _reached(wish, manner) as (wish, looked, opened):
+        if not looked.looks:
+            raise _nobody(wish, looked)
+        wish = ask_environment(wish, looked) if manner.ask else wish
+        draft = _draft(wish, looked, dest, manner.program)
+        write_whole(dest, text_of(draft))
+        told = _told(draft)
+        _show(draft, manner.console)
+        checked = _check(dest, looked, opened, manner) if manner.check else {}
+    if manner.as_json:
+        click.echo(json.dumps({"file": str(dest), "hosts": told, **checked}, indent=1))
+    _say_next(dest, manner, bool(checked.get("blocked")))
+    return 3 if looked.errors or checked.get("blocked") else 0
+
+
+def _say_next(dest: Path, manner: Manner, blocked: bool) -> None:
+    command = f"{manner.program} check --config {dest}" if blocked else f"{manner.program} --config {dest}"
+    first = "Repair what is named above" if blocked else "Read it"
+    manner.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then: {escape(command)}", soft_wrap=True)
+
+
+def _draft(wish: Wish, looked: Looked, dest: Path, program: str) -> Draft:
+    chosen = choose(wish, looked.looks)
+    hosts = dict(enumerate(node.host for node in config_of(wish).nodes))
+    devices = shares_of(looked.looks, hosts, looked.looks, chosen)
+    return Draft(wish, looked, chosen, devices, graph_of(wish.dataset or "synthetic", wish.source), dest.name, program)
+
+
+@contextmanager
+def _reached(wish: Wish, manner: Manner) -> Iterator[tuple[Wish, Looked, Opened]]:
+    """All hosts looked at, as far as they can be reached; at a terminal with what was answered about the rest."""
+    config = config_of(wish)
+    with manner.console.status(f"Looking at {count(len(wish.hosts), 'host')} …"):
+        opened = connect_all(config)
+    try:
+        while manner.ask:
+            errors = {k: error for k, error in opened.items() if isinstance(error, NodeError)}
+            more = ask_access(wish, errors, manner.console)
+            if more == wish:
+                break
+            close_all(opened)
+            wish = more
+            opened = connect_all(config_of(wish))
+        with manner.console.status(f"Looking at {count(len(wish.hosts), 'host')} …"):
+            looked = look_at_all(wish, config, opened)
+        yield wish, looked, opened
+    finally:
+        close_all(opened)
+
+
+def _nobody(wish: Wish, looked: Looked) -> PreflightRefused:
+    lines = [f"{wish.hosts[k]}: {_reason(error)}" for k, error in looked.errors.items()]
+    return PreflightRefused("no host could be looked at, so nothing was written:\n  " + "\n  ".join(lines))
+
+
+def _reason(error: NodeError) -> str:
+    """What and what to do, in the flags of this command."""
+    flag = (
+        "; or learn it with --host-keys accept-new"
+        if isinstance(error, HostKeyError) and "is not known" in error.message
+        else ""
+    )
+    return error.message + (f" – {error.remedy}{flag}" if error.remedy else "")
+
+
+# -- what is told --------------------------------------------------------
+
+
+def _told(draft: Draft) -> list[dict[str, Any]]:
+    """For --json, a host each."""
+    return [
+        {"host": host, "error": _reason(draft.looked.errors[k])}
+        if k in draft.looked.errors
+        else {
+            "host": host,
+            "environment": {one.key: one.path, "versions": dict(one.versions)} if (one := draft.chosen[k]) else None,
+            "devices": list(draft.devices[k]),
+            "cpus": draft.looked.looks[k].cpus,
+            "memory": draft.looked.looks[k].memory,
+        }
+        for k, host in enumerate(draft.wish.hosts)
+    ]
+
+
+def _show(draft: Draft, console: Console) -> None:
+    table = Table("Host", "CPUs", "Memory", "GPUs", "Python", box=SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"
+    for k, host in enumerate(draft.wish.hosts):
+        table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.looked.errors else "")
+    console.print(table)
+    for k, error in draft.looked.errors.items():
+        console.print(f"[bold red]left out[/] {escape(draft.wish.hosts[k])}: {escape(_reason(error))}", soft_wrap=True)
+    lacking = [draft.wish.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
+    if lacking:
+        console.print(f"[yellow]No Python with all packages[/] on {escape(', '.join(lacking))}. There:", soft_wrap=True)
+        console.print(f"  {escape(_install(draft))}", soft_wrap=True)
+
+
+def _cells(draft: Draft, k: int) -> tuple[str, ...]:
+    if k in draft.looked.errors:
+        return ("–", "–", "–", "left out, see below")
+    look, chosen = draft.looked.looks[k], draft.chosen[k]
+    used = ", ".join(map(str, draft.devices[k])) if draft.devices[k] else "none used"
+    gpus = f"{used} of {len(look.gpus)} × {look.gpus[0].name}" if look.gpus else "none"
+    python = f"{chosen.path}: torch {chosen.versions['torch']}" if chosen else "none with torch"
+    return str(look.cpus), size(look.memory), gpus, python
+
+
+def _install(draft: Draft) -> str:
+    """The command that makes an environment with the versions of the other hosts, else with those of this machine."""
+    pattern = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
+    venv = draft.wish.venv or OWN_VENV
+    pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := pattern.get(name))]
+    cpu = not any(look.gpus for look in draft.looked.looks.values())
+    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if cpu else ""
+    return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join(pins)}{index}"
+
+
+def _check(dest: Path, looked: Looked, opened: Opened, manner: Manner) -> dict[str, Any]:
+    """``gnnfleet check`` of the new file, over the lines that are open; {"blocked", "findings"}."""
+    from dataclasses import asdict
+
+    from launcher.checking import check_over
+    from launcher.preflight_table import print_findings
+
+    options = LaunchOptions(dest)
+    config = read_config(options)
+    lines: Opened = {}
+    for k, old in enumerate(looked.looks):
+        line = opened[old]
+        assert isinstance(line, Transport)
+        lines[k] = line
+    report = check_over(config, options, lines)
+    print_findings(report, manner.console)
+    return {"blocked": report.blocked, "findings": [asdict(finding) for finding in report.findings]}
+
+
+def writable_place(dest: Path, force: bool, ask: bool) -> None:
+    """Raises UsageError where ``dest`` must not be written; at a terminal a file that is there may be replaced."""
+    if dest.is_dir():
+        raise UsageError(f"{dest} is a folder; name a file with -o")
+    if not dest.absolute().parent.is_dir():
+        raise UsageError(f"no folder {dest.parent}; make it first, or name another file with -o")
+    if dest.exists() and not force and not (ask and click.confirm(f"{dest} is there already. Replace it?")):
+        raise UsageError(f"{dest} is there already and was left as it is; --force replaces it, -o names another file")

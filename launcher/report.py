@@ -17,6 +17,7 @@ from rich.text import Text
 from launcher.aftermath import aftermath_of
 from launcher.outcome import Outcome
 from launcher.profile import Profile, print_profile, read_profile
+from launcher.tensorboard import write_events
 from launcher.wholefile import appearing, write_whole
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
@@ -121,6 +122,7 @@ def written(report: RunReport) -> RunReport:
     """``report``, in its folder now; with a note where the disk does not take it, as its words still count."""
     try:
         report.write()
+        write_events(report.folder, report.metrics.files, metrics_lines(report.metrics.files))
     except OSError as error:
         note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
         return replace(report, notes=(*report.notes, note))

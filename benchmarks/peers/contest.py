@@ -53,7 +53,7 @@ class Contender:
 
     @property
     def ours(self) -> bool:
-        return self.script == "our_job.py"
+        return self.script in ("our_job.py", "our_train.py")
 
     @property
     def cut(self) -> str:
@@ -168,8 +168,8 @@ def free_ports(count: int) -> list[int]:
 def _ours(size: str) -> list[Contender]:
     def one(section: str, name: str, hosts: int = 1, parts: Path | None = None, **told: Any) -> Contender:
         return Contender(
-            section, f"gnnfleet, {name}", "our_job.py", Path(sys.executable), section, hosts, told, parts=parts,
-            copied=hosts > 1,
+            section, f"gnnfleet, {name}", "our_train.py" if section == "train" else "our_job.py", Path(sys.executable),
+            section, hosts, told, parts=parts, copied=hosts > 1,
         )  # fmt: skip
 
     whole = peer_partition(size, 1)

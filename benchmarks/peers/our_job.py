@@ -1,17 +1,14 @@
 """Our side of `make bench-peers`, a process that stands for a host: python our_job.py TASK PLAIN SETTINGS.
 
-Tasks: ``loader`` (one machine), ``parts`` (one of two hosts, loads only), ``train`` (one of two hosts), ``partition``.
+Tasks: ``loader`` (one machine), ``parts`` (one of two hosts, loads only), ``partition``; our_train.py has the other.
 Settings (JSON): folder, fanouts, batch, warm, epochs, and of some tasks kind (``blocks``, ``data``), threads, rank,
 ports, topology, cache, method, classes. Prints one JSON line.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +19,7 @@ import numpy as np
 import torch
 from epochs import cpu_seconds, timed_epochs
 from our_client import look_at_data
+from our_train import HERE, HOSTS, graph_server
 
 from trainer.batch import Batch
 from trainer.cost import Cost
@@ -35,8 +33,6 @@ from trainer.partition.write import write_partition
 from trainer.ranks import Ranks
 from trainer.reach import CacheSize, Reach
 
-HERE = "127.0.0.1"
-HOSTS = 2
 Settings = dict[str, Any]
 
 
@@ -101,7 +97,7 @@ def parts(plain: Path, told: Settings) -> Settings:
         "gloo", init_method=f"tcp://{HERE}:{told['ports'][0]}", rank=rank, world_size=HOSTS
     )
     layout = RankLayout(HOSTS, ((0,), (1,)))
-    with _server(told) as cluster, open_graph(
+    with graph_server(told) as cluster, open_graph(
         told["folder"], [rank], cluster_file=cluster, node_rank=rank, ranks=Ranks(rank, HOSTS, node_rank=rank),
         placed=layout, reach=_reach(told),
     ) as graph:  # fmt: skip
@@ -115,56 +111,6 @@ def parts(plain: Path, told: Settings) -> Settings:
 
 def _reach(told: Settings) -> Reach:
     return Reach(topology=told["topology"], cache=CacheSize.parse(told["cache"]))
-
-
-@contextlib.contextmanager
-def _server(told: Settings) -> Iterator[Path]:
-    """This host's graph server, as the launcher starts one; yields its ``cluster.json``."""
-    rank, folder = told["rank"], Path(told["folder"])
-    cluster, ready = folder.with_suffix(".cluster.json"), folder.with_suffix(".ready")
-    places = [f"tcp://{HERE}:{port}" for port in told["ports"][1 : 1 + HOSTS]]
-    nodes = [
-        {"node_rank": k, "host": f"host{k}", "endpoint": place, "parts": [k], "ranks": [k]}
-        for k, place in enumerate(places)
-    ]
-    cluster.write_text(json.dumps({"run_id": "bench", "num_parts": HOSTS, "nodes": nodes}))
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "trainer", "serve", "--parts", folder, "--own", str(rank), "--bind", places[rank]]
-    command += ["--cluster", cluster, "--node-rank", str(rank), "--ready-file", ready]
-    server = subprocess.Popen(command, stdout=sys.stderr)
-    try:
-        while not ready.exists():
-            if server.poll() is not None:
-                raise SystemExit(f"the graph server ended: {server.returncode}")
-            time.sleep(0.05)
-        yield cluster
-    finally:
-        server.terminate()
-        server.wait(10)
-
-
-def train(plain: Path, told: Settings) -> Settings:
-    """The bundled trainer, as the launcher starts it."""
-    rank, folder = told["rank"], Path(told["folder"])
-    run = folder.with_suffix(".run")
-    shutil.rmtree(run, ignore_errors=True)
-    ranks = {"RANK": rank, "WORLD_SIZE": HOSTS, "LOCAL_RANK": 0, "NODE_RANK": rank}
-    ranks |= {"MASTER_ADDR": HERE, "MASTER_PORT": told["ports"][0]}
-    command = [sys.executable, "-m", "trainer", "train", "--run-dir", run, "--parts", folder, "--part-ids", rank]
-    command += ["--topology", told["topology"], "--cache", told["cache"], "--hidden", told["hidden"]]
-    command += ["--fanouts", ",".join(map(str, told["fanouts"])), "--batch-size", HOSTS * told["batch"]]
-    command += ["--eval-batch-size", HOSTS * told["batch"], "--epochs", told["epochs"], "--lr", told["lr"]]
-    command += ["--dropout", "0", "--eval-every", "0", "--checkpoint-every", "0", "--backend", "gloo"]
-    with _server(told) as cluster:
-        environment = os.environ | {name: str(value) for name, value in ranks.items()}
-        subprocess.run(list(map(str, [*command, "--cluster", cluster])), env=environment, stdout=sys.stderr, check=True)
-    lines = [json.loads(line) for line in (run / f"metrics-rank{rank}.jsonl").read_text().splitlines()]
-    epochs = [line for line in lines if line["kind"] == "epoch"]
-    test = [line["accuracy"] for line in lines if line["kind"] == "eval" and line["split"] == "test"]
-    return {
-        "seconds": [line["seconds"] for line in epochs], "loss": [line["loss"] for line in epochs],
-        "seeds": sum(line["seeds"] for line in epochs) // len(epochs), "accuracy": test[-1] if test else None,
-    }  # fmt: skip
 
 
 def partition(plain: Path, told: Settings) -> Settings:

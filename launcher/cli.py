@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from launcher.completing import config_keys, host_names, runs_or_files, serving_names
 from launcher.errors import FleetError, Interrupted
@@ -47,6 +48,11 @@ class OwnCommandGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order one needs them
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if "own_command" in ctx.meta:
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Those that most launches have; the whole list is the help of ``launch``."""
@@ -135,7 +141,7 @@ class PartitionCommand(click.Command):
     """Its help is shown for ``partition --help``; ``partition make --help`` is the trainer's to answer."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args[:1] in ([], ["--help"], ["-h"]):
+        if args[:1] in ([], ["--help"], ["-h"]) and not ctx.resilient_parsing:
             click.echo(ctx.get_help())
             ctx.exit(0 if args else 2)
         return super().parse_args(ctx, args)

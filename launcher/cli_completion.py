@@ -37,4 +37,5 @@ def completion(shell: Shell | None) -> None:
     made = get_completion_class(name) if name in ("bash", "zsh", "fish") else None
     if made is None:
         raise click.UsageError(f"`{name}` cannot be completed for; name one: gnnfleet completion bash|zsh|fish")
-    click.echo(made(gnnfleet, {}, PROGRAM, VARIABLE).source())
+    source = made(gnnfleet, {}, PROGRAM, VARIABLE).source()
+    click.echo(source.replace('string split ","', 'string split --max 1 ","'))  # in fish: a value may have commas

@@ -65,6 +65,14 @@ def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> li
     return [CompletionItem(f"{before}{comma}{name}") for name, _ in zip(offered, range(_HOSTS_LISTED), strict=False)]
 
 
+def template_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Of ``gnnfleet init``, with what they are for."""
+    from launcher.init.templates import templates
+
+    found = templates()
+    return [CompletionItem(each.name, help=each.about) for each in found if each.name.startswith(typed)]
+
+
 def config_keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
     """``train.lr=`` and the like, with what they mean."""
     from launcher.config_reader import sections

@@ -99,8 +99,9 @@ def _given(values: dict[str, Any]) -> Wish:
         hosts=split_hosts([*values["hosts"], *values["more_hosts"]]),
         dataset=dataset or ("file" if source else ""),
         source=source,
+        shared=values["shared"].rstrip("/") if values["shared"] else None,
         key=written_path(Path(values["key"]).expanduser().absolute()) if values["key"] else None,
-        **{name: values[name] for name in ("user", "password", "shared", "host_keys", "venv", "conda", "python")},
+        **{name: values[name] for name in ("user", "password", "host_keys", "venv", "conda", "python")},
     )
 
 

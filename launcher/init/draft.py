@@ -36,6 +36,14 @@ class Draft:
         places = [(one.key, one.path) for one in found]
         return max(found, key=lambda one: places.count((one.key, one.path)), default=None)
 
+    @property
+    def shared_as_wished(self) -> bool:
+        """Whether the folder of ``--shared`` is one, as far as it was asked for."""
+        shared, looks = self.wish.shared, list(self.looked.looks.values())
+        if not shared or len(looks) < 2:
+            return True
+        return (looks[0].home + shared[1:] if shared[0] == "~" else shared) in self.looked.shared
+
 
 def text_of(draft: Draft) -> str:
     """The file, complete with comments."""
@@ -94,7 +102,6 @@ def _nodes(draft: Draft) -> Iterator[Line]:
         error = draft.looked.errors.get(k)
         if error:
             remedy = f" – {error.remedy}" if error.remedy else ""
-            yield Line("", "")
             yield Line("  ", f"Left out, as it could not be looked at: {error.message}{remedy}".replace("\n", " "))
             yield Line(f"  # - {value(host)}")
         else:
@@ -111,7 +118,7 @@ def _node(draft: Draft, k: int, host: str) -> Iterator[Line]:
         yield Line(f"    {own.key}: {value(own.path)}", _versions(own))
     if devices:
         yield Line(f"    devices: {value(devices)}", _gpus(look, devices))
-    for remark in _remarks(look, chosen, devices):
+    for remark in _remarks(look, chosen):
         yield Line("    ", remark)
 
 
@@ -128,7 +135,11 @@ def _gpus(look: Look, devices: Iterable[int]) -> str:
     return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) + "; one process each"
 
 
-def _remarks(look: Look, chosen: Environment | None, devices: tuple[int, ...]) -> Iterator[str]:
+def _remarks(look: Look, chosen: Environment | None) -> Iterator[str]:
+    if chosen is None:
+        yield "no Python with torch was found there"
+    elif chosen.lacking:
+        yield f"lacks {', '.join(chosen.lacking)} there"
     if look.gpus and chosen and not chosen.versions.get("cuda"):
         names = ", ".join(f"{gpu.index} ({gpu.name})" for gpu in look.gpus)
         yield f"it trains on its CPU: torch {chosen.versions['torch']} there is built without CUDA; GPUs: {names}"
@@ -151,10 +162,12 @@ def _data(draft: Draft) -> Iterator[Line]:
     elif graph.dataset != "synthetic-hetero":
         yield Line("  # options: {undirected: true}", "adds the opposite of every edge; docs/data.md has more")
     if wish.shared:
-        folder = f"{wish.shared.rstrip('/')}/parts/{graph.short_name}"
+        folder = f"{wish.shared}/parts/{graph.short_name}"
         yield Line(f"  folder: {value(folder)}", "as the nodes see it")
         yield Line("  mode: verify", "the nodes read the parts in place; make them with `gnnfleet partition make`")
         yield Line(f"  num_parts: {len(looked.looks)}")
+        if not draft.shared_as_wished:
+            yield Line("  ", f"{wish.shared} was not found to be one folder on all nodes")
         return
     sent = "the parts are made here" if wish.local else "made here on this machine; each node is then sent its own"
     yield Line(f"  folder: parts/{graph.short_name}", sent)
@@ -169,7 +182,7 @@ def _data(draft: Draft) -> Iterator[Line]:
 def _train(draft: Draft) -> Iterator[Line]:
     world = sum(len(ids) or 1 for ids in draft.devices.values())
     hetero = draft.graph.hetero
-    yield Line("train:", "for the bundled trainer; a script of your own follows the command line after --")
+    yield Line("train:", "for the bundled trainer; your own script goes after -- on the command line")
     yield Line(f"  model: {'rgcn' if hetero else 'sage'}", "or rsage, hgt" if hetero else "or gcn, gat")
     yield Line("  hidden: 64" if hetero else "  hidden: 128")
     yield Line(

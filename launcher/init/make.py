@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import click
@@ -15,13 +16,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.errors import HostKeyError, NodeError, PreflightRefused, UsageError
+from launcher.errors import ConfigError, HostKeyError, NodeError, PreflightRefused, UsageError
 from launcher.init.ask import ask_access, ask_environment
 from launcher.init.choose import choose, shares_of
 from launcher.init.draft import OWN_VENV, Draft, text_of
 from launcher.init.graph import graph_of
 from launcher.init.look import Looked, look_at_all
-from launcher.init.wish import Wish, config_of
+from launcher.init.wish import Wish, config_of, in_flags
 from launcher.node import packages
 from launcher.node.words import size
 from launcher.options import LaunchOptions, read_config
@@ -49,7 +50,9 @@ def make(wish: Wish, dest: Path, manner: Manner) -> int:
             raise _nobody(wish, looked)
         wish = ask_environment(wish, looked) if manner.ask else wish
         draft = _draft(wish, looked, dest, manner.program)
-        write_whole(dest, text_of(draft))
+        text = text_of(draft)
+        _refuse_mistakes(text, dest)
+        write_whole(dest, text)
         told = _told(draft)
         _show(draft, manner.console)
         checked = _check(dest, looked, opened, manner) if manner.check else {}
@@ -57,6 +60,17 @@ def make(wish: Wish, dest: Path, manner: Manner) -> int:
         click.echo(json.dumps({"file": str(dest), "hosts": told, **checked}, indent=1))
     _say_next(dest, manner, bool(checked.get("blocked")))
     return 3 if looked.errors or checked.get("blocked") else 0
+
+
+def _refuse_mistakes(text: str, dest: Path) -> None:
+    """Flags may contradict each other in ways that only the whole file shows; raises ConfigError before it is there."""
+    with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
+        file.write(text)
+        file.flush()
+        try:
+            read_config(LaunchOptions(Path(file.name)))
+        except ConfigError as error:
+            raise in_flags(error.problems) from None
 
 
 def _say_next(dest: Path, manner: Manner, blocked: bool) -> None:
@@ -137,6 +151,10 @@ def _show(draft: Draft, console: Console) -> None:
     console.print(table)
     for k, error in draft.looked.errors.items():
         console.print(f"[bold red]left out[/] {escape(draft.wish.hosts[k])}: {escape(_reason(error))}", soft_wrap=True)
+    if not draft.shared_as_wished:
+        console.print(
+            f"[yellow]{escape(str(draft.wish.shared))} is not one folder[/] on all hosts, or not writable there"
+        )
     lacking = [draft.wish.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
     if lacking:
         console.print(f"[yellow]No Python with all packages[/] on {escape(', '.join(lacking))}. There:", soft_wrap=True)

@@ -19,6 +19,7 @@ from launcher.errors import ConfigError, Problem, UsageError
 from launcher.hostranges import RangeError, expand, is_range
 from launcher.yaml_tree import Section, read_tree
 
+_OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
 _COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
 
 
@@ -110,5 +111,15 @@ def config_of(wish: Wish, connect_timeout: float = 10.0) -> ClusterConfig:
     config = resolve_paths(reader.cluster(tree), reader)
     check_nodes(config, reader)
     if problems:
-        raise ConfigError([Problem("gnnfleet init", 0, problem.message) for problem in problems])
+        raise in_flags(problems)
     return config
+
+
+def in_flags(problems: Sequence[Problem]) -> ConfigError:
+    """Mistakes of ``nodes.0.venv`` as those of ``--venv``, since no file has them."""
+
+    def flag(found: re.Match[str]) -> str:
+        return "host" if found[1] == "host" else f"--{found[1].replace('_', '-')}"
+
+    said = dict.fromkeys(_OF_NODE.sub(flag, problem.message) for problem in problems)
+    return ConfigError([Problem("gnnfleet init", 0, message) for message in said])

@@ -1,0 +1,242 @@
+"""gnnfleet init: from hosts to a file (golden/init), what it says, and what it finds on this machine for real."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import re
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fake_transport import FakeTransport, wire
+from findings_kit import VERSIONS, gpu, probe_of
+from golden_kit import GOLDEN, check_messages
+from launcher import cli
+from launcher.errors import AuthError, HostKeyError, TransportError, UnreachableError
+from launcher.init import make
+from launcher.node import environments, packages
+from launcher.yaml_schema import load_config
+from terminal import Terminal
+
+CUDA = {**VERSIONS, "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.5"}
+OLD = {**VERSIONS, "torch": "2.4.1+cpu", "numpy": "1.26.4"}
+BARE = dict.fromkeys(VERSIONS, "") | {"python": "3.11.2", "torch": "2.13.0+cpu"}
+
+_serial = itertools.count()
+Machine = FakeTransport | TransportError
+
+
+def env(path: str = "~/gnnfleet-venv", key: str = "venv", versions: Mapping[str, str] = VERSIONS) -> dict[str, Any]:
+    return {"key": key, "path": path, "versions": versions}
+
+
+def machine(*there: dict[str, Any], shares: tuple[str, ...] = (), one: bool = True, **facts: Any) -> FakeTransport:
+    """A host with these environments; ``one``: its folders of ``shares`` are those of the other hosts."""
+    k = next(_serial)
+    addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
+    fake = FakeTransport(target="host").on_program("can reach a port", wire())
+    fake.on_program(
+        "what this machine is and has", lambda request: probe_of(k, addresses=addresses, boot_id=f"b{k}", **facts)
+    )
+    fake.on_program(
+        "which Pythons of this machine have torch", lambda request: {"environments": there, "shares": shares}
+    )
+    return fake.on_program(
+        "is a folder the same one", lambda request: {"written": True, "seen": one, "identity": [], "op": request["op"]}
+    )
+
+
+def hetero_graph(folder: Path) -> str:
+    """As torch.save lays a HeteroData out, as far as it is looked at: names in a pickle, and no tensor."""
+    with zipfile.ZipFile(folder / "graph.pt", "w") as archive:
+        archive.writestr("graph/data.pkl", pickle.dumps({"_global_store": {}, "_node_store_dict": {}}, 2))
+    return "graph.pt"
+
+
+def gpus(*numbers: int, **changes: Any) -> dict[str, Any]:
+    made = [gpu(number, "NVIDIA H100", **changes) for number in numbers]
+    return {"gpus": made, "devices": [one["name"] for one in made], "driver": "560.35.03", "versions": CUDA}
+
+
+def mixed() -> dict[str, Any]:
+    busy = gpus(0, 1, 2)
+    busy["gpus"][1]["used"] = 40_000
+    busy["gpus"][2]["mig"] = True
+    return busy
+
+
+@dataclass(frozen=True)
+class Case:
+    words: str
+    machines: tuple[Machine, ...]
+    status: int = 0
+    file: Callable[[Path], str] | None = None
+    table: list[str] = field(default_factory=list)
+
+
+GONE = UnreachableError("no answer on port 22 within 10 s", host="gnn2", node_rank=1, remedy="is the machine up?")
+CASES = {
+    "two_cpu_nodes": Case("gnn1,gnn2 --yes", (machine(env()), machine(env()))),
+    "unequal_gpus": Case(
+        "gpu[1-3] old1 --user alice --dataset ogbn-products",
+        (
+            machine(env(versions=CUDA), **gpus(0, 1, 2, 3)),
+            machine(env(versions=CUDA), env("~/other", versions=OLD), **mixed()),
+            machine(env("~/miniforge3/envs/gnn", "conda", CUDA), env("/usr/bin/python3", "python", BARE), **gpus(0)),
+            machine(env(), **gpus(0) | {"versions": VERSIONS}),
+        ),
+    ),
+    "one_left_out": Case("gnn1 gnn2 gnn3 --yes", (machine(env()), GONE, machine(env())), status=3),
+    "no_python_there": Case("gnn1 gnn2 --yes --no-check", (machine(), machine(env(versions=BARE)))),
+    "most_common_versions": Case(
+        "gnn[1-3] --yes",
+        (
+            machine(env("~/a", versions={**VERSIONS, "torch": "2.14.0"}), env("~/b")),
+            machine(env("~/b")),
+            machine(env("~/old", versions=OLD), env("~/b"), env("/usr/bin/python3", "python", BARE)),
+        ),
+    ),
+    "same_host_twice": Case(
+        "pair pair --dataset ogbn-arxiv --no-check", (machine(env(versions=CUDA), **gpus(0, 1, 2)),) * 2
+    ),
+    "shared_home": Case(
+        "gnn1 gnn2 --yes --no-check",
+        (machine(env(), shares=("/home/ann", "/tmp/x")), machine(env(), shares=("/home/ann",))),
+    ),
+    "not_shared": Case(
+        "gnn1 gnn2 --yes --no-check --shared /nfs/gnn",
+        (machine(env(), shares=("/nfs/gnn",)), machine(env(), shares=("/nfs/gnn",), one=False)),
+    ),
+    "shared_folder": Case(
+        "gnn1 gnn2 --yes --no-check --shared /nfs/gnn",
+        (machine(env(), shares=("/nfs/gnn",)), machine(env(), shares=("/nfs/gnn",))),
+    ),
+    "own_hetero_graph": Case(
+        "gnn1 alice@gnn2:2222 --dataset {file} --conda gnn --key id --no-check",
+        (machine(env("~/miniforge3/envs/gnn", "conda")), machine(env("/opt/conda/envs/gnn", "conda"))),
+        file=hetero_graph,
+    ),
+}  # fmt: skip
+
+
+def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int:
+    """One invocation over made-up hosts."""
+    monkeypatch.setattr(make, "connect_all", lambda config: dict(enumerate(machines)))
+    monkeypatch.setenv("COLUMNS", "160")
+    return cli.run(["init", *words.split()])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_are_as_the_golden_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """UPDATE_GOLDEN=1 writes them anew; read the difference before committing it."""
+    case, golden = CASES[name], GOLDEN / "init" / f"{name}.yml"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = case.file(tmp_path) if case.file else ""
+    assert init(monkeypatch, case.words.format(file=file), *case.machines) == case.status
+    config = load_config(tmp_path / "cluster.yml")
+    written = re.sub(r"on \d{4}-\d\d-\d\d,", "on DATE,", (tmp_path / "cluster.yml").read_text())
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(written)
+    assert written == golden.read_text()
+    assert max(map(len, written.splitlines())) <= 120
+    assert len(config.nodes) == sum(not isinstance(one, TransportError) for one in case.machines)
+
+
+def test_with_json_the_hosts_and_what_check_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init(monkeypatch, "gnn1 gnn2 --yes --json", machine(env(), tmux=""), machine(env())) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["file"] == "cluster.yml" and [host["host"] for host in told["hosts"]] == ["gnn1", "gnn2"]
+    assert told["hosts"][0]["environment"] == {"venv": "~/gnnfleet-venv", "versions": VERSIONS}
+    assert told["blocked"] and {"tmux"} == {one["check"] for one in told["findings"] if one["severity"] == "block"}
+
+
+def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.yml").write_text("mine\n")
+    unknown = HostKeyError("host key of gnn1 is not known: ssh-ed25519 SHA256:x", host="gnn1", remedy="log in once")
+    refused = AuthError("no key was accepted for ann", host="gnn2", remedy="`ssh-copy-id ann@gnn2`")
+    provoked: list[tuple[str, str, tuple[Machine, ...]]] = [
+        ("nobody to ask", "", ()),
+        ("nobody may be asked", "--yes", ()),
+        ("no graph", "gnn1", ()),
+        ("a graph that is not here", "gnn1 --dataset ./none.pt", ()),
+        ("a file that is there", "gnn1 --yes -o there.yml", ()),
+        ("a folder as file", "gnn1 --yes -o .", ()),
+        ("no folder for the file", "gnn1 --yes -o none/cluster.yml", ()),
+        ("a range that runs backwards", "node[04-01] --yes", ()),
+        ("not a host", "a@b@c --yes", ()),
+        ("an environment of this machine's folders", "gnn1 --yes --venv my/venv", ()),
+        ("a shared folder of here", "gnn1 --yes --shared parts", (machine(env()),)),
+        ("two environments", "gnn1 --yes --venv ~/a --conda b", ()),
+        ("no host can be reached", "gnn1 gnn2 --yes", (unknown, refused)),
+        ("no such template", "--template serverclient", ()),
+        ("nor anything like it", "--template x", ()),
+    ]
+    said = []
+    for how, words, machines in provoked:
+        status = init(monkeypatch, words, *machines)
+        shown = capsys.readouterr()
+        assert status in (2, 3) and sorted(os.listdir(tmp_path)) == ["there.yml"], how
+        said.append((f"{how}: gnnfleet init {words}", f"{shown.out}{shown.err}".strip() + f"\nexit status {status}"))
+    check_messages("init", said)
+    assert (tmp_path / "there.yml").read_text() == "mine\n"
+
+
+def test_a_host_left_out_is_named_with_reason_and_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init(monkeypatch, "gnn1 gnn2 --yes --no-check", machine(), GONE) == 3
+    shown = capsys.readouterr().out
+    assert "left out gnn2: no answer on port 22 within 10 s – is the machine up?" in shown
+    pins = " ".join(f"{name}==" for name in packages.PACKAGES if packages.versions()[name])
+    assert "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install " in shown
+    assert all(pin in shown for pin in pins.split())
+
+
+def test_pythons_are_found_where_people_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual environments, also in projects, and conda's; one that is broken is passed over."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "gnnfleet-venv").symlink_to(sys.prefix)
+    for name in ("project/.venv", "broken"):
+        (tmp_path / name / "lib/python3.11/site-packages/torch").mkdir(parents=True)
+        (tmp_path / name / "pyvenv.cfg").write_text(f"home = {Path(sys.base_prefix) / 'bin'}\n")
+        (tmp_path / name / "bin").mkdir()
+    (tmp_path / "project/.venv/bin/python").symlink_to(sys.executable)
+    (tmp_path / "broken/bin/python").symlink_to(tmp_path / "none")
+    conda = tmp_path / "miniforge3/envs/gnn"
+    (conda / "conda-meta").mkdir(parents=True)
+    (conda / "lib/python3.12/site-packages/torch").mkdir(parents=True)
+    (conda / "bin").mkdir()
+    (conda / "bin/python").symlink_to(sys.executable)
+    request = {"packages": Path(packages.__file__).read_text(), "given": [], "shared": [str(tmp_path / "no")]}
+    reply = environments.main(request)
+    found = {(one["key"], one["path"]): one["versions"] for one in reply["environments"]}
+    expected = {("venv", "~/gnnfleet-venv"), ("venv", "~/project/.venv"), ("conda", "~/miniforge3/envs/gnn")}
+    assert expected == {place for place in found if place[1].startswith("~")}
+    assert found["venv", "~/gnnfleet-venv"]["torch"] == packages.versions()["torch"] != ""
+    assert str(tmp_path) in reply["shares"] and str(tmp_path / "no") not in reply["shares"]
+
+
+def test_at_a_terminal_it_asks_and_the_file_passes_check(tmp_path: Path) -> None:
+    """Nothing typed: two nodes here; a graph that is not there is asked for again."""
+    with Terminal("init", cwd=tmp_path, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}) as terminal:
+        terminal.await_text("Hosts (").type("\n")
+        terminal.await_text("Graph (").type("./none.pt\n")
+        terminal.await_text("no file or folder ./none.pt").type("\n")
+        assert terminal.end() == 0
+        assert "Wrote cluster.yml" in terminal.shown and "What to do" not in terminal.shown
+    config = load_config(tmp_path / "cluster.yml")
+    assert (config.transport, len(config.nodes), config.data.dataset) == ("local", 2, "synthetic")

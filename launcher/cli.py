@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from launcher.cli_foreign import config_of, flags_of, foreign_options, import_command, remote_of, without_remote
 from launcher.completing import config_keys, host_names, runs_or_files, serving_names
 from launcher.errors import FleetError, Interrupted
-from launcher.options import SHORT_KEYS, TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
+from launcher.options import TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +70,7 @@ class OwnCommandGroup(click.Group):
             if not ctx.meta["own_command"] and not ctx.resilient_parsing:
                 raise click.UsageError("give your own command after --, e.g. -- python train_mine.py", ctx)
             words = words[:split]
-        return super().parse_args(ctx, words)
+        return super().parse_args(ctx, without_remote(ctx, words))
 
 
 SET = click.option(
@@ -134,7 +135,7 @@ def config_options(command: F) -> F:
     )
     for option in reversed(given):
         command = option(command)
-    return command
+    return foreign_options(command)
 
 
 class PartitionCommand(click.Command):
@@ -220,6 +221,9 @@ def check(ctx: click.Context, **values: Any) -> None:
     ctx.exit(run_check(read_config(options), options, _console(options)))
 
 
+gnnfleet.add_command(import_command(config_options))
+
+
 @gnnfleet.command(
     cls=PartitionCommand,
     context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
@@ -297,9 +301,13 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     before: dict[str, Any] = ctx.obj or {}
     merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
     sets, include, exclude = (_repeated(before, name, values[name]) for name in ("sets", "include", "exclude"))
+    merged["config"] = config_of(merged)
     if merged["config"] is None:
         raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
+    remote = remote_of(ctx)
     own_command = ctx.meta.get("own_command", ())
+    if own_command and remote:
+        raise click.UsageError("a quoted command and a command after -- are both given; keep one", ctx)
     for name in TRAINER_ONLY:
         if own_command and merged.get(name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -308,16 +316,17 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
             )
     return LaunchOptions(
         config=merged["config"],
-        overrides=overrides_of({name: merged.get(name) for name in SHORT_KEYS}, sets),
+        overrides=overrides_of(merged, sets),
         include=include,
         exclude=exclude,
         run_id=merged["run_id"],
-        own_command=own_command,
+        own_command=own_command or (remote.own_command if remote else ()),
         as_json=bool(merged["as_json"]),
         verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
         fresh=bool(merged.get("fresh")),
+        flags=flags_of(merged, remote),
     )
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.config import ClusterConfig
 from launcher.errors import UsageError
+from launcher.foreign.flags import FLAG_KEYS, Flags, dataset_overrides, node_overrides
 from launcher.registry import never_ran
+from launcher.words import count
+
+if TYPE_CHECKING:
+    from launcher.foreign.base import Foreign
 
 #: Option of the command line → config key it sets.
 SHORT_KEYS: Mapping[str, str] = {
@@ -48,22 +54,61 @@ class LaunchOptions:
     detach: bool = False  #: return once the first step has trained
     fresh: bool = False  #: preflight believes nothing that an earlier one has shown
     resumed_from: str | None = None  #: id of the run that this one goes on from
+    flags: Flags = Flags()  #: what other launchers' files are accompanied by
+
+    def choose(self, config: ClusterConfig) -> ClusterConfig:
+        """The hosts and devices that ``--include`` and ``--exclude`` leave."""
+        from launcher.filters import filtered
+
+        return filtered(config, self.include, self.exclude)
 
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
-    """The ``key=value`` texts of short options that were given, after those of ``--set``."""
-    short = (f"{key}={values[name]}" for name, key in SHORT_KEYS.items() if values.get(name) is not None)
-    return (*sets, *short)
+    """The ``key=value`` texts of short options that were given: other hosts and another graph come before those of
+    ``--set``, the others after."""
+    nodes = node_overrides(values["nodes"]) if values.get("nodes") and values.get("config") else ()
+    dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
+    keys = {**SHORT_KEYS, **FLAG_KEYS}
+    short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
+    return (*nodes, *dataset, *sets, *short)
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """The config file with the command line's changes and choice of hosts; raises ConfigError and UsageError."""
-    from launcher.filters import filtered
+    """The config file with the command line's changes and choice of hosts; a file of another launcher is read as ours,
+    which is said on stderr. Raises ConfigError and UsageError."""
+    from launcher.foreign.read import read_foreign
     from launcher.yaml_schema import load_config
 
-    return load_config(
-        options.config, options.overrides, lambda config: filtered(config, options.include, options.exclude)
-    )
+    foreign = read_foreign(options.config, options.flags)
+    if foreign is None:
+        return load_config(options.config, options.overrides, options.choose)
+    overrides, notes = foreign_overrides(options, foreign)
+    config = load_config(options.config, overrides, options.choose, foreign)
+    for line in (f"{options.config}: taken for {foreign.kind} ({count(len(config.nodes), 'host')})", *notes):
+        print(line, file=sys.stderr, flush=True)
+    return config
+
+
+def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The command line as the foreign launcher means it, and notes about it."""
+    from launcher.yaml_schema import overridden, world_size
+
+    overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]
+    flags = options.flags
+    if flags.master_addr in ("0.0.0.0", "localhost", "127.0.0.1"):
+        overrides = [word for word in overrides if word != f"run.master_addr={flags.master_addr}"]
+        notes.append(f"note: --master_addr {flags.master_addr} is no address for others; it is found by preflight")
+    batch = f"train.batch_size={flags.batch_size}"
+    if foreign.batch_per_process and flags.batch_size is not None and flags.batch_size.isdecimal():
+        overrides = [word for word in overrides if word != batch]
+        tree = overridden(options.config, overrides, foreign, lambda problem: None)
+        processes = world_size(tree, options.choose)
+        whole = int(flags.batch_size) * max(1, processes)
+        overrides.append(f"train.batch_size={whole}")
+        notes.append(
+            f"note: --batch_size {flags.batch_size} is per process there; over all {processes} processes it is {whole}"
+        )
+    return tuple(overrides), tuple(notes)
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:

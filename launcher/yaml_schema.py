@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -23,22 +23,28 @@ from launcher.hostranges import fold
 from launcher.yaml_overrides import apply_override
 from launcher.yaml_tree import Origin, Report, Scalar, Section, read_tree
 
+if TYPE_CHECKING:
+    from launcher.foreign.base import Foreign
+
+Choose = Callable[[ClusterConfig], ClusterConfig]
+
 _NODE = re.compile(r"\bnodes\.\d+")
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), choose: Callable[[ClusterConfig], ClusterConfig] = lambda config: config
+    path: Path,
+    overrides: Sequence[str] = (),
+    choose: Choose = lambda config: config,
+    foreign: Foreign | None = None,
 ) -> ClusterConfig:
     """Read, override, choose (nodes, say), check. Raises ConfigError with every mistake found.
 
-    Nodes are checked all, what they add up to only as chosen.
+    Nodes are checked all, what they add up to only as chosen. Files of other launchers are read as ours;
+    ``foreign`` is such a file that has been read already.
     """
     problems: list[Problem] = []
-    report = problems.append
-    tree = _read_file(path, report)
-    for override in overrides:
-        tree = apply_override(tree, override, report)
-    reader = Reader(report)
+    tree = overridden(path, overrides, foreign, problems.append)
+    reader = Reader(problems.append)
     config = resolve_paths(reader.cluster(tree), reader)
     check_nodes(config, reader)
     chosen = config if problems else choose(config)
@@ -48,9 +54,30 @@ def load_config(
     return chosen
 
 
+def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, report: Report) -> Section:
+    """The file as a tree, with the overrides put in."""
+    from launcher.foreign.read import graph_is_named, read_foreign
+
+    foreign = foreign or read_foreign(path)
+    tree = foreign.tree if foreign else _read_file(path, report)
+    for override in overrides:
+        tree = apply_override(tree, override, report)
+    if foreign:
+        graph_is_named(foreign, tree, path)
+    return tree
+
+
+def world_size(tree: Section, choose: Choose) -> int:
+    """Training processes of the nodes chosen, as far as they can be read."""
+    reader = Reader(lambda problem: None)
+    nodes = {name: tree.items[name] for name in ("nodes", "defaults", "transport") if name in tree.items}
+    config = reader.cluster(Section(tree.origin, nodes, tree.keys))
+    return (choose(config) if not reader.bad - {("data",)} else config).world_size
+
+
 def to_yaml(config: ClusterConfig) -> str:
     """``config`` as YAML that ``load_config`` reads back to an equal value."""
-    return yaml.dump(_plain(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
@@ -65,7 +92,7 @@ def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
         yield replace(first, message=first.message + more)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
 
 
@@ -73,7 +100,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
 
 
-_Dumper.add_representer(str, _represent_text)
+Dumper.add_representer(str, _represent_text)
 
 
 def _read_file(path: Path, report: Report) -> Section:

@@ -43,9 +43,17 @@ def chosen(choice: Choice, *, offline: Callable[[FoundRun], bool] = lambda found
             yield run
         return
     assert choice.config is not None
-    config = load_config(choice.config, ("run.files=[]", *choice.sets))
+    config = load_config(choice.config, ("run.files=[]", *_any_graph(choice.config), *choice.sets))
     with discovered(config, choice.config, choice.run) as run:
         yield replace(run, found=_with_folder(run.found, choice))
+
+
+def _any_graph(config: Path) -> tuple[str, ...]:
+    """A bare host list is enough to look for runs on its hosts."""
+    from launcher.foreign.read import read_foreign
+
+    foreign = read_foreign(config)
+    return ("data.dataset=synthetic",) if foreign and "data" not in foreign.tree.items else ()
 
 
 def _planned_here(choice: Choice) -> bool:

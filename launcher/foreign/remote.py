@@ -1,0 +1,153 @@
+"""The quoted command that torch_geometric's launch.py hands to ssh: folder, environment and script in it."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.errors import UsageError
+
+#: torch_geometric.distributed's own examples, which the bundled trainer stands in for.
+EXAMPLES = {
+    "e2e_homo.py", "e2e_hetero.py", "node_ogb_cpu.py", "distributed_cpu.py", "dist_train_sage_for_homo.py",
+    "dist_train_sage_for_hetero.py",
+}  # fmt: skip
+
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What one such command says."""
+
+    text: str
+    folder: str = ""  #: where `cd` led; "": the login folder
+    interpreter: tuple[str, str] = ("", "")  #: ("venv" | "conda" | "python", which)
+    setup: tuple[str, ...] = ()  #: lines before the script that are kept as they are
+    devices: str = ""  #: CUDA_VISIBLE_DEVICES before the script
+    words: tuple[str, ...] = ()  #: options of python, the script and its arguments
+
+    @property
+    def script(self) -> str:
+        """Its path as written; "" for ``-m module`` and ``-c``."""
+        return next((word for word in self.words if word.endswith(".py")), "")
+
+    @property
+    def is_example(self) -> bool:
+        return posixpath.basename(self.script) in EXAMPLES
+
+    @property
+    def own_command(self) -> tuple[str, ...]:
+        """The same script as a command of one's own; () for torch_geometric's examples."""
+        if self.is_example:
+            return ()
+        return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
+
+    def _placed(self, script: str) -> str:
+        """A script that is not here is one that lies on the nodes, in the folder that `cd` leads to."""
+        return script if not self.folder or Path(script).is_file() else _joined(self.folder, script)
+
+
+def parse_remote(command: str) -> Remote:
+    """``'cd …; source …/activate; python script.py'``. Raises UsageError for what cannot be carried over."""
+    remote = Remote(command)
+    statements = _statements(command)
+    for place, statement in enumerate(statements):
+        words = _words(statement, command)
+        if any(_is_python(word) for word in words):
+            if place + 1 < len(statements):
+                raise _refused(command, f"`{statements[place + 1]}` follows the script; only one script is started")
+            return _script(remote, words)
+        remote = _before(remote, statement, words)
+    raise _refused(command, "there is no `python script.py` in it")
+
+
+def _before(remote: Remote, statement: str, words: list[str]) -> Remote:
+    """A statement before the script."""
+    if words[0] == "cd" and len(words) == 2:
+        return replace(remote, folder=_joined(remote.folder, _home(words[1], remote)))
+    if words[0] in ("source", ".") and len(words) > 1 and posixpath.basename(words[1]) == "activate":
+        if len(words) == 3:
+            return replace(remote, interpreter=("conda", words[2]))
+        if "/" in words[1]:
+            prefix = posixpath.dirname(posixpath.dirname(_joined(remote.folder, _home(words[1], remote))))
+            return replace(remote, interpreter=(_manager(prefix), prefix))
+    if words[:2] == ["conda", "activate"] and len(words) == 3:
+        return replace(remote, interpreter=("conda", words[2]))
+    return replace(remote, setup=(*remote.setup, statement))
+
+
+def _script(remote: Remote, words: list[str]) -> Remote:
+    """The statement that starts the script."""
+    while words and (assigned := _ASSIGNED.fullmatch(words[0])):
+        if assigned[1] == "CUDA_VISIBLE_DEVICES":
+            remote = replace(remote, devices=assigned[2])
+        else:
+            remote = replace(remote, setup=(*remote.setup, f"export {assigned[1]}={shlex.quote(assigned[2])}"))
+        words = words[1:]
+    if not words or not _is_python(words[0]):
+        raise _refused(remote.text, f"expected `python script.py`, found `{shlex.join(words)}`")
+    if wrong := next((word for word in words if re.fullmatch(r"[|&<>()]+", word)), None):
+        raise _refused(remote.text, f"`{wrong}` cannot be carried over; logs are collected anyway, so leave it out")
+    python = _home(words[0], remote)
+    if "/" in python and not remote.interpreter[0]:
+        remote = replace(remote, interpreter=_of_python(_joined(remote.folder, python)))
+    elif not remote.interpreter[0]:
+        remote = replace(remote, interpreter=("python", python))
+    return replace(remote, words=tuple(words[1:]))
+
+
+def _of_python(path: str) -> tuple[str, str]:
+    """…/envs/pyg/bin/python is a conda environment's; of others no more is known than the interpreter."""
+    prefix = posixpath.dirname(posixpath.dirname(path))
+    return ("conda", prefix) if _manager(prefix) == "conda" else ("python", path)
+
+
+def _manager(prefix: str) -> str:
+    return "conda" if "/envs/" in prefix or re.search(r"/(mini|ana)conda3?$", prefix) else "venv"
+
+
+def _is_python(word: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", posixpath.basename(word)) is not None
+
+
+def _joined(folder: str, path: str) -> str:
+    if path.startswith(("/", "~")):
+        return path.rstrip("/") or "/"
+    return posixpath.normpath(posixpath.join(folder or "~", path))
+
+
+def _home(path: str, remote: Remote) -> str:
+    """Variables are the node's to know; only $HOME has another name."""
+    path = re.sub(r"^(\$HOME|\$\{HOME\})(?=/|$)", "~", path)
+    if "$" in path or "`" in path:
+        raise _refused(remote.text, f"write `{path}` without a variable")
+    return path
+
+
+def _words(statement: str, command: str) -> list[str]:
+    lexer = shlex.shlex(statement, posix=True, punctuation_chars="|&<>()")
+    lexer.whitespace_split = True
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise _refused(command, str(error).lower()) from None
+
+
+def _statements(command: str) -> list[str]:
+    """Split at ``;`` and ``&&`` outside quotes."""
+    pieces = re.findall(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|&&|;|\n|.""", command, re.DOTALL)
+    statements = [""]
+    for piece in pieces:
+        if piece in (";", "&&", "\n"):
+            statements.append("")
+        else:
+            statements[-1] += piece
+    return [statement.strip() for statement in statements if statement.strip()]
+
+
+def _refused(command: str, why: str) -> UsageError:
+    return UsageError(f"the quoted command '{command}': {why}")

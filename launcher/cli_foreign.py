@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from launcher.completing import host_names
 from launcher.errors import UsageError
 from launcher.foreign.flags import NODES_ONLY, Flags
 from launcher.foreign.remote import Remote, parse_remote
@@ -20,13 +21,18 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TAKE_REMOTE = ("launch", "plan", "check", "import")  #: commands that may be given torch_geometric's quoted command
-_REMOTE = re.compile(r"[^-].*\bpython[0-9.]*\s.*", re.DOTALL)
+_REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 
 
 def foreign_options(command: F) -> F:
     """Host lists without a config of ours. Flags that only torch_geometric's launch.py has are taken, not shown."""
     given = (
-        click.option("--nodes", metavar="A,B,…", help="Hosts, with no file or in place of the file's; a number: here."),
+        click.option(
+            "--nodes",
+            metavar="A,B,…",
+            shell_complete=host_names,
+            help="Hosts, with no file or in place of the file's; a number: here.",
+        ),
         click.option("--dataset", metavar="NAME|PATH", help="Another graph than the file's, or one for a host list."),
         click.option("--group", metavar="NAME", help="Group of an Ansible inventory."),
         _hidden("--ip-config", type=click.Path(path_type=Path)),

@@ -24,7 +24,7 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
         raise ConfigError(problems)
     nodes = _list(tree, "nodes", problems)
     lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
-    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if len(lists[name]) != len(nodes)]
+    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if 0 < len(lists[name]) != len(nodes)]
     problems += [_not_theirs(tree, name) for name in tree.items if name in _OURS]
     if not problems:
         order = _order(tree, lists, problems)

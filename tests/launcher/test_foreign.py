@@ -1,0 +1,144 @@
+"""Other launchers' files: golden/foreign has a folder for each: the file, the words typed, and our cluster.yml."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from golden_kit import GOLDEN, check_messages
+from launcher.cli import run
+from launcher.cli_foreign import imported
+from launcher.errors import FleetError
+from launcher.options import LaunchOptions, read_config
+from launcher.yaml_schema import load_config
+
+CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
+
+
+def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
+    """What a dry run with these words would be told to do."""
+    seen: list[LaunchOptions] = []
+    monkeypatch.setattr("launcher.cli.show_plan", seen.append)
+    assert run(["--dry-run", *words]) == 0
+    return seen[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_import_writes_what_the_file_means(
+    case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The written file is the golden one, and loads to the config that a launch with the foreign file has."""
+    monkeypatch.chdir(case)
+    words = shlex.split((case / "words").read_text())
+    options = options_of(words, monkeypatch)
+    written = imported(options, case)
+    golden = case / "cluster.yml"
+    told = "".join(f"# own command: {word}\n" for word in options.own_command)
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(told + written)
+    assert told + written == golden.read_text()
+    assert load_config(golden) == read_config(options)
+    elsewhere = tmp_path / "cluster.yml"
+    elsewhere.write_text(imported(options, tmp_path))
+    assert load_config(elsewhere) == read_config(options)
+
+
+GLT = "nodes: [a, b]\nports: [22, 22]\nusernames: [u, v]\ndataset: synthetic\n"
+WRONG = {  # content of a file `hosts`, and the words after --config hosts
+    "lists of different length": ("nodes: [a, b]\nports: [22]\nusernames: [u, v, w]\ndataset: synthetic\n", ""),
+    "ranks that are none": (f"{GLT}node_ranks: [1, 2]\n", ""),
+    "a port that is none": (GLT.replace("22]", "ssh]"), ""),
+    "keys of both": (f"{GLT}train: {{lr: 1}}\n", ""),
+    "a folder that is none": (f"{GLT}dst_paths: [/here, there]\n", ""),
+    "no list": (GLT.replace("[u, v]", "u"), ""),
+    "fewer hosts than told": ("- 10.0.0.1 1\n- 10.0.0.2 1\n", "--num_nodes 3 --dataset synthetic"),
+    "no graph": ("10.0.0.1\n10.0.0.2\n", ""),
+    "a bad line of a list": ("10.0.0.1\n\n10.0.0.2 x y\n", "--dataset synthetic"),
+    "slots that are none": ("a slots=2\nb slots=many\n", "--dataset synthetic"),
+    "several groups": ("[a]\nx1\n[b]\nx2\n", "--dataset synthetic"),
+    "a group that is not there": ("[a]\nx1\n", "--group c --dataset synthetic"),
+    "a child that is not there": ("[a:children]\nb\n", "--dataset synthetic"),
+    "a template": ("[a]\nx1 ansible_host='{{ ip }}'\n", "--dataset synthetic"),
+    "a range that is none": ("[a]\nx[3:1]\n", "--dataset synthetic"),
+    "a host in a container": ("[a]\nx1 ansible_connection=docker\n", "--dataset synthetic"),
+    "a word after a host": ("[a]\nx1 y\n", "--dataset synthetic"),
+    "an inventory with another key": ("all:\n  hosts:\n    x1:\n  host: x2\n", "--dataset synthetic"),
+    "a group of what has none": ("10.0.0.1\n", "--group a --dataset synthetic"),
+    "a pipe": ("- 10.0.0.1 1\n", "--dataset synthetic 'python e2e_homo.py | tee log'"),
+    "no script": ("- 10.0.0.1 1\n", "--dataset synthetic 'cd /x; ./python x.sh; make '"),
+    "a variable of the node": ("- 10.0.0.1 1\n", "--dataset synthetic 'cd $WHERE; python x.py'"),
+    "two commands": ("- 10.0.0.1 1\n", "--dataset synthetic 'python x.py' -- python y.py"),
+    "two files": ("- 10.0.0.1 1\n", "--ip_config hosts --dataset synthetic"),
+}
+
+
+def test_mistakes_are_answered_with_the_foreign_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = []
+    for name, (content, words) in WRONG.items():
+        Path("hosts").write_text(content)
+        assert run(["--dry-run", "--config", "hosts", *shlex.split(words)]) == 2, name
+        answers.append((f"{name}: --config hosts {words}".rstrip(), capsys.readouterr().err))
+    check_messages("foreign", answers)
+
+
+def test_what_is_per_process_there_follows_the_processes_chosen_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(GOLDEN / "foreign/glt")
+    file = "dist_train_sage_sup_config.yml"
+    options = options_of(["--config", file, "--batch_size", "512"], monkeypatch)
+    assert read_config(options).train.batch_size == 512 * 6
+    assert f"{file}: taken for GLT's YAML (2 hosts)" in capsys.readouterr().err
+    assert read_config(replace(options, include=("10.0.0.2",))).train.batch_size == 512 * 2
+    on_cpu = options_of(["--config", file, "--batch_size", "512", "--set", "nodes.*.devices=[]"], monkeypatch)
+    assert read_config(on_cpu).train.batch_size == 512 * 2
+    ours = options_of(["--config", file, "--set", "train.batch_size=700"], monkeypatch)
+    assert read_config(ours).train.batch_size == 700
+
+
+def test_nodes_and_dataset_change_a_file_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("graph.pt").touch()
+    Path("cluster.yml").write_text(
+        "nodes: 2\ntransport: local\ndefaults: {venv: ~/v}\n"
+        "data: {dataset: synthetic, options: {num_nodes: 9}, folder: parts/old}\n"
+    )
+    words = [
+        "--config",
+        "cluster.yml",
+        "--nodes",
+        "me@a,b",
+        "--dataset",
+        "graph.pt",
+        "--set",
+        "data.options.undirected=true",
+    ]
+    config = read_config(options_of(words, monkeypatch))
+    assert [(node.login, node.venv) for node in config.nodes] == [("me@a", "~/v"), ("b", "~/v")]
+    assert (config.transport, config.data.dataset, config.data.source) == ("ssh", "file", str(tmp_path / "graph.pt"))
+    assert (config.data.options, config.data.folder) == ({"undirected": True}, str(tmp_path / "parts/graph"))
+
+
+def test_import_writes_a_file_once_and_says_what_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("hosts").write_text("10.0.0.1\n10.0.0.2\n")
+    words = ["import", "hosts", "--dataset", "synthetic", "-o", "cluster.yml"]
+    assert run(words) == 0 and [node.host for node in load_config(Path("cluster.yml")).nodes] == [
+        "10.0.0.1",
+        "10.0.0.2",
+    ]
+    assert run(words) == 2 and "cluster.yml is there already" in capsys.readouterr().err
+    assert run([*words, "--force"]) == 0
+    assert run(["import", "cluster.yml"]) == 2 and "a cluster.yml needs no import" in capsys.readouterr().err
+    assert run(["import", "none.txt"]) == 2 and "there is no such file" in capsys.readouterr().err
+    with pytest.raises(FleetError, match=r"cannot be read|expected keys"):
+        load_config(Path("."))

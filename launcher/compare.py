@@ -133,7 +133,7 @@ def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     yield Row("run", "state", tuple(entry.state for entry in entries))
     yield from _told("run", "why", (_one_line(e.why) if e.state != "done" else None for e in entries))
     yield Row("run", "took", tuple(entry.seconds for entry in entries), "seconds")
-    yield Row("run", "size", tuple(entry.size or None for entry in entries))
+    yield from _told("run", "size", (entry.size or None for entry in entries))
     yield from _told("run", "from", (entry.resumed_from for entry in entries))
     if any(run.own_command for run in runs):
         yield Row("run", "command", tuple(run.own_command or "the bundled trainer" for run in runs))
@@ -184,7 +184,7 @@ def _version_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
 
 
 def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
-    graph = [key for key in differing if _is_of(key, _GRAPH)]
+    graph = [key for name in _GRAPH for key in differing if _is_of(key, [name])]
     if graph:
         yield f"not the same graph ({', '.join(graph)}): accuracies and losses say little about each other"
     elif len({run.parts for run in runs if run.parts}) > 1 and not any(_is_of(key, _CUT) for key in differing):

@@ -1,0 +1,184 @@
+"""``gnnfleet compare``: of run folders as runs leave them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.cli import run
+from launcher.compare import Comparison, compare, figures_of
+from launcher.config import ClusterConfig, DataConfig, NodeConfig, TrainConfig
+from launcher.operate.found import read_folder
+from launcher.registry import LaunchFile
+from launcher.yaml_schema import to_yaml
+from test_profile import lines_of
+
+CONFIG = ClusterConfig(
+    nodes=(NodeConfig("gnn1"), NodeConfig("gnn2")),
+    data=DataConfig("synthetic", options={"num_nodes": 1000}, folder="/parts"),
+)
+VERSIONS = {"python": "3.11.7", "torch": "2.13.0"}
+
+
+def made(
+    top: Path,
+    run_id: str,
+    config: ClusterConfig = CONFIG,
+    *,
+    losses: tuple[float, ...] = (0.9, 0.5),
+    state: str = "done",
+    versions: dict[str, str] | None = None,
+    **spent: float,
+) -> Path:
+    """A run folder: one rank, an epoch for each loss."""
+    folder = top / "runs" / run_id
+    replace(LaunchFile.mine(run_id, "toy", config="cluster.yml").at("end"), started=1.0).write(folder)
+    (folder / "config.yml").write_text(to_yaml(config))
+    result = {"run_id": run_id, "state": state, "seconds": 75.0, "nodes": [], "notes": [], "first_failure": None}
+    (folder / "result.json").write_text(json.dumps(result))
+    event = {"t": 1.0, "kind": "versions", "nodes": [0, 1], "versions": versions or VERSIONS}
+    (folder / "events.jsonl").write_text(json.dumps(event) + '\n{"cut')
+    file = folder / "logs/node0/metrics-rank0.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in metrics(losses, **spent)))
+    return folder
+
+
+def metrics(losses: tuple[float, ...], **spent: float) -> list[dict[str, Any]]:
+    lines = [line for line in lines_of(0, len(losses), **spent) if line["kind"] != "step"]
+    for line in lines:
+        line |= {"loss": losses[line["epoch"] - 1], "remote_bytes": 10**6} if line["kind"] == "epoch" else {}
+    evals = [
+        {"kind": "eval", "t": epoch + 0.7, "rank": 0, "epoch": epoch, "split": "val", "accuracy": 1 - loss}
+        for epoch, loss in enumerate(losses, start=1)
+    ]
+    return [*lines, *evals, {"kind": "result", "t": 99.0, "rank": 0, "test_accuracy": 1 - losses[-1]}]
+
+
+def compared(*folders: Path) -> Comparison:
+    return compare([figures_of(read_folder(folder)) for folder in folders])
+
+
+def values(comparison: Comparison, section: str) -> dict[str, tuple[Any, ...]]:
+    return {row.title: row.values for row in comparison.rows if row.section == section}
+
+
+def best(comparison: Comparison) -> dict[str, tuple[int, ...]]:
+    return {f"{row.section} {row.title}": row.best for row in comparison.rows if row.best}
+
+
+def trained(**settings: Any) -> ClusterConfig:
+    return replace(CONFIG, train=TrainConfig(**settings))
+
+
+def test_only_keys_that_differ_are_shown_and_the_best_is_marked(tmp_path: Path) -> None:
+    first = made(tmp_path, "a")
+    second = made(tmp_path, "b", trained(lr=0.1, fanouts=(5, 5)), losses=(0.8, 0.6, 0.4), forward=0.02)
+    told = compared(first, second)
+    assert values(told, "config") == {"train.lr": (0.004, 0.1), "train.fanouts": ([15, 10, 5], [5, 5])}
+    assert values(told, "loss") == {"1": (0.9, 0.8), "2": (0.5, 0.6), "3": (None, 0.4)}
+    assert values(told, "speed")["from other hosts, an epoch"] == (1e6, 1e6)
+    assert best(told) == {
+        "results test accuracy": (1,), "results last loss": (1,), "step a step": (1,),
+        "loss 1": (1,), "loss 2": (0,), "accuracy 1": (1,), "accuracy 2": (0,),
+    }  # fmt: skip
+    assert told.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        (
+            replace(CONFIG, data=replace(CONFIG.data, options={"num_nodes": 9})),
+            "not the same graph (data.options.num_nodes)",
+        ),
+        (
+            replace(CONFIG, data=DataConfig("file", "/g.pt", folder="/parts")),
+            "not the same graph (data.dataset, data.source, data.opt",
+        ),
+        (trained(seed=7), "different seeds (train.seed 0, 7): small differences may be chance"),
+        (replace(CONFIG, nodes=(NodeConfig("gnn1", devices=(0, 1)), NodeConfig("gnn2"), NodeConfig("gnn3"))), ""),
+    ],
+    ids=["graph", "dataset", "seed", "nodes"],
+)
+def test_what_makes_figures_incomparable_is_said(config: ClusterConfig, note: str, tmp_path: Path) -> None:
+    told = compared(made(tmp_path, "a"), made(tmp_path, "b", config, losses=(0.8, 0.4)))
+    assert "".join(told.notes).startswith(note) and len(told.notes) == bool(note)
+    assert ("results last loss" in best(told)) == ("graph" not in note)  # no loss is better than that of another graph
+
+
+def test_nodes_are_told_once_where_they_are_alike(tmp_path: Path) -> None:
+    more = replace(CONFIG, nodes=tuple(NodeConfig(f"gnn{k}", devices=(0,) if k else ()) for k in range(3)))
+    shown = values(compared(made(tmp_path, "a"), made(tmp_path, "b", more)), "config")
+    assert shown == {"nodes.*.host": ("gnn[1-2]", "gnn[0-2]"), "nodes.*.devices": ([], [[], [0], [0]])}
+
+
+TABLE = """\
+note: b is not done (failed): its figures are of what is here of it
+                              a         b
+state                         done      failed
+took                          75 s      75 s
+
+config, where it differs
+  train.lr                    0.004     0.1
+
+results
+  test accuracy               0.5000 *  0.3000
+  last loss                   0.5000 *  0.7000
+
+speed
+  an epoch                    1.20 s    1.20 s
+  seeds/s                     8         8
+  from other hosts, an epoch  1.0 MB    1.0 MB
+  cache hits                  50%       50%
+
+where a step's time goes
+  a step                      120 ms *  9 s
+  sample                      4 ms      4 ms
+  remote                      12 ms     12 ms
+  gather                      2 ms      2 ms
+  forward                     40 ms     9 s
+  backward                    60 ms     60 ms
+  reduce                      1 ms      1 ms
+
+loss by epoch
+  1                           0.9000    0.7000 *
+  2                           0.5000    –
+
+val accuracy by epoch
+  1                           0.1000    0.3000 *
+  2                           0.5000    –
+
+versions, where they differ
+  torch                       2.13.0    2.14.0
+the same versions of: python 3.11.7
+* best
+"""
+
+
+def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path, "a")
+    other = {**VERSIONS, "torch": "2.14.0"}
+    made(tmp_path, "b", trained(lr=0.1), losses=(0.7,), state="failed", versions=other, forward=0.18)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["compare", "a", "b"]) == 0
+    assert "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.splitlines()) == TABLE
+    assert run(["compare", "a", "b", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["run_id"] for one in told["runs"]] == ["a", "b"]
+    assert {"section": "config", "title": "train.lr", "values": [0.004, 0.1], "best": []} in told["rows"]
+
+
+@pytest.mark.parametrize("words", [["a"], ["a", "a"], ["a", "runs/a"]], ids=" ".join)
+def test_one_run_is_not_compared_with_itself(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path, "a")
+    monkeypatch.chdir(tmp_path)
+    assert run(["compare", *words]) == 2
+    assert "give two different runs or more; `gnnfleet runs` lists those known here" in capsys.readouterr().err

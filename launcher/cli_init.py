@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.completing import host_names, template_names
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ Exit status: 0 written and checked; 2 bad usage; 3 written, but a host was left 
 something in the way; nothing is written where no host could be looked at."""
 
 _OPTIONS = (
-    click.argument("hosts", nargs=-1),
+    click.argument("hosts", nargs=-1, shell_complete=host_names),
     click.option("--output", "-o", type=click.Path(path_type=Path), default="cluster.yml", metavar="FILE",
                  help="File to write; default: cluster.yml."),
-    click.option("--hosts", "more_hosts", multiple=True, metavar="A,B", help="The same, separated by commas."),
+    click.option("--hosts", "more_hosts", multiple=True, metavar="A,B", shell_complete=host_names,
+                 help="The same, separated by commas."),
     click.option("--user", metavar="NAME", help="SSH user, where ~/.ssh/config does not say."),
     click.option("--key", metavar="FILE", help="Private key on this machine."),
     click.option("--password", is_flag=True, help="Ask for an SSH password."),
@@ -44,7 +46,8 @@ _OPTIONS = (
     click.option("--yes", "-y", is_flag=True, help="Ask nothing; the graph is synthetic unless given."),
     click.option("--force", is_flag=True, help="Replace FILE."),
     click.option("--no-check", is_flag=True, help="Do not run `check` on the new file."),
-    click.option("--template", metavar="NAME", help="Copy a template instead of looking at hosts."),
+    click.option("--template", metavar="NAME", shell_complete=template_names,
+                 help="Copy a template instead of looking at hosts."),
     click.option("--list", "listed", is_flag=True, help="List the templates."),
     click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
 )  # fmt: skip
@@ -77,7 +80,7 @@ def init(ctx: click.Context, **values: Any) -> None:
     ctx.exit(make(wish, dest, manner))
 
 
-for _option in reversed(_OPTIONS):
+for _option in _OPTIONS:  # a command's own list, so in order
     init = _option(init)
 
 

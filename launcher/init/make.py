@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.errors import ConfigError, HostKeyError, NodeError, PreflightRefused, UsageError
+from launcher.errors import ConfigError, HostKeyError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.init.ask import ask_access, ask_environment
 from launcher.init.choose import choose, shares_of
 from launcher.init.draft import OWN_VENV, Draft, text_of
@@ -89,9 +89,7 @@ def _draft(wish: Wish, looked: Looked, dest: Path, program: str) -> Draft:
 @contextmanager
 def _reached(wish: Wish, manner: Manner) -> Iterator[tuple[Wish, Looked, Opened]]:
     """All hosts looked at, as far as they can be reached; at a terminal with what was answered about the rest."""
-    config = config_of(wish)
-    with manner.console.status(f"Looking at {count(len(wish.hosts), 'host')} …"):
-        opened = connect_all(config)
+    opened = _connected(wish, {}, manner)
     try:
         while manner.ask:
             errors = {k: error for k, error in opened.items() if isinstance(error, NodeError)}
@@ -100,12 +98,23 @@ def _reached(wish: Wish, manner: Manner) -> Iterator[tuple[Wish, Looked, Opened]
                 break
             close_all(opened)
             wish = more
-            opened = connect_all(config_of(wish))
+            opened = _connected(wish, opened, manner)
         with manner.console.status(f"Looking at {count(len(wish.hosts), 'host')} …"):
-            looked = look_at_all(wish, config, opened)
+            looked = look_at_all(wish, config_of(wish), opened)
         yield wish, looked, opened
     finally:
         close_all(opened)
+
+
+def _connected(wish: Wish, before: Opened, manner: Manner) -> Opened:
+    """A line to each host, or why there is none; hosts that did not answer ``before`` are not waited for again."""
+    config = config_of(wish)
+    ranks = [k for k in range(len(config.nodes)) if not isinstance(before.get(k), UnreachableError)]
+    chosen = replace(config, nodes=tuple(config.nodes[k] for k in ranks))
+    asks = wish.password  # for a password, on the line where the spinner would be
+    with nullcontext() if asks else manner.console.status(f"Connecting to {count(len(ranks), 'host')} …"):
+        opened = connect_all(chosen)
+    return {**before, **{ranks[i]: line for i, line in opened.items()}}
 
 
 def _nobody(wish: Wish, looked: Looked) -> PreflightRefused:

@@ -134,9 +134,13 @@ def virtual_environments() -> Iterator[dict[str, str]]:
 
 
 def interpreters() -> Iterator[dict[str, str]]:
-    """Pythons without an environment: of PATH and of pyenv."""
+    """Those of PATH, as the environment that they belong to if there is one, and of pyenv."""
     folders = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder.startswith("/")]
     for folder in folders:
+        prefix = os.path.dirname(folder.rstrip("/"))
+        if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) or is_conda(prefix):
+            yield of_prefix("conda" if is_conda(prefix) else "venv", prefix)
+            continue
         for name in ("python3", "python3.10", "python3.11", "python3.12", "python3.13"):
             program = os.path.join(folder, name)
             if os.access(program, os.X_OK):

@@ -1,0 +1,41 @@
+"""gnnfleet init on real hosts: what it finds there becomes a file that passes check; who is away is named."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from launcher.yaml_schema import load_config
+from netns import NetCluster
+from terminal import Terminal
+
+
+@pytest.mark.slow
+def test_hosts_are_looked_at_and_the_file_passes_check(make_cluster, tmp_path) -> None:
+    """A virtual environment of each is found; a host that is not there is left out with its reason; unknown keys are
+    learned where a person says so, and a password is asked for where no key gets in."""
+    cluster: NetCluster = make_cluster(2, password=True)
+    for host in cluster.hosts:
+        host.run(["ln", "-s", sys.prefix, f"{host.home}/gnnfleet-venv"])
+    addresses = [host.address for host in cluster.hosts]
+    home = tmp_path / "home"
+    (home / ".ssh").mkdir(parents=True)
+    env = {**os.environ, "HOME": str(home), "XDG_CACHE_HOME": str(tmp_path / "cache")} | {"SSH_AUTH_SOCK": ""}
+    words = ["init", *addresses, f"{cluster.prefix}.77", "--user", "worker", "--dataset", "synthetic"]
+    with Terminal(*words, cwd=tmp_path, env=env) as terminal:
+        terminal.await_text("Trust these 2 keys").type("y\n")
+        terminal.await_text("Log in with a password?").type("y\n")
+        terminal.await_text("Password for worker").type("correct-horse-9\n")
+        assert terminal.end() == 3
+    assert f"left out {cluster.prefix}.77: " in terminal.shown
+    config = load_config(tmp_path / "cluster.yml")
+    assert [node.host for node in config.nodes] == addresses
+    assert {(node.user, node.password, node.venv) for node in config.nodes} == {("worker", True, "~/gnnfleet-venv")}
+    assert config.host_keys == "accept-new"
+    assert f"# - {cluster.prefix}.77" in (tmp_path / "cluster.yml").read_text()
+    with Terminal("check", "--config", "cluster.yml", cwd=tmp_path, env=env) as terminal:
+        terminal.await_text("Password for worker").type("correct-horse-9\n")
+        assert terminal.end() == 0
+    assert "all 2 pairs reach each other" in terminal.shown

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _EPILOG = """\b
 Examples:
-  gnnfleet check --config cluster.yml
+  gnnfleet init gnn1 gnn2 -o cluster.yml
   gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01
   gnnfleet --config cluster.yml --detach -- python train_mine.py --lr 0.01
 
@@ -37,7 +37,13 @@ Exit status: 0 done, or detached; 1 failed, or the highest status of failed proc
 
 
 #: Options that the help of the program shows.
-_MOST_USED = ("config", "sets", "epochs", "detach", "dry_run", "as_json", "help")
+_MOST_USED = ("config", "sets", "detach", "dry_run", "help")
+#: Commands in the order one needs them; others follow.
+_ORDER = (
+    *("init", "import", "check", "plan", "launch", "partition"),
+    *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
+    *("runs", "profile", "report", "compare", "serve", "completion"),
+)
 
 
 def _example(*lines: str) -> str:
@@ -48,7 +54,7 @@ class OwnCommandGroup(click.Group):
     """Keeps everything after ``--`` away from click: it is the user's own command."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # in the order one needs them
+        return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         if "own_command" in ctx.meta:

@@ -1,0 +1,44 @@
+"""``--help`` of every command: short, readable on a terminal of 100 columns, with an example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from launcher.cli import gnnfleet, run
+
+run(["--help"])  # registers all commands
+WIDTH, LINES = 100, 45
+
+
+def commands(above: tuple[str, ...] = (), group: click.Group = gnnfleet) -> Iterator[tuple[str, ...]]:
+    """The words of every command, those of groups included."""
+    yield above
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands((*above, name), command)
+        else:
+            yield (*above, name)
+
+
+@pytest.mark.parametrize("words", list(commands()), ids=lambda words: " ".join(words) or "gnnfleet")
+def test_help(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    assert run([*words, "--help"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert len(lines) <= LINES
+    examples = [line for line in lines if line.startswith(f"    {' '.join(('gnnfleet', *words))}")]
+    assert examples, "no example"
+
+
+def test_what_the_short_help_of_the_program_leaves_out_is_in_that_of_launch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["launch", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [
+        each.opts for each in gnnfleet.params if not getattr(each, "hidden", False) and each.opts[0] not in text
+    ] == []

@@ -48,7 +48,7 @@ class LoadOptions:
     pin_memory: bool = False
     seed: int = 0  #: of order and samples
     threads: int = 1
-    prefetch: int = 3  #: batches under way
+    prefetch: int = 2  #: batches under way
     deadline: float = 120.0  #: seconds that one request may take
     local: bool = False  #: this process alone: all seeds, nothing shared out
 

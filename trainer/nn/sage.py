@@ -40,13 +40,16 @@ class _Sage(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         rows = x.detach().contiguous() if before is None else activate_(x, before)
         both, weight = mean_and_self(block, rows, dtype), torch.cat([of_mean, of_self], 1).to(dtype)
-        ctx.block, ctx.scale = block, 1.0 if before is None else before.scale
+        ctx.block, ctx.spent, ctx.scale = block, False, 1.0 if before is None else before.scale
         ctx.save_for_backward(both, weight, rows if before is not None else None)
         return both @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         both, weight, activated = ctx.saved_tensors
+        if ctx.spent:
+            raise RuntimeError("a GraphSAGE layer goes backward once: its gradient is written over its activations")
+        ctx.spent = activated is not None
         grad = grad.contiguous()
         of_weight = (both.t() @ grad).t().float() if grad.dtype == torch.bfloat16 else (both.t() @ grad).t()
         of_mean, of_self = of_weight.chunk(2, 1)
@@ -70,14 +73,15 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
     """The gradient of ``x`` from that of ``mean_and_self`` [num_dst, 2 f]; with ``activated`` (of the same shape as the
-    result), that of the rows before their activation: 0 where it is not above 0, ``scale`` times elsewhere.
+    result), that of the rows before their activation: 0 where it is not above 0, ``scale`` times elsewhere. It is
+    written over ``activated`` then, which nobody needs any more: an array of a step's largest kind less.
     """
     indptr, targets, _ = transpose(block)
-    out = grad.new_empty(block.num_src, grad.shape[1] // 2)
+    out = grad.new_empty(block.num_src, grad.shape[1] // 2) if activated is None else activated.to(grad.dtype)
     share = 1.0 / block.indptr.diff().clamp(min=1).to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
     run_rows(
-        _sources, block.num_src, indptr.numpy(), targets.numpy(), share.numpy(), as_array(grad),
-        None if activated is None else as_array(activated), as_array(out), share.numpy().dtype.type(scale),
+        _sources, block.num_src, indptr.numpy(), targets.numpy(), share.numpy(), as_array(grad), as_array(out),
+        None if activated is None else share.numpy().dtype.type(scale),
     )  # fmt: skip
     return out
 
@@ -109,9 +113,7 @@ def _mean_and_self(first: int, last: int, indptr: Any, indices: Any, x: Any, out
 
 
 @njit()
-def _sources(
-    first: int, last: int, indptr: Any, targets: Any, share: Any, grad: Any, activated: Any, out: Any, scale: Any
-) -> None:
+def _sources(first: int, last: int, indptr: Any, targets: Any, share: Any, grad: Any, out: Any, scale: Any) -> None:
     width, num_dst = out.shape[1], len(grad)
     total = np.empty(width, share.dtype)
     for j in range(first, last):
@@ -127,10 +129,9 @@ def _sources(
             for k in range(width):
                 total[k] += factor * wide(source[k])
         row = out[j]
-        if activated is None:
+        if scale is None:
             for k in range(width):
                 row[k] = narrow(total[k], row[k])
         else:
-            result = activated[j]
             for k in range(width):
-                row[k] = narrow(total[k] * scale if wide(result[k]) > 0 else type(scale)(0), row[k])
+                row[k] = narrow(total[k] * scale if wide(row[k]) > 0 else type(scale)(0), row[k])

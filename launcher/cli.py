@@ -139,9 +139,10 @@ def config_options(command: F) -> F:
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
         click.option("--verbose", "-v", is_flag=True, help="A plan lists every node, also those that are alike."),
     )
+    command = foreign_options(command)
     for option in reversed(given):
         command = option(command)
-    return foreign_options(command)
+    return command
 
 
 class PartitionCommand(click.Command):
@@ -352,10 +353,12 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     from launcher.cli_compare import compare
     from launcher.cli_completion import completion
     from launcher.cli_init import init
+    from launcher.cli_report import report
     from launcher.cli_runs import register_commands
     from launcher.serving.cli import serve
 
     register_commands(gnnfleet)
+    gnnfleet.add_command(report)
     gnnfleet.add_command(compare)
     gnnfleet.add_command(serve)
     gnnfleet.add_command(completion)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.aftermath import aftermath_of
+from launcher.errors import FleetError
 from launcher.outcome import Outcome
 from launcher.profile import Profile, print_profile, read_profile
 from launcher.tensorboard import write_events
@@ -126,6 +127,18 @@ def written(report: RunReport) -> RunReport:
     except OSError as error:
         note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
         return replace(report, notes=(*report.notes, note))
+    return _with_html(report)
+
+
+def _with_html(report: RunReport) -> RunReport:
+    """With report.html in its folder. A picture must not cost a run its words, so whatever fails here is a note."""
+    from launcher.html.made import write_html
+
+    try:
+        write_html(report.folder)
+    except Exception as error:  # noqa: BLE001
+        why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        return replace(report, notes=(*report.notes, f"report.html was not made: {why}"))
     return report
 
 
@@ -202,6 +215,8 @@ def print_report(report: RunReport, console: Console) -> None:
         console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
+    if (report.folder / "report.html").exists():
+        console.print(Text(f"report: {report.folder / 'report.html'}"), soft_wrap=True)
     console.print(Text(f"run folder: {report.folder}"), soft_wrap=True)
 
 

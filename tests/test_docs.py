@@ -19,6 +19,7 @@ from launcher.cli import gnnfleet, run
 from launcher.cli_compare import compare
 from launcher.cli_completion import completion
 from launcher.cli_init import init
+from launcher.cli_report import report
 from launcher.cli_runs import register_commands
 from launcher.serving.cli import serve
 from launcher.yaml_schema import load_config
@@ -31,6 +32,7 @@ MINIMAL = {"nodes": ["me@host1", "me@host2"], "data": {"dataset": "synthetic"}}
 LAUNCHES = ("plan", "launch")
 PROSE = ["README.md", "docs/operating.md", "docs/server_client.md"]
 register_commands(gnnfleet)
+gnnfleet.add_command(report)
 gnnfleet.add_command(compare)
 gnnfleet.add_command(serve)
 gnnfleet.add_command(completion)

@@ -1,0 +1,112 @@
+"use strict";
+(() => {
+  const body = document.body;
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let figures = JSON.parse(document.getElementById("figures").textContent);
+
+  async function loadLibrary() {
+    const packed = Uint8Array.from(atob(document.getElementById("library").textContent), (one) => one.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  }
+
+  function layoutOf(figure) {
+    const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    const narrow = innerWidth < 760;
+    const axis = (given) => ({
+      gridcolor: colour("--grid"), zerolinecolor: colour("--line"), linecolor: colour("--line"), automargin: true,
+      ...given, title: { standoff: 8, ...(given || {}).title },
+    });
+    return {
+      ...figure.layout,
+      xaxis: axis(figure.layout.xaxis),
+      yaxis: axis(figure.layout.yaxis),
+      height: figure.height,
+      autosize: true,
+      paper_bgcolor: "rgba(0,0,0,0)",
+      plot_bgcolor: "rgba(0,0,0,0)",
+      colorway: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#9aa0a6"],
+      font: { color: colour("--text"), size: narrow ? 11 : 12, family: getComputedStyle(body).fontFamily },
+      margin: { l: 10, r: 14, t: 26, b: 10 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--line"), activecolor: colour("--faint") },
+      hoverlabel: { align: "left", namelength: -1 },
+      legend: { orientation: "h", x: 0, y: -0.22, yref: "paper", yanchor: "top", ...figure.layout.legend },
+      dragmode: narrow ? false : "zoom",
+    };
+  }
+
+  async function draw() {
+    const settings = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 760 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+    let drawn = 0;
+    for (const figure of figures) {
+      const place = document.getElementById("chart-" + figure.key);
+      if (!place) continue;
+      await Plotly.react(place, figure.data, layoutOf(figure), settings);
+      drawn += 1;
+    }
+    body.dataset.drawn = String(drawn);
+  }
+
+  function tell(error) {
+    const place = document.getElementById("problem");
+    place.textContent = "The charts could not be drawn: " + error + ". A browser of 2023 or later is needed.";
+    place.hidden = false;
+    body.dataset.problem = String(error);
+  }
+
+  function replaceMain(html) {
+    const old = document.getElementById("main");
+    const fresh = document.createElement("main");
+    fresh.id = "main";
+    fresh.innerHTML = html;
+    for (const place of fresh.querySelectorAll(".chart")) {
+      const there = document.getElementById(place.id);
+      if (there) { there.style.height = place.style.height; place.replaceWith(there); }
+    }
+    for (const fold of fresh.querySelectorAll("details")) {
+      const there = old.querySelector('details[data-key="' + CSS.escape(fold.dataset.key) + '"]');
+      if (there) fold.open = there.open;
+    }
+    old.replaceWith(fresh);
+  }
+
+  async function watch(place) {
+    const sign = document.getElementById("live");
+    let known = "";
+    for (;;) {
+      try {
+        const answer = await fetch(place + "?known=" + known, { cache: "no-store" });
+        if (answer.status === 200) {
+          const news = await answer.json();
+          const top = scrollY;
+          known = news.version;
+          figures = news.figures;
+          document.title = news.title;
+          replaceMain(news.main);
+          await draw();
+          scrollTo(0, top);
+          body.dataset.version = known;
+        }
+        sign.className = "";
+        sign.textContent = "live";
+      } catch (error) {
+        sign.className = "away";
+        sign.textContent = "gnnfleet report --watch has ended";
+      }
+      await new Promise((go) => setTimeout(go, 2000));
+    }
+  }
+
+  (async () => {
+    try {
+      await loadLibrary();
+      await draw();
+      dark.addEventListener("change", draw);
+      if (body.dataset.live) watch(body.dataset.live);
+    } catch (error) {
+      tell(error);
+    }
+  })();
+})();

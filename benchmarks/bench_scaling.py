@@ -1,6 +1,7 @@
-"""Work of 1, 2 and 4 hosts that share the same cores, for the same global batches; and what real hosts would take.
+"""Work of 1, 2 and 4 hosts that share the same cores; and what real hosts would take.
 
-python benchmarks/run.py scaling                 measure, keep the figures, show them and a forecast
+python benchmarks/run.py scaling                 measure for the same global batch, keep the figures, show a forecast
+python benchmarks/bench_scaling.py --per-host    the same number of seeds per host and step: the global batch grows with hosts
 python benchmarks/bench_scaling.py --predict     the forecast again: --cores 16 --gbit 1 --efficiency 0.5
 GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
 """
@@ -43,13 +44,21 @@ def cases(small: bool) -> list[Case]:
     return found
 
 
-def run(small: bool) -> list[Row]:
+def run(small: bool, per_host: bool = False) -> list[Row]:
     """One core for all: what processes take from each other by sharing two is no work of theirs."""
     cores = sorted(os.sched_getaffinity(0))[:1]
-    measured = {case.name: [measure(case, count, cores) for count in COUNTS] for case in cases(small)}
+    measured = {
+        case.name: [measure(sized(case, count) if per_host else case, count, cores) for count in COUNTS]
+        for case in cases(small)
+    }
     FIGURES.write_text(json.dumps({name: list(map(asdict, runs)) for name, runs in measured.items()}))
     forecast(measured, [Hardware(gbit=10), Hardware(gbit=1)])
     return [row for name, runs in measured.items() for row in rows(name, runs)]
+
+
+def sized(case: Case, count: int) -> Case:
+    """With a global batch that gives each host what it has of the usual one where there are most."""
+    return replace(case, batch=case.batch // COUNTS[-1] * count)
 
 
 def measure(case: Case, count: int, cores: Sequence[int]) -> Measured:
@@ -96,6 +105,7 @@ def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) 
 
 @click.command(help=__doc__)
 @click.option("--small", is_flag=True, help="Small sizes, to see that it runs.")
+@click.option("--per-host", is_flag=True, help="A batch of the same size for each host.")
 @click.option("--predict", is_flag=True, help="From the figures of the last run.")
 @click.option("--cores", default=Hardware.cores, show_default=True)
 @click.option("--efficiency", default=Hardware.efficiency, show_default=True)
@@ -103,10 +113,17 @@ def forecast(measured: dict[str, list[Measured]], hardware: Sequence[Hardware]) 
 @click.option("--latency-us", default=1e6 * Hardware.latency, show_default=True)
 @click.option("--threads", default=Hardware.threads, show_default=True, help="Sampler threads.")
 def main(
-    small: bool, predict: bool, cores: int, efficiency: float, gbit: float, latency_us: float, threads: int
+    small: bool,
+    per_host: bool,
+    predict: bool,
+    cores: int,
+    efficiency: float,
+    gbit: float,
+    latency_us: float,
+    threads: int,
 ) -> None:
     if not predict:
-        show("scaling", run(small))
+        show("scaling", run(small, per_host))
         return
     if not FIGURES.exists():
         raise click.ClickException("nothing was measured yet: python benchmarks/run.py scaling")

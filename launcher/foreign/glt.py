@@ -24,7 +24,7 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
         raise ConfigError(problems)
     nodes = _list(tree, "nodes", problems)
     lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
-    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if 0 < len(lists[name]) != len(nodes)]
+    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if _differs(tree, name, nodes)]
     problems += [_not_theirs(tree, name) for name in tree.items if name in _OURS]
     if not problems:
         order = _order(tree, lists, problems)
@@ -42,6 +42,11 @@ def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]
     words = "is missing" if found is None else f"expected a list with one entry per node, found {describe(found)}"
     problems.append(Problem(origin.file, origin.line, f"{name}: {words}"))
     return ()
+
+
+def _differs(tree: Section, name: str, nodes: tuple[Tree, ...]) -> bool:
+    values = tree.items[name]
+    return isinstance(values, Sequence) and len(values.items) != len(nodes)
 
 
 def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tree, ...]) -> Problem:

@@ -1,7 +1,7 @@
 """Work of 1, 2 and 4 hosts that share the same cores; and what real hosts would take.
 
 python benchmarks/run.py scaling                 measure for the same global batch, keep the figures, show a forecast
-python benchmarks/bench_scaling.py --per-host    the same number of seeds per host and step: the global batch grows with hosts
+python benchmarks/bench_scaling.py --per-host    batches of one size per host: the global one grows
 python benchmarks/bench_scaling.py --predict     the forecast again: --cores 16 --gbit 1 --efficiency 0.5
 GNNFLEET_DEBIAN names the folder of the Debian dependency graph (``data.dataset: file``), where there is one.
 """

@@ -24,7 +24,8 @@ class OwnCommand:
 def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> OwnCommand:
     """Words of ``argv`` that are files here travel along, and so do the ``extra`` files and folders.
 
-    Files and folders below ``cwd`` keep their relative path, others go by their name; a folder stays as it is inside.
+    Files and folders below ``cwd`` keep their relative path, others go by their name; a folder stays as it is inside,
+    also where a word of the command is one of its files.
     """
     words: list[str] = []
     notes: list[str] = []
@@ -34,7 +35,7 @@ def own_command_files(argv: Sequence[str], extra: Sequence[str], cwd: Path) -> O
         if path.is_file() and "/" not in word and word == argv[0]:
             words.append(word)  # a bare first word is looked up on the node's PATH, as a shell would
         elif path.is_file():
-            dest = _dest(path, cwd)
+            dest = _inside(path, extra, cwd) or _dest(path, cwd)
             _add(files, dest, path)
             words.append(word if dest == os.path.normpath(word) else dest)
         else:
@@ -77,6 +78,15 @@ def resume_file(config: ClusterConfig, cwd: Path) -> PlannedFile | None:
 def _dest(path: Path, cwd: Path) -> str:
     relative = os.path.relpath(os.path.abspath(path), os.path.abspath(cwd))
     return path.name if relative.startswith("..") else Path(relative).as_posix()
+
+
+def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
+    """Where a file lies in one of the folders that are sent; '' in none: a script finds what is beside it."""
+    real = path.resolve()
+    for folder in (Path(name) for name in extra):
+        if folder.is_dir() and real.is_relative_to(folder.resolve()):
+            return (Path(_dest(folder, cwd)) / real.relative_to(folder.resolve())).as_posix()
+    return ""
 
 
 def _add(files: dict[str, Path], dest: str, path: Path) -> None:

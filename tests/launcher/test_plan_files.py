@@ -98,6 +98,19 @@ def test_own_command_takes_its_files_along(tmp_path: Path) -> None:
     assert python.trainer.argv[-3:] == ("/py", "-c", "1")
 
 
+def test_a_script_in_a_folder_that_is_sent_keeps_what_is_beside_it(tmp_path: Path) -> None:
+    for name in ("train.py", "common.py"):
+        (tmp_path / "examples").mkdir(exist_ok=True)
+        (tmp_path / "examples" / name).write_text("x")
+    (tmp_path / "elsewhere").mkdir()
+    config = cluster(run=RunConfig(files=(str(tmp_path / "examples"),)))
+    words = ("python", str(tmp_path / "examples/train.py"))
+    node = plan_of(config, own_command=words, cwd=tmp_path / "elsewhere").nodes[0]
+    assert node.trainer.argv[-1] == "examples/train.py"
+    sent = {file.dest.removeprefix(node.run_dir) for file in node.files if "/files/" in file.dest}
+    assert sent == {"/files/examples/train.py", "/files/examples/common.py"}
+
+
 def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
     checkpoint = tmp_path / "runs" / "old-run" / "checkpoints" / "last.pt"
     checkpoint.parent.mkdir(parents=True)

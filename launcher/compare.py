@@ -192,6 +192,10 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
     if "train.seed" in differing:
         seeds = ", ".join(str(value) for value in differing["train.seed"].values if value is not None)
         yield f"different seeds (train.seed {seeds}): small differences may be chance"
+    lengths = {run.run_id: len(run.by_epoch("seconds")) for run in runs}
+    short = [run_id for run_id, epochs in lengths.items() if epochs == 1]
+    if short and max(lengths.values()) > 1:
+        yield f"{', '.join(short)}: one epoch only, so its times include compiling; those of longer runs do not"
     for run in runs:
         if run.entry.state != "done":
             yield f"{run.run_id} is not done ({run.entry.state}): its figures are of what is here of it"

@@ -118,6 +118,7 @@ def test_nodes_are_told_once_where_they_are_alike(tmp_path: Path) -> None:
 
 
 TABLE = """\
+note: b: one epoch only, so its times include compiling; those of longer runs do not
 note: b is not done (failed): its figures are of what is here of it
                               a         b
 state                         done      failed

@@ -4,7 +4,12 @@
 # Whatever follows goes to launch.py as it is: ./run_dist.sh --dry-run, ./run_dist.sh --detach
 # An empty variable leaves what CONFIG says. Paths are relative to where you call it from.
 
-CONFIG=${CONFIG:-templates/local.yml}  # hosts, data, training; every key can be overridden below
+# Variables of torch_geometric's run_dist.sh, and which one it is here (its own script works with launch.py, too):
+#   IP_CONFIG ip_config.yaml → CONFIG      NUM_TRAINING_PROCS → PROCS       NUM_NEIGHBORS → FANOUTS
+#   DATASET, EPOCHS, BATCH_SIZE (of each process there, of all here)        DDP_PORT → MASTER_PORT
+#   CONDA_ENV/bin/activate → CONDA_ENV     PART_CONFIG, NUM_NODES → found out
+
+CONFIG=${CONFIG:-templates/local.yml}  # hosts, data, training, also another launcher's list; overridden below
 NODES=${NODES:-}                       # "user@host1 user@host2", or a number of nodes on this machine
 PROCS=${PROCS:-}                       # trainer processes per node
 DATASET=${DATASET:-}                   # synthetic, file, ogbn-products, Planetoid:Cora …

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from golden_kit import GOLDEN, check_messages
 from launcher.cli import run
 from launcher.cli_foreign import imported
+from launcher.codefiles import CODE_ROOT
 from launcher.errors import FleetError
 from launcher.options import LaunchOptions, read_config
 from launcher.yaml_schema import load_config
@@ -86,6 +88,36 @@ def test_mistakes_are_answered_with_the_foreign_line(
         assert run(["--dry-run", "--config", "hosts", *shlex.split(words)]) == 2, name
         answers.append((f"{name}: --config hosts {words}".rstrip(), capsys.readouterr().err))
     check_messages("foreign", answers)
+
+
+SAMPLES = {
+    "dist_train_sage_sup_config.yml": "glt/dist_train_sage_sup_config.yml", "ip_config.yaml": "pyg/ip_config.yaml",
+    "ip_config.txt": "dgl/ip_config.txt", "hosts": "hostfile/hostfile", "hosts.ini": "ansible_ini/hosts",
+    "inventory.ini": "ansible_ini/hosts",
+}  # fmt: skip
+
+
+def told_commands() -> list[str]:
+    """Lines with launch.py or gnnfleet in the README's table and in the text blocks of docs/migrating.md."""
+    rows = re.findall(r"`(python launch\.py [^`]*)` \|$", (CODE_ROOT / "README.md").read_text(), re.MULTILINE)
+    text = (CODE_ROOT / "docs/migrating.md").read_text().replace("\\\n", "").replace("$PWD", ".")
+    blocks = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return rows + re.findall(r"^(?:python launch\.py|gnnfleet) .*$", blocks, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", told_commands())
+def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, sample in SAMPLES.items():
+        Path(name).write_text((GOLDEN / "foreign" / sample).read_text())
+    Path("graph.pt").touch()
+    monkeypatch.setattr("launcher.checking.run_check", lambda config, *more: 0)
+    words = shlex.split(command.replace("python launch.py", "gnnfleet"))[1:]
+    assert run(words if words[0] in ("check", "import") else ["--dry-run", *words]) == 0
+
+
+def test_the_table_has_a_line_for_each_launcher() -> None:
+    assert len(told_commands()) >= 8
 
 
 def test_what_is_per_process_there_follows_the_processes_chosen_here(

@@ -54,7 +54,8 @@ def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tr
     return Problem(
         at.file,
         at.line,
-        f"{name} has {len(values)} entries, and nodes (line {first.line}) has {len(nodes)}; each node needs one",
+        f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, and nodes "
+        f"(line {first.line}) has {len(nodes)}; each node needs one",
     )
 
 

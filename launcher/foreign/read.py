@@ -67,8 +67,15 @@ def recognise(source: Source) -> str:
         return "inventory-ini"
     if any(_SLOTS.fullmatch(words) for words in lines):
         return "hostfile"
+    return "list" if _is_list(lines) else ""
+
+
+def _is_list(lines: list[str]) -> bool:
+    """Hosts line by line; what begins as one is one with mistakes. A single word might be anything."""
     first = _LISTED.fullmatch(lines[0])
-    return "list" if first and (first[3] or re.search(r"[0-9.@]", first[2])) else ""
+    if first and (first[3] or re.search(r"[0-9.@]", first[2])):
+        return True
+    return len(lines) > 1 and all(map(_LISTED.fullmatch, lines))
 
 
 def graph_is_named(foreign: Foreign, tree: Section, path: Path) -> None:

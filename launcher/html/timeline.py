@@ -70,7 +70,8 @@ def timeline_chart(record: RunRecord) -> Chart | None:
 def _stages(record: RunRecord) -> Iterator[Span]:
     stages = [event for event in record.events if event.get("kind") == "stage"]
     times = [_since(record, event) for event in stages]
-    for event, begin, end in zip(stages, times, [*times[1:], _end(record)], strict=True):
+    ends = [*times[1:], _end(record)][: len(times)]  # none, where the run was collected on another machine
+    for event, begin, end in zip(stages, times, ends, strict=True):
         if event.get("stage") != "end":
             yield Span("launcher", begin, max(begin, end), "stage", str(event.get("stage")))
 

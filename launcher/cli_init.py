@@ -24,8 +24,7 @@ Examples:
   gnnfleet init 'node[01-04].lab' --user alice --yes
   gnnfleet init --template server_client -o servers.yml
 
-Exit status: 0 written and checked; 2 bad usage; 3 written, but a host was left out or `check` found
-something in the way; nothing is written where no host could be looked at."""
+Exit status: 0 written and checked; 2 bad usage; 3 a host was left out, or `check` found something in the way."""
 
 _OPTIONS = (
     click.argument("hosts", nargs=-1, shell_complete=host_names),
@@ -36,14 +35,14 @@ _OPTIONS = (
     click.option("--user", metavar="NAME", help="SSH user, where ~/.ssh/config does not say."),
     click.option("--key", metavar="FILE", help="Private key on this machine."),
     click.option("--password", is_flag=True, help="Ask for an SSH password."),
-    click.option("--venv", metavar="DIR", help="Virtual environment on the hosts; default: found there."),
+    click.option("--venv", metavar="DIR", help="Virtual environment there; default: found."),
     click.option("--conda", metavar="ENV", help="Conda environment on the hosts."),
     click.option("--python", metavar="FILE", help="Python on the hosts."),
-    click.option("--dataset", metavar="NAME|PATH", help="The graph: a .pt file or folder, ogbn-products, synthetic …"),
-    click.option("--source", metavar="PATH", help="What `--dataset file` reads, or where downloads go."),
-    click.option("--shared", metavar="DIR", help="Folder that all hosts see: parts are read there, not sent."),
+    click.option("--dataset", metavar="NAME|PATH", help="A .pt file or folder, ogbn-products …"),
+    click.option("--source", metavar="PATH", help="What the dataset reads, or downloads to."),
+    click.option("--shared", metavar="DIR", help="Folder of all hosts: no parts are sent."),
     click.option("--host-keys", type=click.Choice(["strict", "accept-new", "insecure"]), help="Unknown SSH keys."),
-    click.option("--yes", "-y", is_flag=True, help="Ask nothing; the graph is synthetic unless given."),
+    click.option("--yes", "-y", is_flag=True, help="Ask nothing; synthetic graph by default."),
     click.option("--force", is_flag=True, help="Replace FILE."),
     click.option("--no-check", is_flag=True, help="Do not run `check` on the new file."),
     click.option("--template", metavar="NAME", shell_complete=template_names,

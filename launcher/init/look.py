@@ -80,7 +80,6 @@ class Look:
     gpus: tuple[Gpu, ...]
     cpus: int
     memory: int  #: bytes
-    tmux: str
     home: str
     shares: tuple[str, ...]
 
@@ -156,7 +155,6 @@ def _look(wish: Wish, config: ClusterConfig, k: int, agent: NodeAgent) -> Look:
         gpus=tuple(Gpu(**{name: one[name] for name in Gpu.__dataclass_fields__}) for one in there["gpus"]),
         cpus=there["cpus"],
         memory=there["memory_limit"],
-        tmux=there["tmux"],
         home=there["home"],
         shares=tuple(found["shares"]),
     )

@@ -83,7 +83,16 @@ def _draft(wish: Wish, looked: Looked, dest: Path, program: str) -> Draft:
     chosen = choose(wish, looked.looks)
     hosts = dict(enumerate(node.host for node in config_of(wish).nodes))
     devices = shares_of(looked.looks, hosts, looked.looks, chosen)
-    return Draft(wish, looked, chosen, devices, graph_of(wish.dataset or "synthetic", wish.source), dest.name, program)
+    graph = graph_of(wish.dataset or "synthetic", wish.source)
+    if graph.source:
+        graph = replace(graph, source=_as_seen_from(dest.absolute().parent, graph.source))
+    return Draft(wish, looked, chosen, devices, graph, dest.name, program)
+
+
+def _as_seen_from(folder: Path, source: str) -> str:
+    """Relative where it lies below the file, so that both can be moved together."""
+    path = Path(source).expanduser()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else source
 
 
 @contextmanager

@@ -81,7 +81,8 @@ class Row:
         return _unlike(value for value in self.values if value is not None)
 
     def _shown(self, value: float) -> float:
-        return round(value, 4) if self.form == "score" else float(f"{value:.3g}")
+        digits = {"score": 4, "share": 2}.get(self.form)
+        return float(f"{value:.{2 if self.form == 'bytes' else 3}g}") if digits is None else round(value, digits)
 
 
 @dataclass(frozen=True)

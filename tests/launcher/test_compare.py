@@ -111,6 +111,14 @@ def test_what_makes_figures_incomparable_is_said(config: ClusterConfig, note: st
     assert ("results last loss" in best(told)) == ("graph" not in note)  # no loss is better than that of another graph
 
 
+def test_parts_that_changed_under_the_same_settings_are_pointed_out(tmp_path: Path) -> None:
+    first, second = (figures_of(read_folder(made(tmp_path, run_id))) for run_id in "ab")
+    told = compare([replace(first, parts="4f00"), replace(second, parts="77aa")])
+    assert [note[:42] for note in told.notes] == ["the same settings, but not the same parts:"]
+    recut = replace(second, parts="77aa", config={**second.config, "data.num_parts": 4})
+    assert compare([replace(first, parts="4f00"), recut]).notes == ()
+
+
 def test_nodes_are_told_once_where_they_are_alike(tmp_path: Path) -> None:
     more = replace(CONFIG, nodes=tuple(NodeConfig(f"gnn{k}", devices=(0,) if k else ()) for k in range(3)))
     shown = values(compared(made(tmp_path, "a"), made(tmp_path, "b", more)), "config")

@@ -18,7 +18,7 @@ from launcher.fingerprint import RULES, leading
 from launcher.init.wish import Wish
 from launcher.nodecall import NodeAgent, program_source
 from launcher.placement import node_workdir
-from launcher.script import Command
+from launcher.script import Command, quote
 from launcher.transport.base import Transport
 
 _SECONDS = 120.0  # Pythons on a slow network disk
@@ -138,7 +138,9 @@ def _python(wish: Wish) -> Command:
     """The Python that looks; any will do, the one that trains is found by it."""
     if wish.local:
         return Command((sys.executable,))
-    return Command((wish.python or "python3",), setup=(_PATH,))
+    folders = [f"{text.rstrip('/')}/bin" for text in (wish.venv, wish.conda) if text and "/" in text]
+    given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
+    return Command((wish.python or "python3",), setup=(_PATH, *given))
 
 
 def _look(wish: Wish, config: ClusterConfig, k: int, agent: NodeAgent) -> Look:

@@ -5,7 +5,35 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from typing import NamedTuple
+
+
+class FromHost(NamedTuple):
+    """What one other host was good for."""
+
+    remote_bytes: int = 0  #: received from it
+    remote_rows: int = 0  #: that it owns, however they came
+    cached_rows: int = 0
+    held_rows: int = 0
+
+
+class ByHost(dict[int, FromHost]):
+    """By node rank; hosts without an entry were good for nothing. Values are added up, none is ever changed."""
+
+    def __add__(self, other: ByHost) -> ByHost:
+        return self._with(other, 1) if other else self
+
+    def __sub__(self, other: ByHost) -> ByHost:
+        return self._with(other, -1) if other else self
+
+    def _with(self, other: ByHost, sign: int) -> ByHost:
+        both = ByHost(self)
+        for host, more in other.items():
+            known = self.get(host, FromHost())
+            both[host] = FromHost(*(a + sign * b for a, b in zip(known, more, strict=True)))
+        return both
 
 
 @dataclass(frozen=True)
@@ -20,6 +48,7 @@ class Cost:
     sample_s: float = 0.0  #: to find the subgraph, waiting left out
     gather_s: float = 0.0  #: to collect its rows, waiting left out
     wait_s: float = 0.0  #: waiting for other hosts
+    by_host: ByHost = field(default_factory=ByHost)  #: the bytes and rows above, by whose they are
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, _values(self), _values(other)))
@@ -30,7 +59,12 @@ class Cost:
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
         """All of them added up."""
-        return cls(*map(sum, zip(*map(_values, costs), strict=True)))
+        return reduce(operator.add, costs, cls())
+
+    def of_host(self, node_rank: int) -> Cost:
+        """The same, all of it by this host."""
+        mine = FromHost(self.remote_bytes, self.remote_rows, self.cached_rows, self.held_rows)
+        return replace(self, by_host=ByHost({node_rank: mine}))
 
     @property
     def asked_rows(self) -> int:

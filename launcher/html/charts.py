@@ -26,14 +26,14 @@ _KIND_COLOURS = {
     "other": "#9aa0a6",
 }
 _KIND_WORDS = {
-    "sample": "waits for sampling",
-    "remote": "waits for other hosts",
-    "gather": "waits for rows",
+    "sample": "wait: sampling",
+    "remote": "wait: other hosts",
+    "gather": "wait: rows",
     "copy": "copy to the device",
     "reduce": "reduce gradients",
 }
 _SPLIT_COLOURS = {"train": "#009e73", "val": "#0072b2", "test": "#d55e00"}
-_BYTES_SCALE = [[0.0, "rgba(0,114,178,0.08)"], [1.0, "#0072b2"]]
+_BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers upon it can be read on any page
 
 Trace = Mapping[str, Any]
 
@@ -230,7 +230,8 @@ def _line(name: str, points: Sequence[Point], *, colour: str = "", width: float 
 def _heat(
     x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]], bar: Mapping[str, Any]
 ) -> dict[str, Any]:
-    scale = {"colorscale": _BYTES_SCALE, "zmin": 0, "xgap": 2, "ygap": 2}
+    most = max((value for row in z for value in row if value is not None), default=0)
+    scale = {"colorscale": _BYTES_SCALE, "zmin": 0, "zmax": most or 1, "xgap": 2, "ygap": 2}
     return {
         "type": "heatmap",
         "x": list(x),

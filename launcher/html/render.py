@@ -1,7 +1,7 @@
 """A report page as one self-contained HTML file: nothing in it is loaded from anywhere.
 
 Texts of logs, hosts and configs are escaped, by the template or, where plotly draws them, here; and the page's own
-policy (Content-Security-Policy) forbids every request, so that a text that slipped through could fetch and send nothing.
+policy (Content-Security-Policy) forbids every request, so that a text that slipped through can fetch and send nothing.
 """
 
 from __future__ import annotations

@@ -12,9 +12,13 @@
     document.head.append(script);
   }
 
+  const narrow = () => innerWidth < 760;
+
+  // A legend takes more rows on a narrow page.
+  const heightOf = (figure) => figure.height + (narrow() ? 20 * Math.max(0, figure.data.length - 3) : 0);
+
   function layoutOf(figure) {
     const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-    const narrow = innerWidth < 760;
     const axis = (given) => ({
       gridcolor: colour("--grid"), zerolinecolor: colour("--line"), linecolor: colour("--line"), automargin: true,
       ...given, title: { standoff: 8, ...(given || {}).title },
@@ -23,26 +27,26 @@
       ...figure.layout,
       xaxis: axis(figure.layout.xaxis),
       yaxis: axis(figure.layout.yaxis),
-      height: figure.height,
+      height: heightOf(figure),
       autosize: true,
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       colorway: ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#9aa0a6"],
-      font: { color: colour("--text"), size: narrow ? 11 : 12, family: getComputedStyle(body).fontFamily },
+      font: { color: colour("--text"), size: narrow() ? 11 : 12, family: getComputedStyle(body).fontFamily },
       margin: { l: 10, r: 14, t: 26, b: 10 },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--line"), activecolor: colour("--faint") },
       hoverlabel: { align: "left", namelength: -1 },
-      legend: { orientation: "h", x: 0, y: -0.22, yref: "paper", yanchor: "top", ...figure.layout.legend },
-      dragmode: narrow ? false : "zoom",
+      legend: { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", ...figure.layout.legend },
+      dragmode: narrow() ? false : "zoom",
     };
   }
 
   async function draw() {
-    const settings = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 760 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+    const settings = { responsive: true, displaylogo: false, displayModeBar: false };
     let drawn = 0;
     for (const figure of figures) {
       const place = document.getElementById("chart-" + figure.key);
       if (!place) continue;
+      place.style.height = heightOf(figure) + "px";
       await Plotly.react(place, figure.data, layoutOf(figure), settings);
       drawn += 1;
     }

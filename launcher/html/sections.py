@@ -105,7 +105,9 @@ def _cause(record: RunRecord) -> Iterator[Block]:
             yield Lines("what it left", "\n".join(first.last_lines))
         if aftermath.lines:
             yield Words(aftermath.lines)
-        if record.log:
+        if not record.log:
+            yield Words((f"{first.log_name} is empty, or not here.",))
+        else:
             yield Lines(f"{first.log_name}, last {count(len(record.log), 'line')}", "\n".join(record.log), folded=True)
     elif record.state in ("failed", "interrupted"):
         yield Words((_headline(record),), _TONES[record.state])
@@ -249,7 +251,7 @@ def _versions(events: list[Mapping[str, Any]]) -> Table:
     """A column for each set of nodes that have the same."""
     told = [(spans(sorted(map(int, event.get("nodes", ())))), dict(event.get("versions") or {})) for event in events]
     names = sorted({name for _, versions in told for name in versions})
-    rows = tuple((name, *(str(versions.get(name, "–")) for _, versions in told)) for name in names)
+    rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in told)) for name in names)
     return Table(("package", *(f"node {nodes}" for nodes, _ in told)), rows, "Versions")
 
 

@@ -30,9 +30,9 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
     if not any(number(_traffic(line).get("remote_bytes")) for line in epochs):
         return
     pairs = read_pairs(record)
-    names = [f"node{node.node_rank}" for node in record.found.plan.nodes] if record.found.plan else []
-    if pairs and names:
-        yield from _maps(pairs, names)
+    plan = record.found.plan
+    if pairs and plan:
+        yield from _maps(pairs, plan.serving)
     yield _by_rank(record)
     profile = record.series.profile
     if profile is not None and profile.predicted("remote_bytes") is not None:
@@ -45,7 +45,7 @@ def read_pairs(record: RunRecord) -> dict[tuple[int, int], Pair]:
     """(node that asked, node that was asked) → what came, over all epochs."""
     found: dict[tuple[int, int], Pair] = {}
     for line in record.series.epochs:
-        by_host = _traffic(line).get("by_host")
+        by_host = line.get("by_host")
         k = record.node_of.get(line["rank"])
         if k is None or not isinstance(by_host, Mapping):
             continue
@@ -58,14 +58,15 @@ def read_pairs(record: RunRecord) -> dict[tuple[int, int], Pair]:
     return found
 
 
-def _maps(pairs: Mapping[tuple[int, int], Pair], names: list[str]) -> Iterator[Block]:
-    nodes = range(len(names))
-    sent = [[pairs[i, j].totals["remote_bytes"] if (i, j) in pairs else None for j in nodes] for i in nodes]
-    yield pair_chart("bytes", "Bytes from other nodes, all epochs", names, names, sent, "bytes")
-    hits = [[_hits(pairs.get((i, j))) for j in nodes] for i in nodes]
+def _maps(pairs: Mapping[tuple[int, int], Pair], serving: str) -> Iterator[Block]:
+    """``serving``: the cluster that was asked, where it is not the run's own nodes."""
+    asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
+    to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
+    sent = [[pairs[i, j].totals["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
+    yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
+    hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
     if any(value is not None for row in hits for value in row):
-        title = "Rows of other nodes that were here already (cache, or held from batches just before)"
-        yield pair_chart("hits", title, names, names, hits, "share")
+        yield pair_chart("hits", "Rows of other nodes that were here already: cached, or held", to, of, hits, "share")
 
 
 def _hits(pair: Pair | None) -> float | None:

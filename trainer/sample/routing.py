@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.arrays import Array, Ids
-from trainer.cost import Cost, CostMeter
+from trainer.cost import ByHost, Cost, CostMeter, FromHost
 from trainer.errors import PartitionError, ServerGone
 from trainer.reach import SERVER_WAIT, WireRows
 from trainer.sample.collect import Collection, Piece
@@ -22,7 +22,7 @@ from trainer.sample.grouping import cut_request, merge_samples
 from trainer.sample.held import HELD, Answer, HeldRows
 from trainer.sample.holders import HERE, NOBODY, Holders, Pending, RemoteHost
 from trainer.sample.one_hop import LocalGraph
-from trainer.sample.places import Codes, locate
+from trainer.sample.places import Codes, Placed, locate
 from trainer.sample.specs import check_type, row_spec
 from trainer.sample.split import Groups, Split
 from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
@@ -206,8 +206,32 @@ class DistGraph:
         for piece in pieces:
             piece.copy_near(self.local)
             if piece.counts:
-                self._meter.add(piece.cost)
+                self._meter.add(replace(piece.cost, by_host=self._rows_by_host(piece)))
         return ()
+
+    def _rows_by_host(self, piece: Piece) -> ByHost:
+        """Whose the rows of a piece are that are not this host's."""
+        cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
+        held = self._owned(piece, [placed for _, placed in piece.held])
+        asked = {host: len(at) for host, at in piece.asked.items()}
+        return ByHost(
+            {
+                host: FromHost(0, asked.get(host, 0) + kept + again, kept, again)
+                for host in sorted({*asked, *cached, *held})
+                for kept, again in [(cached.get(host, 0), held.get(host, 0))]
+            }
+        )
+
+    def _owned(self, piece: Piece, placed: Sequence[Placed]) -> dict[int, int]:
+        """How many of the rows at these places each host would have been asked for."""
+        if not placed:
+            return {}
+        ids = np.concatenate([piece.ids[one.at] for one in placed])
+        parts = np.bincount(self.books[piece.columns[0]].part_of(ids), minlength=1)
+        hosts: dict[int, int] = defaultdict(int)
+        for part in np.flatnonzero(parts).tolist():
+            hosts[int(self._holders.table()[part + 1])] += int(parts[part])
+        return hosts
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         """Which of any edges exist: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
@@ -280,7 +304,7 @@ class DistGraph:
                     continue
                 finally:
                     self._meter.add(Cost(wait_s=time.perf_counter() - began))
-                self._add_bytes(pending, (array for answer in answers for array in question.arrays(answer)))
+                self._add_bytes(host, pending, (array for answer in answers for array in question.arrays(answer)))
                 for share, answer in zip(shares[host], answers, strict=True):
                     yield host, share, answer
             shares = self._again(unanswered, question)
@@ -354,15 +378,15 @@ class DistGraph:
                 host = int(self._holders.table()[piece.part_id + 1])
                 pending = self._ask_slice(piece, edge_type, host)
                 continue
-            self._add_bytes(pending, (edges.src, edges.dst, edges.orig_id))
+            self._add_bytes(host, pending, (edges.src, edges.dst, edges.orig_id))
             return edges
 
-    def _add_bytes(self, pending: Pending, arrays: Iterable[Array | None]) -> None:
+    def _add_bytes(self, host: int, pending: Pending, arrays: Iterable[Array | None]) -> None:
         """What came, as it travelled; of a host in this process, its arrays."""
         received = getattr(pending, "received", None)
         if received is None:
             received = sum(array.nbytes for array in arrays if array is not None)
-        self._meter.add(Cost(remote_bytes=received))
+        self._meter.add(Cost(remote_bytes=received, by_host=ByHost({host: FromHost(remote_bytes=received)})))
 
 
 def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:

@@ -141,7 +141,12 @@ class HostClient:
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> Pending[Sampled]:
         """Ask for a whole batch; the server is told when it has come."""
-        return self._submit(lambda: batches.batch_request(work, client), lambda reply: batches.read_batch(reply, work))
+
+        def read(reply: Message) -> Sampled:
+            sampled = batches.read_batch(reply, work)
+            return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
+
+        return self._submit(lambda: batches.batch_request(work, client), read)
 
     def submit_manifest(self) -> Pending[bytes]:
         """Ask for the bytes of ``manifest.json``."""

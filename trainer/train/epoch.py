@@ -19,7 +19,7 @@ from trainer.load.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.pace import Pace
-from trainer.train.spent import Lap, Phase, traffic
+from trainer.train.spent import Lap, Phase, by_host, traffic
 from trainer.train.task import Task
 from trainer.train.team import Team
 
@@ -58,6 +58,7 @@ class EpochReport:
             "cpu_s": round(self.cpu_s, 3),
             **self.lap.means(),
             "traffic": traffic(self.cost, len(self.step_loss)),
+            **by_host(self.cost),
             "remote_share": self.cost.remote_share,
         }
 

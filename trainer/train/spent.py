@@ -101,6 +101,12 @@ def traffic(cost: Cost, batches: int) -> dict[str, int]:
     return {"batches": batches, **{name: getattr(cost, name) for name in names}}
 
 
+def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
+    """For an epoch line: what came from, or belongs to, each other node; {} with one."""
+    hosts = {str(host): one._asdict() for host, one in sorted(cost.by_host.items())}
+    return {"by_host": hosts} if hosts else {}
+
+
 def _work(cost: Cost) -> tuple[float, float, float]:
     return cost.sample_s, cost.wait_s, cost.gather_s
 

@@ -24,9 +24,11 @@ def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str
     """``tree`` as text that lies in ``folder`` and means the same there."""
     told = f"Written by gnnfleet import from {name}, taken for {foreign.kind}."
     head = [*_comment(told), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
-    kept = _with_defaults(_relocated(tree, folder))
+    moved = _moved(tree, folder, "")
+    assert isinstance(moved, Section)
+    kept = _with_defaults(moved)
     items = {key: kept.items[key] for key in (*_ORDER, *kept.items) if key in kept.items}
-    body = list(_section(Section(kept.origin, items, kept.keys), 0, ()))
+    body = list(_section(Section(kept.origin, items, kept.keys), 0))
     return "\n".join([*head, "", *_aligned(body)]) + "\n"
 
 
@@ -34,14 +36,8 @@ def _comment(words: str) -> list[str]:
     return textwrap.wrap(words, 110, initial_indent="# ", subsequent_indent="#   " if words[:2] == "- " else "# ")
 
 
-def _relocated(tree: Tree, folder: Path, key: str = "") -> Section:
-    """Relative paths as they are seen from ``folder``; keys that are empty go."""
-    moved = _moved(tree, folder, key)
-    assert isinstance(moved, Section)
-    return moved
-
-
 def _moved(tree: Tree, folder: Path, key: str) -> Tree:
+    """Relative paths as they are seen from ``folder``; keys that are empty go."""
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)
@@ -78,13 +74,13 @@ def _with_defaults(tree: Section) -> Section:
     return replace(tree, items={**tree.items, "nodes": replace(nodes, items=left), "defaults": defaults})
 
 
-def _section(tree: Section, depth: int, told: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
     """(text, comment) of each line."""
     before = "  " * depth
     for key, item in tree.items.items():
         if isinstance(item, Section):
             yield f"{before}{key}:", ""
-            yield from _section(item, depth + 1, told)
+            yield from _section(item, depth + 1)
         elif isinstance(item, Sequence) and any(not isinstance(one, Scalar) for one in item.items):
             yield f"{before}{key}:", ""
             for one in item.items:
@@ -93,8 +89,7 @@ def _section(tree: Section, depth: int, told: tuple[str, ...]) -> Iterator[tuple
             yield f"{before}{key}:", ""
             yield from ((f"{before}  - {_one_line(one)}", _where(one.origin)) for one in item.items)
         else:
-            where = _where(item.origin)
-            yield f"{before}{key}: {_one_line(item)}", "" if where in told else where
+            yield f"{before}{key}: {_one_line(item)}", _where(item.origin)
 
 
 def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
@@ -107,7 +102,7 @@ def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
         yield f"{before}- {_one_line(tree.items['host'])}", _where(tree.items["host"].origin)
         return
     first = tree.items.get("host", tree)
-    for place, (line, comment) in enumerate(_section(tree, depth + 1, ())):
+    for place, (line, comment) in enumerate(_section(tree, depth + 1)):
         where = _where(first.origin)
         yield (f"{before}- {line.strip()}", where) if not place else (line, "" if comment == where else comment)
 

@@ -156,6 +156,13 @@ def test_a_row_that_is_cached_or_held_is_not_asked_for_again(topology) -> None:
         here, held = np.isin(far, cached), np.isin(far, asked)
         assert (cost.rows, cost.remote_rows) == (30, len(far))
         assert (cost.cached_rows, cost.held_rows) == (here.sum(), (held & ~here).sum())
+        for host, told in cost.by_host.items():
+            first, end = graph.store.books["node"].range_of(others[host].part_ids[0])
+            theirs = (far >= first) & (far < end)
+            assert told[1:] == (theirs.sum(), (theirs & here).sum(), (theirs & held & ~here).sum())
+        assert [sum(part) for part in zip(*cost.by_host.values(), strict=True)] == [
+            cost.remote_bytes, cost.remote_rows, cost.cached_rows, cost.held_rows
+        ]  # fmt: skip
         asked = np.union1d(asked, far[~here])
         needed.append(cost.asked_rows)
     there = np.concatenate([host.asked_ids("node", "x") for host in others.values()])

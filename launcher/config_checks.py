@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.config_reader import Reader
-from launcher.nodespec import RANK_VARIABLES
+from launcher.nodespec import FREE_VARIABLES, RANK_VARIABLES
 from launcher.options import is_run_id
 from launcher.placement import host_key, node_workdir
 from launcher.roles import clients
@@ -55,7 +55,7 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         )
     _server(node, k, reader)
     for name in node.env:
-        if name in RANK_VARIABLES or name.startswith("GNNFLEET_"):
+        if name in RANK_VARIABLES or name.startswith("GNNFLEET_") and name not in FREE_VARIABLES:
             reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")
     if node.data_folder and config.data.mode == "sync" and reader.good(("data", "mode")):
         reader.report(

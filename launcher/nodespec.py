@@ -14,6 +14,7 @@ from launcher.roles import ServingCluster, trainers
 from launcher.script import Command, Secret, quote
 from launcher.topology import Topology
 
+FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
 RANK_VARIABLES = frozenset(
     ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
 )

@@ -21,7 +21,7 @@ def ssh_nodes(cluster: NetCluster, procs: Sequence[int] = (), pythons: Sequence[
             "procs": procs[k] if procs else 1,
             "python": pythons[k] if pythons else sys.executable,
             "workdir": WORKDIR,
-            "setup": [f"export GNNFLEET_KERNELS={os.environ['GNNFLEET_KERNELS']}"],
+            "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]},
         }
         for k, host in enumerate(cluster.hosts[: len(procs) or None])
     ]

@@ -146,6 +146,9 @@ MISTAKES = {
     NODES + "  - host: a\n    venv: /v\n    conda: gnn\n": [
         "5: nodes.0: venv and conda are both given; keep the one that holds torch"
     ],
+    NODES + "  - host: a\n    env: {GNNFLEET_TOKEN: 1}\n": [
+        "4: nodes.0.env: GNNFLEET_TOKEN is set by gnnfleet for each process; leave it out"
+    ],
     NODES + "  - host: a\n    env: {RANK: 1}\n": [
         "4: nodes.0.env: RANK is set by gnnfleet for each process; leave it out"
     ],
@@ -233,12 +236,12 @@ def test_numbers_and_words_as_people_write_them(load: Load) -> None:
     config = load(
         TWO + "train: {lr: 1e-3, weight_decay: 1, epochs: 1_000, fanouts: '15,10,5', replace: yes}\n"
         "run: {encrypt: on}\n"
-        "name: 123\ndefaults: {env: {A: 1, FLAG: on, B: 1e3}, setup: module load cuda}\n"
+        "name: 123\ndefaults: {env: {A: 1, FLAG: on, B: 1e3, GNNFLEET_KERNELS: /k}, setup: module load cuda}\n"
     )
     assert (config.train.lr, config.train.weight_decay, config.train.epochs) == (0.001, 1.0, 1000)
     assert config.train.fanouts == (15, 10, 5) and config.train.replace is True
     assert config.run.encrypt == "on" and config.name == "123"
-    assert config.nodes[0].env == {"A": "1", "FLAG": "on", "B": "1e3"}
+    assert config.nodes[0].env == {"A": "1", "FLAG": "on", "B": "1e3", "GNNFLEET_KERNELS": "/k"}
     assert config.nodes[1].setup == ("module load cuda",)
 
 

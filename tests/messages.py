@@ -18,7 +18,8 @@ REMEDIES = {"remedy", "command", "host", "by_hand"}  # arguments that are no mes
 WORDING = ("transport/ssherrors.py", "transport/keys.py", "node/hub.py", "node/member.py")  # return (…, words, remedy)
 BLANK = "…"  # what stands for a value
 DEPTH = 3  # names and helpers that are followed for the words they stand for
-LEAST_WORDS = 3
+LEAST_WORDS = 2  # fewer are no message; of exactly so many one comes with a value
+LEAST_INSIDE = 4  # of a helper's words inside a message; fewer are a name or a number
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class _Module:
     def messages(self, names: set[str]) -> Iterator[Message]:
         for spoken in self._spoken(names | self._passing_on(names)):
             for line, text in self._words(spoken, self._around(spoken), DEPTH):
-                if " " in text and len(re.findall(r"[A-Za-z]{2,}", text)) >= LEAST_WORDS:
+                if " " in text and _words(text) >= LEAST_WORDS and _words(text) + text.count(BLANK) > LEAST_WORDS:
                     yield Message(self.file, line, text)
 
     def _spoken(self, names: set[str]) -> Iterator[ast.expr]:
@@ -131,6 +132,11 @@ class _Module:
         if isinstance(value, ast.Constant | ast.JoinedStr | ast.BinOp):
             for text in _texts(value):
                 yield value.lineno, text
+            if isinstance(value, ast.JoinedStr) and depth:
+                for part in value.values:
+                    if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Call):
+                        inner = self._words(part.value, inside, depth - 1)
+                        yield from ((line, text) for line, text in inner if _words(text) >= LEAST_INSIDE)
         elif isinstance(value, ast.IfExp):
             yield from self._words(value.body, inside, depth)
             yield from self._words(value.orelse, inside, depth)
@@ -171,6 +177,10 @@ def _nodes(path: Path) -> tuple[ast.AST, ...]:
 @cache
 def _functions(path: Path) -> tuple[ast.FunctionDef, ...]:
     return tuple(each for each in _nodes(path) if isinstance(each, ast.FunctionDef))
+
+
+def _words(text: str) -> int:
+    return len(re.findall(r"[A-Za-z]{2,}", text))
 
 
 def _name(function: ast.expr) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from messages import Message, fixed, messages, spoken_texts
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/troubleshooting.md").read_text()
-FEWEST_LETTERS = 6  #: that an entry has; fewer would be found in anything
+FEWEST_LETTERS = 5  #: that an entry has; fewer would be found in anything
 
 
 def entries() -> list[str]:

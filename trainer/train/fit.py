@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import TrainSettings
 from trainer.load.expected import Prediction
@@ -21,6 +20,7 @@ from trainer.train.advice import keeping_up
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
 from trainer.train.evaluate import Score, evaluate
+from trainer.train.gradients import averaged
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.recorded import RankRecord
@@ -173,9 +173,9 @@ class Fit:
 
     def _wrapped(self) -> nn.Module:
         """The model whose gradients are averaged over ranks."""
-        if self.team.size == 1:
-            return self.model
-        return DistributedDataParallel(self.model, process_group=self.team.gradients, find_unused_parameters=False)
+        model, average = averaged(self.model, self.team)
+        self.optimizers = replace(self.optimizers, average=average)
+        return model
 
     def _due(self, every: int) -> bool:
         return self.at.done == self.settings.epochs or (every > 0 and self.at.done % every == 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,20 @@ from torch import Tensor, nn
 
 from trainer.config import TrainSettings
 from trainer.nn.sharded import ShardedEmbedding
+
+_HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # from torch.compile, by a decorator
+
+
+def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """An optimizer of torch's without what hides it from torch.compile, which is never used here.
+
+    Making one and stepping it would import torch._dynamo, which takes as long again as importing torch.
+    """
+    members = {name: inspect.unwrap(getattr(kind, name)) for name in _HIDDEN}
+    return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
+Adam, SparseAdam = eager(torch.optim.Adam), eager(torch.optim.SparseAdam)
 
 
 @dataclass(frozen=True)
@@ -25,15 +41,16 @@ class Optimizers:
 
     model: torch.optim.Optimizer
     rows: RowTable | None = None  #: None when every node that counts has features
+    average: Callable[[], None] | None = None  #: makes gradients means over ranks; None: the backward pass does
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
         """Adam for the model, SparseAdam for rows."""
-        adam = torch.optim.Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
+        adam = Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         if embedding is None:
             return cls(adam)
         lr = settings.lr if settings.embedding_lr is None else settings.embedding_lr
-        return cls(adam, RowTable(embedding, torch.optim.SparseAdam([embedding.weight], lr=lr)))
+        return cls(adam, RowTable(embedding, SparseAdam([embedding.weight], lr=lr)))  # type: ignore[call-arg]
 
     def step(self, loss: Tensor) -> None:
         """One update downhill of ``loss``, whose mean over ranks counts."""
@@ -41,6 +58,8 @@ class Optimizers:
         if self.rows is not None:
             self.rows.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.average is not None:
+            self.average()
         self.model.step()
         if self.rows is not None:
             self.rows.embedding.sync_gradients()

@@ -1,0 +1,55 @@
+"""Small models, whose gradients are averaged without DistributedDataParallel, train as they do with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from train_kit import free_port
+
+TRAIN = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from trainer.ranks import Ranks
+from trainer.train.gradients import averaged
+from trainer.train.optimize import Adam, Optimizers
+from trainer.train.team import Team
+
+def trained(ours):
+    torch.manual_seed(1 + ours * dist.get_rank())  # all begin with rank 0's weights
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    if ours:
+        wrapped, average = averaged(model, Team(Ranks.from_env(os.environ), torch.device("cpu")))
+    else:
+        wrapped, average = nn.parallel.DistributedDataParallel(model), None
+    kind = Adam if ours else torch.optim.Adam
+    optimizers = Optimizers(kind(model.parameters(), lr=0.01, weight_decay=1e-3), average=average)
+    torch.manual_seed(10 + dist.get_rank())
+    for _ in range(10):
+        x = torch.randn(32, 8)
+        optimizers.step(nn.functional.cross_entropy(wrapped(x), x[:, :3].argmax(1)))
+    optimizers.model.state_dict()
+    return nn.utils.parameters_to_vector(model.parameters())
+
+dist.init_process_group("gloo")
+ours = trained(True)
+assert "torch._dynamo" not in sys.modules, "two seconds of imports are back"
+assert torch.equal(ours, trained(False))
+"""
+
+
+@pytest.mark.slow  # two processes import torch and torch._dynamo
+def test_small_models_train_as_with_torch_s_own_and_import_no_compiler() -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAIN], env={**os.environ, **meeting, "RANK": str(rank)}, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()

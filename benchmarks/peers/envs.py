@@ -103,7 +103,7 @@ def _without(env: PeerEnv, why: str) -> None:
 
 def _call(argv: list[str | Path]) -> None:
     environment = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ, "FORCE_ONLY_CPU": "1"}
-    subprocess.run(argv, check=True, timeout=3600, env=environment, capture_output=True, text=True)
+    subprocess.run(argv, check=True, timeout=4 * 3600, env=environment, capture_output=True, text=True)
 
 
 if __name__ == "__main__":

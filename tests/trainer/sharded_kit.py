@@ -109,7 +109,7 @@ def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) 
     argv = [sys.executable, __file__, str(folder), json.dumps(words)]
     ends: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [subprocess.Popen(argv, env={**env, "RANK": str(rank)}, **ends) for rank in range(size)]
-    for ended in [finish(rank, 60) for rank in ranks]:
+    for ended in [finish(rank, 180) for rank in ranks]:
         assert ended.returncode == 0, ended.output
     return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]
 

@@ -91,8 +91,7 @@ def _facts(record: RunRecord) -> Iterator[Fact]:
 
 def _epochs(record: RunRecord) -> str:
     config = record.found.config
-    own = record.found.launch is not None and bool(record.found.launch.own_command)
-    total = f" of {config.train.epochs}" if config and not own else ""
+    total = f" of {config.train.epochs}" if config and not record.found.own else ""
     return f"{record.series.epochs_done}{total}"
 
 
@@ -128,9 +127,23 @@ def _training(record: RunRecord) -> Iterator[Block]:
     words = _resumed_words(record)
     if words:
         yield Words((words,))
-    yield from all_of([loss_chart(record), accuracy_chart(record), speed_chart(record)])
+    drawn = list(all_of([loss_chart(record), accuracy_chart(record), speed_chart(record)]))
+    yield from drawn
     if not record.series.epochs and record.state != "running":
-        yield Words(("No epoch was finished, so there are no curves.",))
+        yield Words((_no_epochs(record, bool(drawn)),))
+
+
+def _no_epochs(record: RunRecord, drawn: bool) -> str:
+    if not record.found.own:
+        return "No epoch was finished: the curves are those of single steps." if drawn else (
+            "No epoch was finished, so there are no curves."
+        )  # fmt: skip
+    if drawn:
+        return (
+            "The script tells its steps, not its epochs: a point is the mean over ranks of the steps that they told "
+            "last, at most one a second each. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
+        )
+    return "The script has told neither steps nor epochs (trainer.StepLog does), so there are no curves."
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
@@ -138,11 +151,10 @@ def _time(record: RunRecord) -> Iterator[Block]:
     if profile is None:
         return
     epochs = f"{'epoch' if len(profile.epochs) == 1 else 'epochs'} {spans(profile.epochs)}"
+    so_far = "" if profile.whole or record.state != "running" else " so far"
     yield spent_chart(profile, record.node_of)
     topology = record.found.plan.topology.choice if record.found.plan else ""
-    yield Words(
-        (f"Means over {epochs}{'' if profile.whole else ' so far'}.", *advice(profile, record.node_of, topology))
-    )
+    yield Words((f"Means over {epochs}{so_far}.", *advice(profile, record.node_of, topology)))
 
 
 def _parts(record: RunRecord) -> Iterator[Block]:

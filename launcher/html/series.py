@@ -68,7 +68,7 @@ class _Seen:
 
     losses: list[Point] = field(default_factory=list)  # of whole epochs, from lists over all ranks
     covered: set[int] = field(default_factory=set)  # those epochs
-    steps: dict[int, list[Point]] = field(default_factory=dict)  # by epoch, of the ranks' own step lines
+    steps: dict[int, dict[int, list[Point]]] = field(default_factory=dict)  # by epoch and rank, of step lines
     evals: dict[str, dict[float, float]] = field(default_factory=dict)
     speed: dict[int, _Curve] = field(default_factory=dict)
     epochs: list[Line] = field(default_factory=list)
@@ -90,7 +90,7 @@ class _Seen:
         self.kinds[str(kind)] = {name: value for name, value in line.items() if name != "step_loss"}
 
     def series(self) -> Series:
-        steps = [point for epoch in sorted(self.steps) for point in sorted(self.steps[epoch])]
+        steps = [point for epoch in sorted(self.steps) for point in mean_over_ranks(self.steps[epoch])]
         mean: dict[float, float] = {}
         for line in self.epochs:
             epoch, loss = number(line.get("epoch")), number(line.get("loss"))
@@ -114,15 +114,15 @@ class _Seen:
         epoch, step, loss = (number(line.get(name)) for name in ("epoch", "step", "loss"))
         if epoch is not None and step is not None and loss is not None:
             x = epoch - 1 + (step + 1) / max(1.0, number(line.get("steps")) or 1.0)
-            self._step_loss(int(epoch), (x, loss))
+            self._step_loss(int(epoch), rank, (x, loss))
         if not self.epochs:
             self.told.append(line)
 
-    def _step_loss(self, epoch: int, point: Point) -> None:
+    def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
         """Of one rank's seeds: shown only where no line tells the loss over all ranks."""
         if epoch in self.covered:
             return
-        points = self.steps.setdefault(epoch, [])
+        points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
         points.append(point)
         if len(points) > 20 * POINTS:
             points[:] = thinned(sorted(points))
@@ -145,13 +145,28 @@ class _Seen:
         self.told = [each for each in self.told if each.get("kind") != "step"] + [kept]
 
 
+def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
+    """One curve of all ranks. Each tells about one step a second, not all the same one: points that follow each other
+    are averaged until a rank comes again, so that what differs between ranks' own seeds makes no teeth."""
+    groups: list[dict[int, Point]] = [{}]
+    for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
+        if rank in groups[-1]:
+            groups.append({})
+        groups[-1][rank] = (x, y)
+    return [mean_point(list(group.values())) for group in groups if group]
+
+
+def mean_point(points: Sequence[Point]) -> Point:
+    """The middle of one or more."""
+    return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
+
+
 def thinned(points: Sequence[Point]) -> list[Point]:
     """At most ``POINTS``: neighbours averaged."""
     size = math.ceil(len(points) / POINTS) if points else 1
     if size == 1:
         return list(points)
-    groups = (points[i : i + size] for i in range(0, len(points), size))
-    return [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+    return [mean_point(points[i : i + size]) for i in range(0, len(points), size)]
 
 
 def number(value: Any) -> float | None:

@@ -13,7 +13,6 @@ from launcher.operate.found import FoundRun, read_folder
 from launcher.operate.verdict import known_without_nodes, progress_words
 from launcher.operate.views import OpenRun
 from launcher.options import LaunchOptions
-from launcher.plan import LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -102,17 +101,12 @@ def own_command_of(found: FoundRun) -> tuple[str, ...]:
     """The own command it ran; () for the bundled trainer. Raises UsageError where only its launcher knows."""
     if found.launch is not None:
         return found.launch.own_command
-    if found.plan is None or _is_bundled(found.plan):
+    if not found.own:
         return ()
     raise UsageError(
         f"run {found.run_id} ran an own command and was launched on another machine; "
         f"resume it there, or give the command again: gnnfleet resume {found.words} -- python …"
     )
-
-
-def _is_bundled(plan: LaunchPlan) -> bool:
-    trainer = plan.nodes[plan.lead].trainer
-    return trainer is not None and "-m trainer train" in " ".join(trainer.argv)
 
 
 def go_to(cwd: Path | None) -> None:

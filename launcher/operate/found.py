@@ -36,6 +36,14 @@ class FoundRun:
         return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
 
     @property
+    def own(self) -> bool:
+        """Whether it runs an own command, as far as can be told from here."""
+        if self.launch is not None:
+            return bool(self.launch.own_command)
+        trainer = self.plan.nodes[self.plan.lead].trainer if self.plan else None
+        return self.plan is not None and (trainer is None or "-m trainer train" not in " ".join(trainer.argv))
+
+    @property
     def plan_is_missing(self) -> bool:
         """Whether it may have got to its nodes although there is no plan here: deleted, or of an older version."""
         began = self.launch is None or self.launch.stage in ("start", "train", "collect")

@@ -177,3 +177,22 @@ def test_chromium_draws_all_charts_without_errors_or_requests(tmp_path: Path) ->
     assert "CONSOLE" not in done.stderr
     assert str(file) in net.read_text()  # it does log what is asked for
     assert not re.findall(r'"url":"https?://127[^"]*"', net.read_text())
+
+
+def step_lines(rank: int) -> list[dict[str, Any]]:
+    """An own script's, whose ranks tell different steps and differ in their loss by 1."""
+    step = {"kind": "step", "rank": rank, "steps": 10, "seeds_per_s": 5.0, "seeds": 4}
+    at = [(epoch, i) for epoch in (1, 2) for i in range(0, 10, 3)]
+    return [{**step, "t": T + 9 * epoch + i, "epoch": epoch, "step": i + rank // 2, "loss": 2.0 + rank % 2}
+            for epoch, i in at]  # fmt: skip
+
+
+def test_an_own_script_of_several_ranks_has_one_loss_curve_without_teeth(tmp_path: Path) -> None:
+    folder = made_run(tmp_path, "own", range(0), own_command=("python", "own.py"))
+    for rank in (0, 1, 2, 3):
+        file = folder / f"logs/node{rank % 2}/metrics-rank{rank}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in step_lines(rank)))
+    (loss,) = charts(folder)["loss"]["data"]
+    assert set(loss["y"]) == {2.5} and loss["x"] == sorted(set(loss["x"])) and len(loss["x"]) == 8
+    text = render(report_page(read_record(folder)))
+    assert "there are no curves" not in text and "so far" not in text and "tells its steps, not its epochs" in text

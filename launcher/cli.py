@@ -280,7 +280,7 @@ def show_plan(options: LaunchOptions) -> None:
 
     config = read_config(options)
     run_id = choose_run_id(config, options.run_id)
-    made = offline_plan(config, run_id, options.own_command, serving=known_serving(config))
+    made = offline_plan(config, run_id, options.own_command, serving=known_serving(config), to_train=True)
     if options.as_json:
         from launcher.plan import to_json
 

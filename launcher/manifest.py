@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ class PartitionFiles:
     fingerprint: str
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
+    train_seeds: Mapping[str, int] = field(default_factory=dict)  #: by node type; empty: the manifest does not tell
 
     def of_parts(self, parts: Iterable[int], *, replicated: bool = False) -> tuple[PartFile, ...]:
         """What a node that owns ``parts`` needs: its parts, the shared files, the manifest; with a ``replicated``
@@ -80,7 +81,7 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
         return None
     try:
         return parse_manifest(raw, str(folder))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = "make the parts again in another folder, or remove this one"
         raise FleetError(f"{path}: not a usable partition manifest ({error!r}); {remedy}") from error
 
@@ -94,7 +95,9 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
         raise ValueError(f"it has format version {manifest['version']!r}, this program reads version 2 or 3")
     files = [PartFile(file["path"], file["bytes"], file["sha256"], _is_flat(file)) for file in manifest["files"]]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
-    return PartitionFiles(folder, manifest["dataset"], manifest["fingerprint"], manifest["num_parts"], tuple(files))
+    seeds = {name: int(spec.get("splits", {}).get("train", 0)) for name, spec in manifest.get("nodes", {}).items()}
+    named = (manifest["dataset"], manifest["fingerprint"], manifest["num_parts"])
+    return PartitionFiles(folder, *named, tuple(files), seeds)
 
 
 def _is_flat(file: Mapping[str, Any]) -> bool:

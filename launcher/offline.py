@@ -11,6 +11,7 @@ from launcher.manifest import read_partition_files
 from launcher.partitioning import outdated
 from launcher.plan import LaunchPlan, make_plan
 from launcher.roles import ServingCluster, Standing
+from launcher.trainable import check_train_seeds
 
 
 def offline_plan(
@@ -21,12 +22,18 @@ def offline_plan(
     serve_only: bool = False,
     standing: Standing | None = None,
     serving: ServingCluster | None = None,
+    to_train: bool = False,
 ) -> LaunchPlan:
-    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``."""
+    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``.
+
+    ``to_train``: what runs is known, so parts that the bundled trainer cannot train on are refused (UsageError).
+    """
     _source_is_here(config)
     manifest = None
     if config.makes_parts and not outdated(config):
         manifest = read_partition_files(Path(config.data.folder).expanduser())
+    if to_train and manifest is not None and not own_command:
+        check_train_seeds(config, manifest)
     return make_plan(
         config,
         run_id=run_id,

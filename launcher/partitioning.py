@@ -95,8 +95,9 @@ def run_partitioner(command: Command, console: Console) -> None:
         process.wait()
         raise
     if status:
-        words = "\n".join(reason).removeprefix(_ERROR) or "its output stands above"
-        raise PartitionFailed(f"partitioning failed (exit status {status}): {words}")
+        if reason:  # what, where and what to do, in the partitioner's own words
+            raise PartitionFailed("\n".join(reason).removeprefix(_ERROR))
+        raise PartitionFailed(f"partitioning failed (exit status {status}): its output stands above")
     for line in reason:
         _show(line, console)
 

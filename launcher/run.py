@@ -39,6 +39,7 @@ from launcher.script import Secret
 from launcher.serving.attach import Attachment, attachment, check_ways
 from launcher.session import start_session
 from launcher.sync import sync
+from launcher.trainable import check_train_seeds
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.verify import verify
@@ -123,7 +124,8 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console) -> R
     happened. With ``options.detach`` it returns once the first step has trained.
     """
     run_id = choose_run_id(config, options.run_id)
-    draft = offline_plan(config, run_id, options.own_command)  # a mistake in the command shows before any connection
+    # a mistake in the command, or in parts that are here, shows before any connection
+    draft = offline_plan(config, run_id, options.own_command, to_train=True)
     job = Job(carried_out(config), options, run_id, console)
     with Interrupts() as interrupts, closing(job.events):
         try:
@@ -207,6 +209,8 @@ def final_plan(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | 
     """The plan that is carried out, parts made and secrets drawn."""
     job.at("partition")
     manifest = ensure_parts(job.config, job.console) if job.config.makes_parts else None
+    if manifest is not None and not job.options.own_command:
+        check_train_seeds(job.config, manifest)
     plan = make_plan(
         job.config,
         run_id=job.run_id,
@@ -298,6 +302,8 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport])
     """Send what the plan sends; in mode verify, check the parts where they are."""
     if job.config.data.mode == "verify" and not job.config.data.serving:
         checked = verify(plan, transports)
+        if not job.options.own_command and not plan.serve_only:
+            check_train_seeds(job.config, checked.manifest)
         job.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
         job.events.add("verified", files=checked.files, bytes=checked.bytes)
     labels = {node.node_rank: node.label for node in plan.nodes}

@@ -29,9 +29,13 @@ class VerifyReport:
     """All nodes hold the same manifest, and each its own parts, the shared files, and the edges of all parts where the
     plan wants them everywhere."""
 
-    fingerprint: str
+    manifest: PartitionFiles
     files: int  #: checked, over all nodes
     bytes: int
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
 
 
 def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
@@ -50,7 +54,7 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
         remedy = "Bring these files over again, or make the partition anew, then launch again"
         raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
     files = [file for k in wanted for file in wanted[k]]
-    return VerifyReport(manifests[min(manifests)].fingerprint, len(files), sum(file.bytes for file in files))
+    return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
 
 
 def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
@@ -83,7 +87,7 @@ def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) ->
 def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
     try:
         return parse_manifest(raw, node.data_dir)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
 
 

@@ -35,7 +35,7 @@ def test_output_is_shown_as_it_comes() -> None:
 def test_the_reason_of_a_failure_is_told_once(reason: str) -> None:
     shown, failure = partitioner(f"import sys; print('load 1 s', flush=True); sys.exit('error: {reason}')")
     assert shown == "partition | load 1 s\n"
-    assert failure == "partitioning failed (exit status 1): " + reason.replace("\\n", "\n")
+    assert failure == reason.replace("\\n", "\n")
 
 
 def test_a_failure_without_a_message_points_to_the_output() -> None:

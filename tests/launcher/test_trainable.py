@@ -1,0 +1,62 @@
+"""A graph that the bundled trainer cannot train on is refused before anything is sent; an own command may have it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher import cli
+from launcher.config import ClusterConfig, DataConfig, TrainConfig
+from launcher.errors import UsageError
+from launcher.manifest import read_partition_files
+from launcher.trainable import check_train_seeds
+from plan_kit import cluster, parts_folder
+
+
+def config_of(folder: Path, **train: str) -> ClusterConfig:
+    return cluster(data=DataConfig(dataset="file", source="my.npz", folder=str(folder)), train=TrainConfig(**train))
+
+
+def parts_with(folder: Path, **train_seeds: int) -> Path:
+    """Parts whose manifest has these node types and numbers of train seeds."""
+    parts_folder(folder, 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["nodes"] = {name: {"splits": {"train": n} if n else {"test": 4}} for name, n in train_seeds.items()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("seeds", "train", "told"),
+    [
+        ({"node": 0}, {}, "my.npz: the graph has no train split, which the bundled trainer needs (parts in "),
+        ({"paper": 9, "author": 0}, {"target": "author"}, "my.npz: node type author has no train split"),
+        ({"paper": 9, "author": 0}, {}, ""),
+        ({"paper": 9}, {"target": "odd"}, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: dict[str, str], told: str) -> None:
+    parts = read_partition_files(parts_with(tmp_path, **seeds))
+    assert parts is not None
+    if not told:
+        check_train_seeds(config_of(tmp_path, **train), parts)
+        return
+    with pytest.raises(UsageError, match="nothing was sent. Add train_idx or train_mask") as raised:
+        check_train_seeds(config_of(tmp_path, **train), parts)
+    assert str(raised.value).startswith(told)
+
+
+def test_parts_that_are_there_are_refused_before_any_connection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts_with(tmp_path / "parts", node=0)
+    config = tmp_path / "c.yml"
+    config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic, folder: {tmp_path}/parts}}\n")
+    for words in (["launch"], ["launch", "--dry-run"]):
+        assert cli.run([*words, "-c", str(config)]) == 2
+        said = capsys.readouterr()
+        assert "no train split" in said.err and "connecting" not in said.out
+    assert cli.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0

@@ -14,7 +14,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from launcher.cli_foreign import config_of, flags_of, foreign_options, import_command, remote_of, without_remote
-from launcher.completing import config_keys, host_names, runs_or_files, serving_names
+from launcher.cli_options import HOST_FILTERS, SET
+from launcher.completing import runs_or_files, serving_names
 from launcher.errors import FleetError, Interrupted
 from launcher.options import TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
 
@@ -77,32 +78,6 @@ class OwnCommandGroup(click.Group):
                 raise click.UsageError("give your own command after --, e.g. -- python train_mine.py", ctx)
             words = words[:split]
         return super().parse_args(ctx, without_remote(ctx, words))
-
-
-SET = click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="KEY=VALUE",
-    shell_complete=config_keys,
-    help="Change any config key, dotted; repeatable.",
-)
-HOST_FILTERS = (
-    click.option(
-        "--include",
-        multiple=True,
-        metavar="HOSTS",
-        shell_complete=host_names,
-        help="Only these: node03, gpu*, node[03-05], node04:0,2; repeatable.",
-    ),
-    click.option(
-        "--exclude",
-        multiple=True,
-        metavar="HOSTS",
-        shell_complete=host_names,
-        help="All but these; written alike, repeatable.",
-    ),
-)
 
 
 def config_options(command: F) -> F:

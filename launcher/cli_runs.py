@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.completing import config_keys, run_ids
+from launcher.cli_options import HOST_FILTERS, SET
+from launcher.completing import run_ids
 from launcher.options import LaunchOptions, overrides_of, read_config
 
 if TYPE_CHECKING:
@@ -260,37 +261,45 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 
 
 @click.command(
-    epilog=_examples("resume toy-2026", "resume toy-2026 --epochs 40 --detach", "resume mine -- python a.py")
+    epilog=_examples(
+        "resume toy-2026",
+        "resume toy-2026 --epochs 40 --detach",
+        "resume toy-2026 --exclude gnn3",
+        "resume mine -- python a.py",
+    )
 )
-@_with(click.argument("run", shell_complete=run_ids), *_RUN[1:])
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="KEY=VALUE",
-    shell_complete=config_keys,
-    help="Change any config key, dotted; repeatable.",
-)
+@_with(click.argument("run", shell_complete=run_ids), *_RUN[1:], SET, *HOST_FILTERS)
 @click.option("--epochs", metavar="N", help="Passes over the train seeds in all, those before included.")
+@click.option("--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it.")
 @click.option("--run-id", metavar="ID", help="Name of the new run; default: made from name and time.")
 @click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on.")
 @_with(*_LIVE)
 @click.pass_context
 def resume(
-    ctx: click.Context, sets: tuple[str, ...], epochs: str | None, on_interrupt: str | None, **values: Any
+    ctx: click.Context,
+    sets: tuple[str, ...],
+    epochs: str | None,
+    master_addr: str | None,
+    on_interrupt: str | None,
+    **values: Any,
 ) -> None:
     """Launch a run again, from its newest checkpoint.
 
-    RUN is a run's id, the beginning of one, or its folder. Config and own command are the same, but for what
-    these options change.
+    RUN is a run's id, a part of one, or its folder. Config and own command are the same, but for what these options
+    change. A host that was lost is left out with --exclude, now and when the new run is resumed.
     """
     from launcher.operate.again import go_to, needs_no_node, prepare
     from launcher.run import launch
 
     console, as_json = _console(ctx, values)
+    before: Mapping[str, Any] = ctx.obj or {}
+    changed = {"epochs": epochs, "master_addr": master_addr, "on_interrupt": on_interrupt}
+    include, exclude = ((*(before.get(name) or ()), *values[name]) for name in ("include", "exclude"))
     asked = LaunchOptions(
         config=Path(),
-        overrides=overrides_of({"epochs": epochs, "on_interrupt": on_interrupt}, sets),
+        overrides=overrides_of(changed, sets),
+        include=include,
+        exclude=exclude,
         run_id=values["run_id"],
         own_command=ctx.meta.get("own_command", ()),
         as_json=as_json,

@@ -11,6 +11,7 @@ from typing import Any
 from launcher.collect import Collected
 from launcher.errors import node_label
 from launcher.followed import Followed, Lost, hub_was_cut_off, missed_by
+from launcher.goingon import excluded_names
 from launcher.node.crew import Crew
 from launcher.node.losses import nobody_left
 from launcher.outcome import Outcome, first_failure
@@ -43,6 +44,7 @@ class Ending:
             notes=(*self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
             stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
+            out_of_reach=excluded_names({node.node_rank: node.target for node in self.plan.nodes}, self._away()),
         )
 
     def clock_offset(self, k: int) -> float:
@@ -74,6 +76,10 @@ class Ending:
                     known = mine is not None and not mine.out_of_reach
                     found[k] = Lost(mine.why, min(mine.when, theirs.when)) if mine and known else theirs
         return found
+
+    def _away(self) -> set[int]:
+        """Nodes that left no word and that nobody here could reach any more."""
+        return {k for k, lost in self.followed.lost.items() if lost.out_of_reach and k not in self.results}
 
     def _ours(self, k: int) -> float:
         return self._offsets.get(k, self.followed.clocks.get(k, 0.0))

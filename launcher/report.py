@@ -16,6 +16,7 @@ from rich.text import Text
 
 from launcher.aftermath import aftermath_of
 from launcher.errors import FleetError
+from launcher.goingon import resume_command
 from launcher.outcome import Outcome
 from launcher.profile import Profile, print_profile, read_profile
 from launcher.tensorboard import write_events
@@ -79,6 +80,7 @@ class RunReport:
     notes: tuple[str, ...] = field(default=())  #: what could not be collected, or may still run
     findings: tuple[Mapping[str, Any], ...] = field(default=())  #: of the nodes: nan, stall, straggler
     stopped_by: str = ""  #: who asked for the end, as ``alice@laptop (gnnfleet stop)``
+    out_of_reach: tuple[str, ...] = ()  #: hosts that nobody could reach in the end, as ``--exclude`` names them
 
     @property
     def exit_status(self) -> int:
@@ -211,7 +213,8 @@ def print_report(report: RunReport, console: Console) -> None:
         if not finding.get("stop"):  # one that ended the run leads the report
             console.print(Text(f"{finding['kind']}: {finding['text']}", "yellow"), soft_wrap=True)
     if report.checkpoint:
-        go_on = "" if report.state == "done" else f"; to go on from it: gnnfleet resume {report.run_id}"
+        again = resume_command(report.run_id, report.out_of_reach)
+        go_on = "" if report.state == "done" else f"; to go on from it: {again}"
         console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
     for note in report.notes:
         console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)

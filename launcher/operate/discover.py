@@ -11,6 +11,7 @@ from pathlib import Path
 from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
 from launcher.fanout import on_nodes
+from launcher.goingon import host_of
 from launcher.operate.found import FoundRun
 from launcher.operate.views import OpenRun
 from launcher.plan import LaunchPlan
@@ -124,7 +125,7 @@ def _places(plan: LaunchPlan, config: ClusterConfig, seen: list[Seen]) -> dict[i
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
-    known = {node.node_rank: logins.get(node.target, hosts.get(_host(node.target))) for node in plan.nodes}
+    known = {node.node_rank: logins.get(node.target, hosts.get(host_of(node.target))) for node in plan.nodes}
     places = {node_rank: place for node_rank, place in known.items() if place is not None}
     for one in sorted(seen, key=lambda one: one.host in places.values()):  # hosts that are no other node first
         places.setdefault(one.node_rank, one.host)
@@ -141,11 +142,4 @@ def _line(
 
 
 def _login(config: ClusterConfig, place: int | None, target: str) -> NodeConfig:
-    return config.nodes[place] if place is not None else NodeConfig(host=_host(target))
-
-
-def _host(target: str) -> str:
-    """The host of ``user@host:port`` or ``user@[v6]:port``."""
-    name = target.rpartition("@")[2]
-    bracketed = re.fullmatch(r"\[(.+)\](:\d+)?", name)
-    return bracketed[1] if bracketed else re.sub(r"(?<=^)([^:]+):\d+$", r"\1", name)
+    return config.nodes[place] if place is not None else NodeConfig(host=host_of(target))

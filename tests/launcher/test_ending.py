@@ -67,6 +67,23 @@ def test_a_node_that_node_0_has_lost_is_the_cause_with_its_time() -> None:
     assert made.state == "failed"
 
 
+def test_hosts_out_of_reach_are_named_as_exclude_takes_them() -> None:
+    """Nodes that are a whole host go by its name; one whose host has others by its login; all of them is no advice."""
+    targets = ["gnn1", "al@gnn2:22", "al@gnn3:22", "bo@gnn3:23", "al@[fe80::1]:22"]
+
+    def excluded(*away: int) -> tuple[str, ...]:
+        nodes = [replace(make_node(Path("/w"), k, []), target=target) for k, target in enumerate(targets)]
+        lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in away}
+        followed = Followed({0: result(0, "failed")} if 0 not in away else {}, lost=lost)
+        collected = Collected(Metrics(), dict.fromkeys(range(5), ()), ())
+        return Ending(make_launch(nodes), followed, collected, {}).report(FOLDER, 1.0).out_of_reach
+
+    assert excluded(1) == ("gnn2",)
+    assert excluded(2, 3) == ("gnn3",)
+    assert excluded(3, 4) == ("bo@gnn3:23", "fe80::1")
+    assert excluded(0, 1, 2, 3, 4) == ()
+
+
 def test_what_the_node_itself_said_of_its_supervisor_stands_with_the_others_time() -> None:
     lost = {"1": {"since": 90.0, "why": "its connection closed"}}
     made = report(result(0, "stopped", stopped(0, 95.0), lost=lost), lost={1: Lost("the supervisor is gone", 91.0)})

@@ -6,16 +6,19 @@ import json
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.cli import run
-from launcher.errors import UsageError
+from launcher.config import ClusterConfig, NodeConfig
+from launcher.errors import FleetError, UsageError
 from launcher.operate.again import prepare
 from launcher.operate.choice import Choice, chosen
 from launcher.operate.showlogs import since_when
 from launcher.options import LaunchOptions
+from launcher.yaml_schema import load_config
 from node_kit import wait_until
 from operate_kit import MadeRun
 
@@ -310,6 +313,29 @@ def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> Non
         again = prepare(opened, Path("runs"), LaunchOptions(Path()))
     assert again.told == "run r1 left no checkpoint, so this one begins where that one began"
     assert not any(text.startswith("train.resume") for text in again.options.overrides)
+
+
+def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, monkeypatch) -> None:
+    """Its config lists the hosts left, so that it goes on without being told again, with parts for as many."""
+    from launcher import run as launching
+
+    def no_line(config: ClusterConfig) -> dict:
+        raise FleetError(f"would connect to {', '.join(node.host for node in config.nodes)}")
+
+    monkeypatch.setattr(launching, "connect_all", no_line)
+    hosts = ("gnn1", "gnn2", "gnn3")
+    made.config = replace(made.config, nodes=tuple(map(NodeConfig, hosts)), transport="ssh")
+    made.launched("preflight")
+    for words in (("r1", "--exclude", "gnn3", "--run-id", "r2"), ("r2", "--run-id", "r3")):
+        assert asked(capsys, "resume", *words) == (
+            1,
+            f"run {words[0]} left no checkpoint, so this one begins where that one began\n"
+            f"run {words[-1]}: connecting to 2 nodes\nerror: would connect to gnn1, gnn2\n",
+        )
+    left = load_config(made.folder.parent / "r3/config.yml")
+    assert [node.host for node in left.nodes] == ["gnn1", "gnn2"] and left.num_parts == 2
+    assert asked(capsys, "--include", "gnn2", "resume", "r2")[1].endswith("would connect to gnn2\n")
+    assert "no host is called `gnn3`; there are gnn[1-2]" in asked(capsys, "resume", "r2", "--exclude", "gnn3")[1]
 
 
 def test_resume_of_an_own_command_goes_where_it_was_launched(made) -> None:

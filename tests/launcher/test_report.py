@@ -215,6 +215,14 @@ def metrics() -> list[dict[str, Any]]:
     return [*lines, {"t": 9.0, **result}]
 
 
+def test_after_a_lost_host_the_advice_is_the_whole_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/last.pt").write_bytes(b"weights")
+    lost = Outcome.of_node(2, "gnn3", "no contact for 61 s", 170.0)
+    told = printed(replace(report("failed", [lost], tmp_path), out_of_reach=("gnn3",)))
+    assert told.count("; to go on from it: gnnfleet resume r1 --exclude gnn3\n") == 1
+
+
 def test_a_done_run_tells_accuracy_epoch_times_and_throughput_of_each_rank(tmp_path: Path) -> None:
     ranks = [outcome(rank, 110.0, failed=False, returncode=0, node_rank=rank) for rank in (0, 1)]
     text = printed(report("done", ranks, tmp_path, metrics()))

@@ -112,7 +112,7 @@ def figures_of(found: FoundRun) -> RunFigures:
     files = sorted(found.folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(found.folder.glob("metrics.jsonl"))
     return RunFigures(
         entry_of(found.folder),
-        _flat(found.config) if found.config else {},
+        _read_by(_flat(found.config), own=found.own) if found.config else {},
         " ".join(found.launch.own_command) if found.launch else "",
         _parts_of(found.plan),
         _versions(found.folder / "events.jsonl", found.plan),
@@ -154,8 +154,9 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _told("speed", "seeds/s", rates, "rate", "more")
     yield from _told("speed", "from other hosts, an epoch", map(_remote_bytes, runs), "bytes", "less")
-    hits = (run.metrics.profile.hit_rate if run.metrics.profile else None for run in runs)
-    yield from _told("speed", "cache hits", hits, "share", "more")
+    for title, name in (("others' rows cached", "hit_rate"), ("others' rows held", "held_rate")):
+        shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
+        yield from _told("speed", title, shares, "share", "more" if name == "hit_rate" else "")
 
 
 def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
@@ -209,7 +210,12 @@ def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
     configs = [run.config for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
-    return {key: row for key, row in rows.items() if _unlike(v for v, c in zip(row.values, configs, strict=True) if c)}
+    return {key: row for key, row in rows.items() if _unlike(c.get(key) for c in configs if _reads(c, key))}
+
+
+def _reads(config: Mapping[str, Any], key: str) -> bool:
+    """Whether the run that has ``config`` reads ``key``; not of a run without one."""
+    return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
 
 
 def _unlike(values: Iterable[Any]) -> bool:
@@ -221,6 +227,11 @@ def _flat(config: ClusterConfig) -> dict[str, Any]:
     nodes = tree.pop("nodes")
     keys = dict.fromkeys(key for node in nodes for key in node)
     return {f"nodes.*.{key}": _once([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
+
+
+def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
+    """Without what an own command does not read."""
+    return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
 
 
 def _once(values: Sequence[Any]) -> Any:

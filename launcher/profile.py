@@ -81,8 +81,24 @@ class Profile:
     @property
     def hit_rate(self) -> float | None:
         """Of the rows that other hosts own, those answered by the cache; None without any such rows."""
+        return self._of_remote_rows("cached_rows")
+
+    @property
+    def held_rate(self) -> float | None:
+        """Of the same rows, those that had come for the batches just before and were still held."""
+        return self._of_remote_rows("held_rows")
+
+    @property
+    def less_than_predicted(self) -> str:
+        """Why fewer bytes came than predicted; '' where that is not so, or not known."""
+        expected, got = self.predicted("remote_bytes"), self.traffic("remote_bytes")
+        if not self.whole or not expected or got > 0.9 * expected or not self.held_rate:
+            return ""
+        return "that is an epoch that begins with nothing held, and later ones have the last batches' rows"
+
+    def _of_remote_rows(self, name: str) -> float | None:
         remote = self.traffic("remote_rows")
-        return self.traffic("cached_rows") / remote if remote else None
+        return self.traffic(name) / remote if remote else None
 
     def to_json(self) -> dict[str, Any]:
         """For result.json; bytes and rows are those of an epoch."""
@@ -95,6 +111,7 @@ class Profile:
             "remote_bytes": round(self.traffic("remote_bytes")),
             "predicted": {name: self.predicted(name) for name in ("remote_bytes", "remote_bytes_without_cache")},
             "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
+            "held_rate": None if self.held_rate is None else round(self.held_rate, 4),
         }
         return told if self.whole else {**told, "remote_bytes": None}
 
@@ -197,7 +214,8 @@ def profile_lines(profile: Profile, node_of: Mapping[int, int]) -> Iterator[str]
     yield from _table(profile)
     most = profile.most_remote
     if most.spent["remote"]:
-        told = f"{milliseconds(most.spent['remote'])} a step ({most.share('remote'):.0%})"
+        told = f"{milliseconds(most.spent['remote'])} of its {milliseconds(most.step_s)} a step"
+        told += f" ({most.share('remote'):.0%})"
         yield f"longest wait for other hosts: {rank_name(most.rank, node_of)}, {told}"
     if profile.whole and (profile.traffic("remote_bytes") or profile.hit_rate is not None):
         yield "from other hosts: " + _bytes(profile)
@@ -228,12 +246,15 @@ def _table(profile: Profile) -> Iterator[str]:
 
 
 def _bytes(profile: Profile) -> str:
-    """``12.3 MB an epoch, 12.1 MB predicted (40.2 MB without cache); the cache has 68% of the remote rows``."""
+    """``12.3 MB an epoch, 12.1 MB predicted (40.2 MB without the cache)``, and where the rows of others came from."""
     text = f"{decimal(round(profile.traffic('remote_bytes')))} an epoch"
     expected, bare = profile.predicted("remote_bytes"), profile.predicted("remote_bytes_without_cache")
     if expected is not None:
         text += f", {decimal(round(expected))} predicted"
         text += f" ({decimal(round(bare))} without the cache)" if bare is not None else ""
-    if profile.hit_rate is not None:
-        text += f"; the cache had {profile.hit_rate:.0%} of the rows that others own"
+    cached, held = profile.hit_rate, profile.held_rate
+    if cached is not None and held is not None:
+        asked = max(0.0, 1 - cached - held)
+        text += f"; of the rows that others own {cached:.0%} were cached, {held:.0%} held from the last batches, "
+        text += f"{asked:.0%} asked for"
     return text

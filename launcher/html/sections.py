@@ -154,7 +154,7 @@ def _time(record: RunRecord) -> Iterator[Block]:
     so_far = "" if profile.whole or record.state != "running" else " so far"
     yield spent_chart(profile, record.node_of)
     topology = record.found.plan.topology.choice if record.found.plan else ""
-    yield Words((f"Means over {epochs}{so_far}.", *advice(profile, record.node_of, topology)))
+    yield Words((f"Means over {epochs}{so_far}.", *advice(profile, record.node_of, topology, own=record.found.own)))
 
 
 def _parts(record: RunRecord) -> Iterator[Block]:

@@ -15,6 +15,7 @@ _WORDS = {"stage": "launcher"}
 #: Events that are marks, and their words.
 _MARKS = {
     "server-ready": "graph server ready",
+    "server-compiles": "graph server compiles its kernels",
     "line-lost": "line lost",
     "line-back": "line back",
     "node-lost": "node lost",

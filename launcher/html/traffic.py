@@ -38,7 +38,8 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
     if profile is not None and profile.predicted("remote_bytes") is not None:
         told, bare = profile.predicted("remote_bytes"), profile.predicted("remote_bytes_without_cache")
         without = f", {decimal(round(bare))} without the cache" if bare is not None else ""
-        yield Words((f"Predicted before the first epoch: {decimal(round(told or 0))} an epoch{without}.",))
+        text = f"Predicted before the first epoch: {decimal(round(told or 0))} an epoch{without}"
+        yield Words((f"{text}{f': {why}' if (why := profile.less_than_predicted) else ''}.",))
 
 
 def read_pairs(record: RunRecord) -> dict[tuple[int, int], Pair]:
@@ -66,7 +67,9 @@ def _maps(pairs: Mapping[tuple[int, int], Pair], serving: str) -> Iterator[Block
     yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
     hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
     if any(value is not None for row in hits for value in row):
-        yield pair_chart("hits", "Rows of other nodes that were here already: cached, or held", to, of, hits, "share")
+        yield pair_chart(
+            "hits", "Of the rows that other nodes own, those cached or held here, all epochs", to, of, hits, "share"
+        )
 
 
 def _hits(pair: Pair | None) -> float | None:
@@ -88,10 +91,12 @@ def _by_rank(record: RunRecord) -> Table:
             _share(sums["remote_rows"], sums["rows"]),
             _share(sums["cached_rows"], sums["remote_rows"]),
             _share(sums["held_rows"], sums["remote_rows"]),
+            _share(sums["remote_rows"] - sums["cached_rows"] - sums["held_rows"], sums["remote_rows"]),
         )
         for rank, sums in sorted(totals.items())
     )
-    return Table(("rank", "#bytes received", "#rows of others", "#of these cached", "#held"), rows)
+    columns = ("rank", "#bytes received", "#rows that others own", "#of those cached", "#of those held", "#asked for")
+    return Table(columns, rows, "All epochs")
 
 
 def _share(part: float, whole: float) -> str:

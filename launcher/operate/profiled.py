@@ -38,14 +38,14 @@ def show_profile(run: OpenRun, profile: Profile, console: Console) -> None:
     """Table and advice."""
     plan = run.found.needed_plan
     print_profile(profile, console, nodes_of(plan))
-    for line in advice(profile, nodes_of(plan), plan.topology.choice):
+    for line in advice(profile, nodes_of(plan), plan.topology.choice, own=run.found.own):
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
 def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
     """For ``--json``."""
     plan = run.found.needed_plan
-    told = advice(profile, nodes_of(plan), plan.topology.choice)
+    told = advice(profile, nodes_of(plan), plan.topology.choice, own=run.found.own)
     return {"run_id": run.found.run_id, **profile.to_json(), "advice": told}
 
 

@@ -111,6 +111,15 @@ def test_what_makes_figures_incomparable_is_said(config: ClusterConfig, note: st
     assert ("results last loss" in best(told)) == ("graph" not in note)  # no loss is better than that of another graph
 
 
+def test_of_own_commands_settings_that_only_the_bundled_trainer_reads_are_left_out(tmp_path: Path) -> None:
+    bundled, ours = made(tmp_path, "a"), [made(tmp_path, "b", trained(lr=0.1)), made(tmp_path, "c", trained(seed=7))]
+    for folder in ours:
+        replace(LaunchFile.read(folder), own_command=("python", "own.py")).write(folder)
+    assert values(compared(*ours), "config") == {} and compared(*ours).notes == ()
+    assert values(compared(bundled, *ours), "config") == {}
+    assert values(compared(bundled, *ours), "run")["command"] == ("the bundled trainer", *["python own.py"] * 2)
+
+
 def test_parts_that_changed_under_the_same_settings_are_pointed_out(tmp_path: Path) -> None:
     first, second = (figures_of(read_folder(made(tmp_path, run_id))) for run_id in "ab")
     told = compare([replace(first, parts="4f00"), replace(second, parts="77aa")])
@@ -143,7 +152,8 @@ speed
   an epoch                    1.20 s    1.20 s
   seeds/s                     8         8
   from other hosts, an epoch  1.0 MB    1.0 MB
-  cache hits                  50%       50%
+  others' rows cached         50%       50%
+  others' rows held           0%        0%
 
 where a step's time goes
   a step                      120 ms *  9 s

@@ -54,9 +54,9 @@ where a step's 120 ms go, mean of 2 ranks, epochs 2–3:
          sample  remote  gather  forward  backward  reduce
   ms        4.0    12.0     2.0     40.0      60.0     1.0
   share      3%     10%      2%      33%       50%      1%
-longest wait for other hosts: node0/rank0, 12 ms a step (10%)
-from other hosts: 2.0 MB an epoch, 2.0 MB predicted (4.0 MB without the cache); the cache had 50% of the rows that \
-others own
+longest wait for other hosts: node0/rank0, 12 ms of its 120 ms a step (10%)
+from other hosts: 2.0 MB an epoch, 2.0 MB predicted (4.0 MB without the cache); of the rows that others \
+own 50% were cached, 0% held from the last batches, 50% asked for
 """
 
 
@@ -90,50 +90,56 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
     "edges elsewhere": (
         [lines_of(0, remote=0.1), lines_of(1)],
         "partitioned",
-        "48% of a step on node0/rank0 (100 ms) is waiting for other hosts: data.topology: replicated (edges of all "
+        "48% of a step on node0/rank0 (100 ms of 208 ms) is waiting for other hosts: data.topology: "
+        "replicated (edges of all "
         "parts on each host), a larger data.cache (it had 50% of the rows that others own), run.wire_rows: float16 or "
         "int8, a larger train.prefetch",
     ),
     "rows elsewhere": (
         [lines_of(0), lines_of(1, remote=0.1)],
         "replicated",
-        "48% of a step on node1/rank1 (100 ms) is waiting for other hosts: a larger data.cache (it had 50% of the rows "
+        "48% of a step on node1/rank1 (100 ms of 208 ms) is waiting for other hosts: a larger data.cache (it "
+        "had 50% of the rows "
         "that others own), run.wire_rows: float16 or int8, a larger train.prefetch",
     ),
     "too few threads": (
         [lines_of(0, sample=0.05, forward=0.01, backward=0.01)],
         "",
-        "60% of a step on node0/rank0 (52 ms) is waiting for batches, most of it sampling: a batch takes a sampler "
+        "60% of a step on node0/rank0 (52 ms of 86 ms) is waiting for batches, most of it sampling: a batch "
+        "takes a sampler "
         "thread 60 ms, the rest of a step 22 ms, so train.sampler_threads: 3 keeps up where there are cores for them",
     ),
     "slow gathering": (
         [lines_of(0, gather=0.05)],
         "",
-        "32% of a step on node0/rank0 (54 ms) is waiting for batches, most of it gathering rows: more "
+        "32% of a step on node0/rank0 (54 ms of 168 ms) is waiting for batches, most of it gathering rows: more "
         "train.sampler_threads, a larger train.prefetch, or cores that are not shared",
     ),
     "an unequal host": (
         SLOW_HOST,
         "",
-        "46% of a step on node0/rank0 (100 ms) is waiting for other ranks: the hosts are unequal, node1/rank1 takes "
-        "219 ms of its own for a step and this one 119 ms",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks: the hosts, or their work, are "
+        "unequal, node1/rank1 takes 219 ms of its own for a step and this one 119 ms",
     ),
     "a slow line": (
         [lines_of(0, reduce=0.1), lines_of(1, reduce=0.1)],
         "",
-        "46% of a step on node0/rank0 (100 ms) is waiting for other ranks, though all take as long for their own work: "
-        "a slow line, or steps too short; a larger train.batch_size has fewer of them",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks, though none takes much "
+        "longer for its "
+        "own work than its 119 ms: a slow line, or steps too short; a larger train.batch_size has fewer of them",
     ),
     "copies": (
         [lines_of(0, copy=0.08)],
         "",
-        "40% of a step is copying batches to the device: pinned memory and a copy stream (the bundled trainer has "
+        "40% of a step on node0/rank0 (80 ms of 200 ms) is copying batches to the device: pinned memory and "
+        "a copy stream (the bundled trainer has "
         "both), fewer columns, or float16 rows",
     ),
     "the model": (
         [lines_of(0, remote=0.001)],
         "",
-        "92% of a step is the model's own work: more processes, fewer train.hidden or train.fanouts, or "
+        "92% of a step on node0/rank0 (100 ms of 109 ms) is the model's own work: more processes, fewer "
+        "train.hidden or train.fanouts, or "
         "train.precision: bfloat16 where the processor has it",
     ),
 }
@@ -147,7 +153,36 @@ def test_what_would_help(name: str) -> None:
 
 def test_a_prediction_that_was_off_is_told() -> None:
     lines = [{**line, "remote_bytes": 500_000.0} if line["kind"] == "predict" else line for line in lines_of(0)]
-    assert "100% more bytes came from other hosts than predicted" in advice(profile_of(lines), {})
+    assert "1.0 MB an epoch came from other hosts, 500.0 kB were predicted" in advice(profile_of(lines), {})
+
+
+def test_what_is_held_over_epochs_explains_less_than_predicted() -> None:
+    traffic = {"batches": 2, "remote_bytes": 3600, "rows": 500, "remote_rows": 200, "cached_rows": 25, "held_rows": 163}
+    lines = [{**line, "traffic": traffic} if "traffic" in line else line for line in lines_of(0)]
+    found = profile_of(lines)
+    (told,) = [line for line in profile_lines(found, {}) if "predicted" in line]
+    assert told.endswith("of the rows that others own 12% were cached, 82% held from the last batches, 6% asked for")
+    (line,) = [line for line in advice(found, {}) if "predicted" in line]
+    assert line.startswith(
+        "3.6 kB an epoch came from other hosts, 980.0 kB were predicted: that is an epoch that begins"
+    )
+
+
+def test_waits_are_told_of_the_ranks_that_the_bars_show() -> None:
+    lines = [
+        lines_of(0, reduce=0.18),
+        *(lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)),
+    ]  # three are slow alike
+    told = advice(profile_of(*lines), {})
+    assert "of 299 ms) is waiting for other ranks: the hosts, or their work, are unequal" in told[0]
+    assert "takes 168 ms of its own for a step and this one 119 ms" in told[0]
+    assert told[1].startswith("95% of a step on rank1 (160 ms of 169 ms) is the model's own work")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_own_command_is_not_told_of_settings_that_it_does_not_read(name: str) -> None:
+    lines, topology, _ = CASES[name]
+    assert not any("train." in line or "data.cache" in line for line in advice(profile_of(*lines), {}, own=True))
 
 
 def test_the_live_view_tells_what_takes_most_of_a_step() -> None:

@@ -68,7 +68,8 @@ def _traffic(rank: RankRecord) -> str:
     if remote is not None:
         text += f", who own {remote:.0%} of its {rank.traffic['rows']:,.0f} rows"
     if cached is not None:
-        text += f"; the cache answers {cached:.0%} of those (data.cache)"
+        held = rank.part("held_rows", "remote_rows") or 0.0
+        text += f"; of those {cached:.0%} were cached (data.cache), {held:.0%} held from the last batches"
     return text
 
 
@@ -115,8 +116,9 @@ def _prediction(record: Record) -> Iterator[Advice]:
     for rank in record.ranks:
         expected, got = rank.bytes_predicted, rank.traffic["remote_bytes"]
         if expected and abs(got / expected - 1) > _OFF:
-            change = f"{abs(got / expected - 1):.0%} {'more' if got > expected else 'less'}"
-            yield Advice(0.0, f"rank {rank.rank} receives {_bytes(got)} a batch, {change} than predicted")
+            why = " of an epoch that begins with nothing held" if got < expected and rank.traffic["held_rows"] else ""
+            text = f"rank {rank.rank} receives {_bytes(got)} a batch, {_bytes(expected)} were predicted{why}"
+            yield Advice(0.0, text)
             return
 
 

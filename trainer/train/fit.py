@@ -212,7 +212,8 @@ class Fit:
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
         if self._foretold is not None:
             received, foretold = report.cost.remote_bytes / 1e6, self._foretold.remote_bytes / 1e6
-            words.append(f"{received:,.1f} MB of other hosts on rank {self.team.ranks.rank} (expected {foretold:,.1f})")
+            told = f"{received:,.1f} MB of other hosts on rank {self.team.ranks.rank}"
+            words.append(f"{told} (expected {foretold:,.1f}{_held_words(report, foretold - received)})")
         self._say("  ".join(words))
 
     def _say_starved(self, report: EpochReport) -> None:
@@ -281,3 +282,11 @@ class Fit:
         """A line for people, from rank 0."""
         if self.team.rank == 0:
             print(line, flush=True)
+
+
+def _held_words(report: EpochReport, less: float) -> str:
+    """Why an epoch after the first brings less than expected of one that begins with nothing held; ``less``: MB."""
+    held, remote = report.cost.held_rows, report.cost.remote_rows
+    if report.epoch == 1 or less < 0.05 or not held:
+        return ""
+    return f" of one from scratch; {held / remote:.0%} of the rows others own were held from the last batches"

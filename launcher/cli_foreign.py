@@ -35,6 +35,8 @@ def foreign_options(command: F) -> F:
         ),
         click.option("--dataset", metavar="NAME|PATH", help="Another graph than the file's, or one for a host list."),
         click.option("--group", metavar="NAME", help="Group of an Ansible inventory."),
+        click.option("--venv", metavar="DIR", help="Virtual environment on the hosts, in place of the file's."),
+        click.option("--conda", metavar="ENV", help="Conda environment on the hosts, by name or path."),
         _hidden("--ip-config", type=click.Path(path_type=Path)),
         _hidden("--workspace"),
         _hidden("--num-nodes", type=click.IntRange(1)),
@@ -139,7 +141,7 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
 def import_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:
     """``gnnfleet import``; it takes all that a launch takes, and shows what is of use here."""
     command = config_options(_import)
-    shown = ("file", "output", "force", "sets", "dataset", "nodes", "group", "epochs", "batch_size")
+    shown = ("file", "output", "force", "sets", "dataset", "nodes", "group", "venv", "conda", "epochs", "batch_size")
     for option in command.params:
         if isinstance(option, click.Option):
             option.hidden = option.name not in shown

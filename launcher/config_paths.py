@@ -67,3 +67,10 @@ def _existing(reader: Reader, place: Place, text: str) -> str:
 def _checkpoint(reader: Reader, text: str) -> str:
     path = _here(reader, ("train", "resume"), text)
     return path if Path(path).is_file() else text
+
+
+def written_path(path: Path) -> str:
+    """``~/…`` where it lies in the home folder of this machine, which is another one on the hosts."""
+    home = os.path.expanduser("~").rstrip("/")
+    text = str(path)
+    return "~" + text[len(home) :] if home and text.startswith(home + "/") else text

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config import ClusterConfig
 from launcher.errors import UsageError
-from launcher.foreign.flags import FLAG_KEYS, NODES_ONLY, Flags, dataset_overrides, node_overrides
+from launcher.foreign.flags import (
+    FLAG_KEYS,
+    NODES_ONLY,
+    Flags,
+    dataset_overrides,
+    environment_overrides,
+    node_overrides,
+)
 from launcher.registry import never_ran
 from launcher.words import count
 
@@ -67,10 +74,11 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
     """The ``key=value`` texts of short options that were given: other hosts and another graph come before those of
     ``--set``, the others after."""
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
+    environment = environment_overrides(values.get("venv"), values.get("conda"))
     dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
     keys = {**SHORT_KEYS, **FLAG_KEYS}
     short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
-    return (*nodes, *dataset, *sets, *short)
+    return (*nodes, *dataset, *sets, *environment, *short)
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 
 from launcher.findings.base import Finding, Severity, Survey, listed
 from launcher.fingerprint import RULES, Difference, Rule, differences, leading, usual
+from launcher.node import packages
+from launcher.recipe import OWN_VENV, index, new_venv
 
 PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
 OLDEST_PYTHON = (3, 10)
 _OWN_NEEDS = ("torch",)  # what an own command cannot do without: torch.distributed.run starts it
 _SHOWN = ("python", "torch", "torch_geometric", "numba", "numpy")
-_WHEELS = "https://download.pytorch.org/whl/"
+_SYSTEM = ("/usr/bin/", "/bin/")  #: of the operating system, which lets nobody install there (PEP 668)
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
@@ -67,8 +70,29 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
     words += [f"torch {survey.version(k, 'torch')} is built without CUDA, and devices are asked for"] if blind else []
     if words:
         severity: Severity = "block" if _breaks(survey, k, lacking, unlike, blind) else "warn"
-        command = repair(survey, k, [*lacking, *(one.name for one in unlike), *blind])
-        yield survey.finding(k, severity, "packages", "; ".join(words), "", command)
+        if _bare(survey, k):
+            remedy, command = _name_it(survey), _new_environment(survey, k)
+        else:
+            remedy, command = "", repair(survey, k, [*lacking, *(one.name for one in unlike), *blind])
+        yield survey.finding(k, severity, "packages", "; ".join(words), remedy, command)
+
+
+def _bare(survey: Survey, k: int) -> bool:
+    """No environment was named, and the Python of the operating system is not one to install in."""
+    return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
+
+
+def _name_it(survey: Survey) -> str:
+    if not all(_bare(survey, k) for k in survey.probes):
+        return f"make an environment there, and name it in the file: `venv: {OWN_VENV}` of this node"
+    own = any(node.python != "python3" for node in survey.config.nodes)  # a node's own would win over the default one
+    key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
+    return f"make an environment there, and name it: --set {key}, or `venv` in the file"
+
+
+def _new_environment(survey: Survey, k: int) -> str:
+    pins = [_pin(survey, k, name) for name in PACKAGES]
+    return "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
 
 
 def _cannot_use_devices(survey: Survey, k: int) -> bool:
@@ -92,12 +116,12 @@ def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
     """The shell line that gives node ``k`` the versions most nodes have of ``names``."""
     pip = f"{shlex.quote(survey.probes[k]['python'])} -m pip"
-    pins = [_pin(survey, k, name) for name in dict.fromkeys("torch" if name == "cuda" else name for name in names)]
-    tag = next((pin.partition("+")[2] for pin in pins if "+" in pin), "")
-    index = [f"--extra-index-url {_WHEELS}{tag}"] if tag else []
+    wanted = dict.fromkeys("torch" if name == "cuda" else name for name in names)
+    pins = [_pin(survey, k, name) for name in wanted]
+    tag = _torch_tag(survey, k) if "torch" in wanted else ""
     stuck = "torch" in names and not tag and _cannot_use_devices(survey, k)  # pip takes 2.13.0+cpu for 2.13.0
     away = f"{pip} uninstall -y torch && " if stuck else ""
-    lines = [*survey.config.nodes[k].setup, away + " ".join([pip, "install", *pins, *index])]
+    lines = [*survey.config.nodes[k].setup, away + " ".join([pip, "install", *pins, *index(tag)])]
     return "; ".join(lines)
 
 
@@ -105,9 +129,25 @@ def _pin(survey: Survey, k: int, name: str) -> str:
     if name == "nccl":
         major = survey.version(k, "cuda").split(".")[0]
         return f"nvidia-nccl-cu{major}=={_most(survey, name, _like(survey, k))}"
-    version = _most(survey, name, sorted(survey.probes))
+    version = _most(survey, name, sorted(survey.probes)) or _here(survey, k, name)
     tag = _torch_tag(survey, k) if name == "torch" and version else ""
-    return f"{name}=={version}{tag}" if version else name
+    return f"{name}=={version}" + (f"+{tag}" if tag else "") if version else name
+
+
+def _here(survey: Survey, k: int, name: str) -> str:
+    """What this machine has, for a node where that can be installed; it need not be there for an older Python."""
+    own = _own()
+    fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
+    return own.get(name, "").partition("+")[0] if fits else ""
+
+
+@cache
+def _own() -> dict[str, str]:
+    return packages.versions()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in version.split(".")[:2])
 
 
 def _most(survey: Survey, name: str, ranks: Sequence[int]) -> str:
@@ -125,10 +165,12 @@ def _like(survey: Survey, k: int) -> list[int]:
 
 
 def _torch_tag(survey: Survey, k: int) -> str:
-    """``+cu126`` or ``+cpu``, as the others of its kind have it; '' takes what PyPI has."""
+    """``cu126`` or ``cpu``, as the others of its kind have it; '' takes what PyPI has."""
     like = [j for j in _like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:
         cuda = usual(survey.version(j, "cuda") for j in like)
-        return f"+cu{cuda.replace('.', '')}" if cuda else ""
+        return f"cu{cuda.replace('.', '')}" if cuda else ""
     tags = [survey.version(j, "torch").partition("+")[2] for j in like]
-    return "+cpu" if tags and tags.count("cpu") * 2 >= len(tags) else ""
+    if not tags:
+        return "" if survey.probes[k]["gpus"] else "cpu"
+    return "cpu" if tags.count("cpu") * 2 >= len(tags) else ""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.errors import UsageError
 from launcher.foreign.remote import Remote
 
 NODES_ONLY = Path("--nodes")  #: stands for the config file where there is none but ``--nodes a,b``
@@ -60,6 +62,21 @@ def node_overrides(nodes: str) -> tuple[str, ...]:
         return (f"nodes={nodes}", "transport=local")
     hosts = ",".join(f'"{host}"' for host in split_hosts(nodes))
     return (f"nodes=[{hosts}]", "transport=ssh")
+
+
+def environment_overrides(venv: str | None, conda: str | None) -> tuple[str, ...]:
+    """``--venv`` and ``--conda``: for every node, in place of whatever it has. A shell has written out ~, which is
+    another folder on the hosts. Raises UsageError."""
+    if venv and conda:
+        raise UsageError("--venv and --conda: give one of them, the one that holds torch")
+    key, text = ("venv", venv) if venv else ("conda", conda)
+    if not text:
+        return ()
+    from launcher.config_paths import written_path
+
+    text = written_path(Path(text)) if "/" in text else text
+    given = {"python": "null", "venv": "null", "conda": "null", key: json.dumps(text, ensure_ascii=False)}
+    return tuple(f"nodes.*.{name}={value}" for name, value in given.items())
 
 
 def split_hosts(nodes: str) -> list[str]:

@@ -12,10 +12,12 @@ from pathlib import Path
 import yaml
 
 from launcher.foreign.base import Foreign
+from launcher.recipe import OWN_VENV
 from launcher.yaml_schema import Dumper
 from launcher.yaml_tree import Origin, Scalar, Section, Sequence, Tree
 
 _HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
+_ENVIRONMENT = {"python", "venv", "conda"}
 _ORDER = ("transport", "defaults", "nodes", "data", "train", "run")
 _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 
@@ -28,7 +30,7 @@ def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str
     assert isinstance(moved, Section)
     kept = _with_defaults(moved)
     items = {key: kept.items[key] for key in (*_ORDER, *kept.items) if key in kept.items}
-    body = list(_section(Section(kept.origin, items, kept.keys), 0))
+    body = _with_place(list(_section(Section(kept.origin, items, kept.keys), 0)), kept)
     return "\n".join([*head, "", *_aligned(body)]) + "\n"
 
 
@@ -72,6 +74,21 @@ def _with_defaults(tree: Section) -> Section:
     left = tuple(replace(node, items={k: v for k, v in node.items.items() if k not in same}) for node in entries)
     defaults = Section(entries[0].origin, {key: first[key] for key in same}, {})
     return replace(tree, items={**tree.items, "nodes": replace(nodes, items=left), "defaults": defaults})
+
+
+def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
+    """Where no node says which Python is its own, a line to fill in."""
+    nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
+    if isinstance(transport, Scalar) and transport.text == "local":
+        return lines
+    entries = [tree.items.get("defaults"), *(nodes.items if isinstance(nodes, Sequence) else ())]
+    if any(isinstance(one, Section) and _ENVIRONMENT & one.items.keys() for one in entries):
+        return lines
+    place = (f"  # venv: {OWN_VENV}", "environment on the hosts; without it their python3 is used")
+    if ("defaults:", "") not in lines:
+        return [("defaults:", ""), place, *lines]
+    at = lines.index(("defaults:", "")) + 1
+    return [*lines[:at], place, *lines[at:]]
 
 
 def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:

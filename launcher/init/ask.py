@@ -12,9 +12,9 @@ from rich.markup import escape
 
 from launcher.errors import AuthError, HostKeyError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import offers
-from launcher.init.draft import OWN_VENV
 from launcher.init.look import Looked
 from launcher.init.wish import Wish, dataset_of, split_hosts
+from launcher.recipe import OWN_VENV
 from launcher.words import count
 
 T = TypeVar("T")

@@ -12,9 +12,8 @@ from launcher.init.lines import Line, render, value
 from launcher.init.look import Environment, Look, Looked
 from launcher.init.wish import Wish
 from launcher.node.words import size
+from launcher.recipe import OWN_VENV
 from launcher.words import count
-
-OWN_VENV = "~/gnnfleet-venv"
 
 
 @dataclass(frozen=True)

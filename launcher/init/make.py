@@ -19,13 +19,14 @@ from rich.table import Table
 from launcher.errors import ConfigError, HostKeyError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.init.ask import ask_access, ask_environment
 from launcher.init.choose import choose, shares_of
-from launcher.init.draft import OWN_VENV, Draft, text_of
+from launcher.init.draft import Draft, text_of
 from launcher.init.graph import graph_of
 from launcher.init.look import Looked, look_at_all
 from launcher.init.wish import Wish, config_of, in_flags
 from launcher.node import packages
 from launcher.node.words import size
 from launcher.options import LaunchOptions, read_config
+from launcher.recipe import OWN_VENV, new_venv
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.wholefile import write_whole
@@ -192,11 +193,9 @@ def _cells(draft: Draft, k: int) -> tuple[str, ...]:
 def _install(draft: Draft) -> str:
     """The command that makes an environment with the versions of the other hosts, else with those of this machine."""
     pattern = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
-    venv = draft.wish.venv or OWN_VENV
     pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := pattern.get(name))]
     cpu = not any(look.gpus for look in draft.looked.looks.values())
-    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if cpu else ""
-    return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join(pins)}{index}"
+    return new_venv(draft.wish.venv or OWN_VENV, pins, "cpu" if cpu else "")
 
 
 def _check(dest: Path, looked: Looked, opened: Opened, manner: Manner) -> dict[str, Any]:

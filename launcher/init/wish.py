@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import yaml
 
 from launcher.config import ClusterConfig
 from launcher.config_checks import LOCAL_HOSTS, check_nodes
-from launcher.config_paths import resolve_paths
+from launcher.config_paths import resolve_paths, written_path
 from launcher.config_reader import Reader
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.hostranges import RangeError, expand, is_range
@@ -86,12 +85,6 @@ def existing(text: str) -> Path:
     if not path.exists():
         raise UsageError(f"no file or folder {text} on this machine; the graph is read here, then sent to the hosts")
     return path
-
-
-def written_path(path: Path) -> str:
-    home = os.path.expanduser("~").rstrip("/")
-    text = str(path)
-    return "~" + text[len(home) :] if home and text.startswith(home + "/") else text
 
 
 def config_of(wish: Wish, connect_timeout: float = 10.0) -> ClusterConfig:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from findings_kit import GB, cluster, found, gpu, survey_of, versions, with_gpus
+from findings_kit import GB, VERSIONS, cluster, found, gpu, survey_of, versions, with_gpus
 from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.findings import Finding, GraphSize, Survey, all_findings
+from launcher.findings.packages import PACKAGES
 from launcher.node.words import size
 
 
@@ -69,18 +70,37 @@ def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
 
 def test_one_command_repairs_all_packages_of_a_host() -> None:
     """Builds are as on nodes of the same kind; what differs without harm is left alone."""
-    finding = the_one(3, {2: versions(torch="", numba="0.60", numpy="2.4.5", pyzmq="")})
-    assert finding.message.startswith("torch, pyzmq not installed for /usr/bin/python3; numba 0.60, but 0.68.1 on")
+    odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", pyzmq="")}
+    finding = the_one(3, {2: odd})
+    assert finding.message.startswith("torch, pyzmq not installed for /e/bin/python; numba 0.60, but 0.68.1 on")
     words = "torch==2.13.0+cpu pyzmq==27.3.0 numba==0.68.1 --extra-index-url https://download.pytorch.org/whl/cpu"
-    assert finding.paste() == f"ssh host2 '/usr/bin/python3 -m pip install {words}'"
+    assert finding.paste() == f"ssh host2 '/e/bin/python -m pip install {words}'"
 
 
-def test_the_command_logs_in_as_the_config_does() -> None:
+def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may refuse pip (PEP 668): an environment, with the others' versions, else with this machine's."""
+    monkeypatch.setattr("launcher.findings.packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"})
+    bare = versions(**dict.fromkeys(PACKAGES, ""))
+    new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "pyzmq==27.3.0"
+    cpu = "--extra-index-url https://download.pytorch.org/whl/cpu"
+    finding = the_one(3, {2: bare})
+    assert finding.command.startswith(f"{new}2.13.0+cpu ") and finding.command.endswith(f" {rest} {cpu}")
+    assert "`venv: ~/gnnfleet-venv` of this node" in finding.remedy
+    everywhere = found(2, {0: bare, 1: {**bare, "gpus": [gpu()]}})
+    assert [one.command.partition(" torch_geometric")[0] for one in everywhere] == [f"{new}2.12.1+cpu", f"{new}2.12.1"]
+    assert "--set defaults.venv=~/gnnfleet-venv" in everywhere[0].remedy
+    older = the_one(1, {0: versions(**{**dict.fromkeys(PACKAGES, ""), "python": "3.10.4"})})
+    assert older.command.endswith(f"pip install {' '.join(PACKAGES)} {cpu}")  # newer releases may not support it
+
+
+def test_the_command_logs_in_as_the_config_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.findings.packages._own", lambda: VERSIONS)
     node = NodeConfig(host="gpu1", user="bob", port=2222, key="/k/id", setup=("module load cuda",))
     finding = the_one(1, {0: versions(numba="")}, config=cluster(1, nodes=(node,)))
-    assert finding.paste() == "ssh -p 2222 -i /k/id bob@gpu1 'module load cuda; /usr/bin/python3 -m pip install numba'"
+    command = "/usr/bin/python3 -m pip install numba==0.68.1"
+    assert finding.paste() == f"ssh -p 2222 -i /k/id bob@gpu1 'module load cuda; {command}'"
     here = the_one(1, {0: versions(numba="")}, config=cluster(1, transport="local"))
-    assert here.paste() == "/usr/bin/python3 -m pip install numba"
+    assert here.paste() == command
 
 
 def test_an_own_command_needs_torch_alone() -> None:

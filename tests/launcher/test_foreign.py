@@ -74,6 +74,7 @@ WRONG = {  # content of a file `hosts`, and the words after --config hosts
     "no script": ("- 10.0.0.1 1\n", "--dataset synthetic 'cd /x; ./python x.sh; make '"),
     "a variable of the node": ("- 10.0.0.1 1\n", "--dataset synthetic 'cd $WHERE; python x.py'"),
     "two commands": ("- 10.0.0.1 1\n", "--dataset synthetic 'python x.py' -- python y.py"),
+    "two environments": ("- 10.0.0.1 1\n", "--dataset synthetic --venv ~/a --conda b"),
     "two files": ("- 10.0.0.1 1\n", "--ip_config hosts --dataset synthetic"),
 }
 
@@ -156,6 +157,19 @@ def test_nodes_and_dataset_change_a_file_of_ours(tmp_path: Path, monkeypatch: py
     assert [(node.login, node.venv) for node in config.nodes] == [("me@a", "~/v"), ("b", "~/v")]
     assert (config.transport, config.data.dataset, config.data.source) == ("ssh", "file", str(tmp_path / "graph.pt"))
     assert (config.data.options, config.data.folder) == ({"undirected": True}, str(tmp_path / "parts/graph"))
+
+
+def test_an_environment_named_replaces_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell has written out ~, which is not the hosts'."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("cluster.yml").write_text(
+        "nodes: [a, {host: b, conda: old}]\ndefaults: {python: p}\ndata: {dataset: synthetic}\n"
+    )
+    nodes = read_config(options_of(["-c", "cluster.yml", "--venv", "/home/me/new"], monkeypatch)).nodes
+    assert [(node.venv, node.conda, node.python) for node in nodes] == [("~/new", None, "python3")] * 2
+    nodes = read_config(options_of(["-c", "cluster.yml", "--conda", "gnn"], monkeypatch)).nodes
+    assert [(node.venv, node.conda, node.python) for node in nodes] == [(None, "gnn", "python3")] * 2
 
 
 def test_import_writes_a_file_once_and_says_what_is_none(

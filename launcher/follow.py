@@ -10,7 +10,6 @@ import json
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from launcher.interrupts import Interrupts
 from launcher.logs import LiveLog
 from launcher.nodeline import News, NodeLine, for_machines
 from launcher.plan import LaunchPlan
+from launcher.starting import Starting
 from launcher.stopping import STOP_EXTRA, stop_node, stops_itself
 from launcher.talking import Talking
 from launcher.transport.base import Transport
@@ -86,8 +86,8 @@ class RunFollower:
         self._failing = ""  # the first failure told
         self._spares = Spares(plan)
         self._help_at = float("inf")
-        self._seen: Counter[str] = Counter()
-        self._all_ranks_at: float | None = None
+        self._launches = bool(starts)  # what a run taken up again told at its start may be past
+        self._starting = Starting(plan)
         self._began = self._next_look = time.monotonic()
         self._last_end = self._began  # when a node ended
 
@@ -263,7 +263,7 @@ class RunFollower:
         if event["kind"] == "process-exit":
             self._take_exit(k, event)
         else:
-            self._tell_start(event)
+            self._tell_start(k, event)
 
     def _take_exit(self, k: int, event: Mapping[str, Any]) -> None:
         if event.get("rank") in self.live.board.ranks:
@@ -288,16 +288,12 @@ class RunFollower:
             self.live.say(f"{told}{rest}", "bold red")
         self._help_at = time.monotonic() + self.limits.peer_timeout + _HELP_AFTER
 
-    def _tell_start(self, event: Mapping[str, Any]) -> None:
+    def _tell_start(self, k: int, event: Mapping[str, Any]) -> None:
         """One line when all graph servers are ready, one when all ranks have started."""
-        kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
-        self._seen[kind] += 1
-        wanted = {"server-ready": sum(1 for node in self.plan.nodes if node.server), "ranks": self.plan.world_size}
-        if self._seen[kind] == wanted.get(kind):
-            things = "graph servers are ready" if kind == "server-ready" else "ranks have started"
-            self.live.say(f"all {things}: {wanted[kind]} in {time.monotonic() - self._began:.1f} s", "dim")
-            if kind == "ranks":
-                self._all_ranks_at = time.monotonic()
+        before = self._starting.all_ranks_at
+        if told := self._starting.take(k, event, time.monotonic() - self._began):
+            self.live.say(told, "dim")
+            if self._starting.all_ranks_at != before:
                 self._on_training()
 
     # Ends.
@@ -345,6 +341,9 @@ class RunFollower:
         }
         if now > self._help_at and not self._stop_reason:
             self.stop(self._failing)
+        if self._launches and not self._stop_reason and not self._failing:
+            if told := self._starting.late(now - self._began, self.followed.ended):
+                self.live.say(told, "dim")
         self._leave(now)
         self._give_up(now)
 
@@ -352,7 +351,8 @@ class RunFollower:
         """Detach where that is wanted, but not before every node has been started."""
         if self._stop_reason or self._failing or self._not_started:
             return
-        started_well = self._own_command and self._all_ranks_at is not None and now - self._all_ranks_at > _STARTED
+        ranks_at = self._starting.all_ranks_at
+        started_well = self._own_command and ranks_at is not None and now - self._began - ranks_at > _STARTED
         if self._leaving:
             self.followed.detached = self._leaving
         elif self._leave_when_trained and (self.live.board.stepping() or started_well):

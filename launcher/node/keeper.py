@@ -16,6 +16,7 @@ from launcher.node.spec import NodeSpec
 from launcher.node.words import describe
 
 _FIRST_PAUSE = 0.5  # seconds before a server is started again; twice as long each next time
+_LATE = 3.0  # seconds after which it is told that a server compiles
 _FORGIVEN = 3600.0  # seconds after which a restart does not count any more
 
 Finding = dict[str, Any]
@@ -39,6 +40,7 @@ class Keeper:
         self._spec, self._journal, self._loop, self._oom = spec, journal, loop, oom
         self._start, self._forget = start, forget
         self._was_ready = False
+        self._tell_compiling_at = float("inf")  # monotonic
         self._restarts: list[float] = []  # when it was started again; monotonic
         self._again_at = self._deadline = 0.0
         self._last: dict[str, Any] = {}  # how it ended last
@@ -48,6 +50,8 @@ class Keeper:
         if os.path.exists(self._spec.ready_file):
             os.remove(self._spec.ready_file)
         assert self._spec.server is not None
+        compiles = not _has_kernels({**os.environ, **self._spec.server.get("env", {})})
+        self._tell_compiling_at = time.monotonic() + _LATE if compiles else float("inf")
         self.child, self.ready = self._start("server", self._spec.server), False
         self._deadline = time.monotonic() + self._spec.start_timeout
 
@@ -75,6 +79,9 @@ class Keeper:
         elif not self.ready and time.monotonic() > self._deadline:
             late = f"was not ready within {self._spec.start_timeout:g} s (run.start_timeout)"
             return f"{late}: it has not written {self._spec.ready_file}"
+        elif not self.ready and time.monotonic() > self._tell_compiling_at:
+            self._tell_compiling_at = float("inf")
+            self._journal.event("server-compiles")
         return ""
 
     def _died(self, child: Child) -> str:
@@ -110,3 +117,13 @@ class Keeper:
         text = f"server of {self._spec.label} {how}; it is started again after {pause:g} s ({tries})"
         finding = {"t": time.time(), "kind": "server-restart", "node_rank": self._spec.node_rank, "rank": None}
         self.findings.append({**finding, "text": text, "stop": False})
+
+
+def _has_kernels(env: Mapping[str, str]) -> bool:
+    """Whether a server with this environment finds compiled kernels on this host (trainer/compiled.py has the rule)."""
+    cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
+    folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
+    try:
+        return any(name.endswith(".nbc") for name in os.listdir(folder))
+    except OSError:
+        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import signal
@@ -27,7 +28,10 @@ from launcher.interrupts import Interrupts
 from launcher.live.board import Board
 from launcher.options import LaunchOptions
 from launcher.run import Job
+from launcher.script import Command
+from launcher.starting import Starting
 from launcher.talking import Talking
+from run_kit import make_launch, make_node
 
 BROKEN = ConnectionLost("connection lost", host="host0")
 
@@ -88,6 +92,19 @@ def finding(folder: Path) -> str:
 def started(folder: Path) -> str:
     node = FakeNode(0, [event("process-start", name="rank0", rank=0, pid=9), step(0, 16), ended(0)])
     return followed(folder, node)
+
+
+def late_servers(folder: Path) -> str:
+    server = Command(("server",))
+    nodes = [dataclasses.replace(make_node(folder, k, []), server=server) for k in range(4)]
+    starting = Starting(make_launch(nodes))
+    starting.take(2, {"kind": "server-ready"}, 4.0)
+    said = [starting.late(5.0), starting.late(8.0)]
+    for k in (0, 1):
+        starting.take(k, {"kind": "server-compiles"}, 6.1)
+    said += [starting.late(9.0), starting.late(61.0), starting.late(200.0, over={3})]
+    said += [starting.take(k, {"kind": "server-ready"}, 201.0) for k in (0, 1, 3)]
+    return "".join(f"{line}\n" for line in [*said, starting.late(400.0)] if line)
 
 
 class Signals(Talking):
@@ -169,6 +186,7 @@ def no_folder(folder: Path) -> str:
 
 CASES: dict[str, Callable[[Path], str]] = {
     "all ranks have started, and the first line of progress": started,
+    "graph servers take long": late_servers,
     "a line breaks and comes back": line_lost_and_back,
     "a line breaks for good while the other node ends": line_never_back,
     "a process fails": failed_process,

@@ -142,7 +142,7 @@ def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
         return ("–",) * 6
     return (
         str(place[0]),
-        f"{place[1] + 1}/{step['steps']}",
+        f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation goes on counting
         _number(step.get("seeds_per_s"), ",.0f"),
         _number(step.get("loss"), ".4f"),
         most_of(step) or "–",

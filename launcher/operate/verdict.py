@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.followed import hub_was_cut_off
+from launcher.goingon import excluded_names, resume_command
 from launcher.node import peers
 from launcher.operate.found import FoundRun
 from launcher.operate.views import NodeView
@@ -88,6 +89,8 @@ def judge(found: FoundRun, views: Views) -> Verdict:
     if alive:
         return _running(found, everyone, alive, away)
     if away:
+        if found.result is not None and found.result["state"] in _FROM_RESULT:
+            return _over_by_result(found, found.result, away)
         return _cannot_know(found, everyone, away)
     if all(view.result is None and not view.lost for view in everyone):
         if found.launch is not None and found.launch.alive() and found.launch.stage in (*BEFORE_NODES, "start"):
@@ -124,7 +127,9 @@ def _cannot_know(found: FoundRun, everyone: list[NodeView], away: list[NodeView]
         rest = "the others have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
         told = f"run {found.run_id}: {_names(away)} cannot be reached from here; {rest} nothing of it running any more"
     notes = [*_away_notes(away, reached), *(_ended_note(view) for view in reached), launcher_words(found)]
-    return Verdict("unknown", told, tuple(notes), (f"gnnfleet status {found.words}", f"gnnfleet stop {found.words}"))
+    lead_told = any(view.result is not None and view.node.node_rank == found.needed_plan.lead for view in reached)
+    first = "collect" if lead_told else "status"  # the lead node ends last, and knows how
+    return Verdict("unknown", told, tuple(notes), (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}"))
 
 
 def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
@@ -146,7 +151,8 @@ def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
     return Verdict(state, f"{told}; {launcher_words(found)}", tuple(notes), _after(found, state))  # type: ignore[arg-type]
 
 
-def _over_by_result(found: FoundRun, result: Mapping[str, Any]) -> Verdict:
+def _over_by_result(found: FoundRun, result: Mapping[str, Any], away: Sequence[NodeView] = ()) -> Verdict:
+    """By the report that lies here; ``away``: nodes out of reach now."""
     state = _FROM_RESULT[result["state"]]
     told = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
     by = f" by {result['stopped_by']}" if result.get("stopped_by") else ""
@@ -154,14 +160,28 @@ def _over_by_result(found: FoundRun, result: Mapping[str, Any]) -> Verdict:
     if not result["nodes"]:  # given up before anything ran
         why, notes = "; ".join(notes), ()
     sentence = f"run {found.run_id} {told}{by} after {seconds_words(result['seconds'])}{f': {why}' if why else ''}"
-    return Verdict(state, sentence, notes, _after(found, state, collected=True))
+    notes += tuple(
+        note for view, note in zip(away, _away_notes(away, ()), strict=True) if view.node.label not in str(notes)
+    )
+    return Verdict(state, sentence, notes, _after(found, state, away, collected=True))
 
 
-def _after(found: FoundRun, state: State, *, collected: bool = False) -> tuple[str, ...]:
+def _after(found: FoundRun, state: State, away: Sequence[NodeView] = (), *, collected: bool = False) -> tuple[str, ...]:
+    """``resume`` where there is a checkpoint to go on from; of a run not collected, its report will say."""
     bring = () if collected else (f"gnnfleet collect {found.words}",)
     if found.plan is not None and found.plan.serve_only:
         return (*bring, f"gnnfleet serve --config FILE --name {found.run_id}")
-    return bring if state == "done" else (*bring, f"gnnfleet resume {found.words}")
+    if state == "done":
+        return bring
+    report = (f"gnnfleet report {found.words}",) if (found.result or {}).get("nodes") else ()
+    return (*bring, *_resume(found, away), *report)
+
+
+def _resume(found: FoundRun, away: Sequence[NodeView]) -> tuple[str, ...]:
+    if found.folder is None or not (found.folder / "checkpoints" / "last.pt").is_file():
+        return ()
+    targets = {node.node_rank: node.target for node in found.plan.nodes} if found.plan else {}
+    return (resume_command(found.words, excluded_names(targets, {view.node.node_rank for view in away})),)
 
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:

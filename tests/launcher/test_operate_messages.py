@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ def done_while_collecting(made: MadeRun) -> None:
         result(made, k, "done")
 
 
+def host_lost(made: MadeRun) -> None:
+    nodes = tuple(replace(node, target=f"gnn{node.node_rank + 1}") for node in made.plan.nodes)
+    made.plan = replace(made.plan, nodes=nodes)
+    first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
+    note = "node1 (gnn2): its files could not be fetched (no answer within 10 s); they stay there in /w/runs/r1/node1"
+    collected(made, "failed", first_failure=first, notes=[note])
+    result(made, 0, "failed", "told by the others: node1", cause={**CAUSE, "node_rank": 1})
+    state_file = made.nodes[0].path / "state.json"
+    at = {"ranks": {"0": {**STEP, "step": 39, "at": [4, 40, 0]}}}  # evaluating
+    state_file.write_text(json.dumps(json.loads(state_file.read_text()) | at))
+    (made.folder / "checkpoints").mkdir()
+    (made.folder / "checkpoints/last.pt").write_bytes(b"weights")
+    made.away = (1,)
+
+
 def out_of_reach(*ranks: int) -> Callable[[MadeRun], None]:
     def set_up(made: MadeRun) -> None:
         made.launched("train")
@@ -120,6 +136,7 @@ SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
         lambda made: collected(made, "done", metrics={"test_accuracy": 0.8123}),
         [["status"], ["stop"], ["resume", "r1"], ["runs"]],
     ),
+    "failed with a host lost, and collected": (host_lost, [["status"]]),
     "refused by preflight": (
         lambda made: collected(made, "failed", nodes=[], notes=["preflight refused the run because of node1"]),
         [["status"], ["runs"]],

@@ -48,7 +48,7 @@ def test_launcher_killed_before_the_start_leaves_nothing_on_the_nodes(made, caps
     status, told = asked(capsys, "status")
     assert status == 1
     assert "run r1 never started: its launcher (alice@" in told and "nothing of it runs on the nodes" in told
-    assert "next: gnnfleet resume r1" in told
+    assert "next: " not in told, "there is no checkpoint"
 
 
 @pytest.mark.parametrize(("stage", "doing"), [("preflight", "checking its nodes"), ("sync", "sending files")])
@@ -97,7 +97,7 @@ def test_failed_run_names_the_first_cause(made, capsys) -> None:
     told = status_of(capsys)
     assert told["state"] == "failed"
     assert "r1 has failed (2 nodes, 2 ranks): node0: rank 0 ended with exit status 3; its launcher" in told["sentence"]
-    assert told["next"] == ["gnnfleet collect r1", "gnnfleet resume r1"]
+    assert told["next"] == ["gnnfleet collect r1"], "no checkpoint has come here yet"
 
 
 def test_killed_supervisor_is_seen(made, capsys) -> None:
@@ -146,7 +146,10 @@ def test_finished_run_needs_no_node(made, capsys) -> None:
     (made.folder / "result.json").write_text(json.dumps({**result, "nodes": [{}], "first_failure": first}))
     told = status_of(capsys)
     assert told["sentence"] == "run r1 has failed after 61 s: rank 1 on node1 (gnn2) was killed by signal 9 (SIGKILL)"
-    assert told["nodes"] == [] and told["next"] == ["gnnfleet resume r1"]
+    assert told["nodes"] == [] and told["next"] == ["gnnfleet report r1"]
+    (made.folder / "checkpoints").mkdir()
+    (made.folder / "checkpoints/last.pt").write_bytes(b"weights")
+    assert status_of(capsys)["next"] == ["gnnfleet resume r1", "gnnfleet report r1"]
 
 
 def test_every_state_has_an_exit_status() -> None:

@@ -23,7 +23,7 @@ Example:
 def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_json: bool) -> None:
     """Put runs side by side: settings that differ, results, speed, versions.
 
-    RUN is a run's id, the beginning of one, or its folder. Figures are of what is here: collect a run first
+    RUN is a run's id, a part of one, or its folder. Figures are of what is here: collect a run first
     that still goes on. The best values are marked.
     """
     from rich.console import Console

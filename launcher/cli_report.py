@@ -45,7 +45,7 @@ def report(
 ) -> None:
     """Curves, times and causes of a run as one HTML file.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that goes on, what there
+    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what there
     is by now is fetched first. The file needs no network, and is written at the end of each run anyway.
     """
     from launcher.operate.bring import folder_for

@@ -73,7 +73,7 @@ _RUN = (
 def status(ctx: click.Context, watch: bool, **values: Any) -> None:
     """How a run is, from any machine that reaches its nodes.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest.
+    RUN is a run's id, a part of one, or its folder; by default the newest.
     """
     from launcher.operate.status import rendered, status_now, watch_status
     from launcher.operate.verdict import known_without_nodes
@@ -101,7 +101,7 @@ def status(ctx: click.Context, watch: bool, **values: Any) -> None:
 def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **values: Any) -> None:
     """Lines of all ranks, merged in order of time.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Lines come from the nodes,
+    RUN is a run's id, a part of one, or its folder; by default the newest. Lines come from the nodes,
     or from the run folder once they have been collected. -f begins with the last ten lines of each rank.
     """
     from launcher.operate import showlogs
@@ -125,7 +125,7 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
 def profile(ctx: click.Context, **values: Any) -> None:
     """Where a run's time goes, and what would help.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that goes on, what its
+    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what its
     ranks have told by now. `python -m trainer profile RUN_DIR` shows each rank of one node.
     """
     from launcher.operate import profiled
@@ -149,7 +149,7 @@ def profile(ctx: click.Context, **values: Any) -> None:
 def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
     """Watch a run as its launcher does, to its end.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. At its end it is collected and
+    RUN is a run's id, a part of one, or its folder; by default the newest. At its end it is collected and
     reported. However the watching ends, the run goes on, unless you answer Ctrl-C with s or press it twice.
     Exit status: the run's; 0 while it goes on.
     """
@@ -176,7 +176,7 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
 def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
     """Look into the nodes' tmux sessions, a pane per node.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Leave with Ctrl-b d; the run
+    RUN is a run's id, a part of one, or its folder; by default the newest. Leave with Ctrl-b d; the run
     goes on. Panes are read-only.
     """
     from launcher.operate.panes import enter, make_session, panes_of
@@ -200,7 +200,7 @@ def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
 def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     """Stop a run on all its nodes, then collect.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. What became of its launcher
+    RUN is a run's id, a part of one, or its folder; by default the newest. What became of its launcher
     does not matter, and other runs are not touched. Exit status 0 when nothing of the run is left, else 1.
     """
     from launcher.operate.ended import end_run
@@ -222,7 +222,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
 def collect(ctx: click.Context, **values: Any) -> None:
     """Bring a run's logs, metrics, checkpoint and output here.
 
-    RUN is a run's id, the beginning of one, or its folder; by default the newest. Of a run that still goes on,
+    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that still goes on,
     what there is by now. What is here already is not fetched again. Exit status: the run's; 0 while it goes on, 1
     when nodes out of reach keep how it ended.
     """

@@ -17,7 +17,7 @@ from launcher.yaml_schema import load_config
 class Choice:
     """Which run, as the command line says it."""
 
-    run: str | None = None  #: id, beginning of one, or run folder; None: the newest
+    run: str | None = None  #: id, part of one, or run folder; None: the newest
     config: Path | None = None  #: cluster file of a run that was launched elsewhere
     sets: tuple[str, ...] = ()  #: key=value for that file
     runs_dir: str | None = None

@@ -12,7 +12,7 @@ from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
 from launcher.fanout import on_nodes
 from launcher.goingon import host_of
-from launcher.operate.found import FoundRun
+from launcher.operate.found import FoundRun, matching
 from launcher.operate.views import OpenRun
 from launcher.plan import LaunchPlan
 from launcher.runfile import read_run
@@ -40,7 +40,7 @@ class Seen:
 
 @contextmanager
 def discovered(config: ClusterConfig, given: Path, run: str | None) -> Iterator[OpenRun]:
-    """The run ``run`` (id or its beginning; None: the newest) as the config's hosts know it, lines open.
+    """The run ``run`` (id or a part of one; None: the newest) as the config's hosts know it, lines open.
 
     The hosts may be listed in another order than in the run, and may be more. Raises UsageError when none of
     them has such a run, FleetError when none can be reached.
@@ -92,12 +92,12 @@ def _choose(seen: list[Seen], run: str | None, given: Path, attempts: Mapping[in
         raise UsageError(f"no run has left anything on the hosts of {given}{more}; is it the cluster file of that run?")
     if run is None:
         return ids[0]
-    close = [run_id for run_id in ids if run_id == run] or [run_id for run_id in ids if run_id.startswith(run)]
+    how, close = matching(ids, run)
     listed = ", ".join((close or ids)[:_LISTED])
     if not close:
         raise UsageError(f"no run `{run}` on the hosts of {given}; the newest there are {listed}")
     if len(close) > 1:
-        raise UsageError(f"`{run}` begins the ids of {len(close)} runs there ({listed}); give more of it")
+        raise UsageError(f"`{run}` {how} the ids of {len(close)} runs there ({listed}); give more of it")
     return close[0]
 
 

@@ -1,9 +1,9 @@
-"""Which run is meant: by id, by the beginning of an id, by its folder, or the newest; and what is known of it here."""
+"""Which run is meant: by id, by a part of an id, by its folder, or the newest; and what is known of it here."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,15 +89,30 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if run is None:
         return read_folder(known[0])
     wanted = run.rstrip("/")
-    exact = [folder for folder in known if folder.name == wanted]
-    close = exact or [folder for folder in known if folder.name.startswith(wanted)]
+    how, names = matching([folder.name for folder in known], wanted)
+    close = [folder for folder in known if folder.name in names]
     if len(close) == 1:
         return read_folder(close[0])
     if not close:
         raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
-    if exact:
+    if not how:
         raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
-    raise UsageError(f"`{run}` begins the ids of {len(close)} runs ({_names(close)}); give more of it")
+    raise UsageError(
+        f"`{run}` {how} the ids of {len(close)} runs; give more of it, or its last letters. Newest:\n{_listed(close)}"
+    )
+
+
+def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
+    """Those of ``ids`` that are ``wanted``, else that begin with it, else end, else hold it; and which, as a verb: it
+    ``begins``, ``ends``, ``is in`` them, '' where it is all of one."""
+    ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+        ("", lambda one: one == wanted),
+        ("begins", lambda one: one.startswith(wanted)),
+        ("ends", lambda one: one.endswith(wanted)),
+        ("is in", lambda one: wanted in one),
+    )
+    found = ((how, [one for one in ids if fits(one)]) for how, fits in ways)
+    return next(((how, names) for how, names in found if names), ("", []))
 
 
 def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
@@ -168,6 +183,16 @@ def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
 def _names(folders: Sequence[Path]) -> str:
     more = ", …" if len(folders) > _LISTED else ""
     return ", ".join(folder.name for folder in folders[:_LISTED]) + more
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    """A line for each of the newest, with its state."""
+    from launcher.operate.history import entry_of
+
+    newest = folders[:_LISTED]
+    width = max(len(folder.name) for folder in newest)
+    lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
+    return "\n".join([*lines, *(["  …"] if len(folders) > _LISTED else [])])
 
 
 def _paths(folders: Sequence[Path]) -> str:

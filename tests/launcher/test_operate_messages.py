@@ -142,8 +142,16 @@ SCENES: dict[str, tuple[Callable[[MadeRun], Any], list[list[str]]]] = {
         [["status"], ["runs"]],
     ),
     "mistyped": (
-        lambda made: MadeRun(made.top, "r12").launched("connect") and made.launched("connect"),
-        [["status", "nonsense"], ["status", "r"], ["status", "../here"], ["status", "./nowhere"]],
+        lambda made: [MadeRun(made.top, name).launched("connect") for name in ("r12", "toy-aa12", "r1")],
+        [
+            ["status", "nonsense"],
+            ["status", "r"],
+            ["status", "2"],
+            ["status", "a1"],
+            ["status", "aa12"],
+            ["status", "../here"],
+            ["status", "./nowhere"],
+        ],
     ),
     "no run at all": (lambda made: None, [["status"], ["status", "r1"], ["runs"]]),
     "a damaged launch.json": (

@@ -112,7 +112,7 @@ def config_options(command: F) -> F:
             "--fresh", is_flag=True, help="Test all pairs of nodes anew, also those that passed in the last hour."
         ),
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
-        click.option("--verbose", "-v", is_flag=True, help="A plan lists every node, also those that are alike."),
+        click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands."),
     )
     command = foreign_options(command)
     for option in reversed(given):

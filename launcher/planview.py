@@ -17,31 +17,33 @@ from launcher.script import Command, Secret, quote
 from launcher.words import count, spans
 
 _Rows = Iterator[tuple[str, str]]
+_Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
 
-_MANY = 4  # nodes that are worth a fold
-_FOLDED = (
-    "those that differ only in values of their own are told once, with {node_rank}, {address} … in place of what this "
-    "table has of each (--verbose lists every node in full, --json has all as data):"
-)
+_MANY = 4  # nodes of which only the least and the most are told
+_FOLDED = "nodes alike are told once, {node_rank} … standing for what this table has of each"
+_FULL = "commands and environment of each node: --verbose; all as data: --json"
 
 
 def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> None:
-    """Everything ``launch`` will do; lines are not wrapped, so commands can be copied.
+    """What ``launch`` will do: first in short, then by node, those that differ only in values of their own told once.
 
-    Four nodes and more that differ only in values of their own are told once, unless ``every`` one is asked for.
+    ``every`` one is told by itself, with its commands in full; lines are not wrapped, so that they can be copied.
     """
-    alike = [] if every else fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes])
-    blocks = [(one.nodes, one.rows) for one in alike if len(one.nodes) >= _MANY]
-    folded = {node.node_rank for nodes, _ in blocks for node in nodes}
-    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan))]
-    if blocks:
-        lines.append(_row(("nodes", _FOLDED)))
-    if blocks or _has_roles(plan):
-        lines += _placement(plan)
-    blocks += [((node,), list(_node_rows(node))) for node in plan.nodes if node.node_rank not in folded]
-    for nodes, rows in sorted(blocks, key=lambda block: block[0][0].node_rank):
+    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *_placement(plan)]
+    for nodes, rows in _each(plan) if every else _folded(plan):
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
     console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def _each(plan: LaunchPlan) -> Iterator[_Block]:
+    for node in plan.nodes:
+        yield (node,), list(_node_rows(node))
+
+
+def _folded(plan: LaunchPlan) -> Iterator[_Block]:
+    """Nodes that are alike, with what a person looks for; sizes only of those that stand by themselves."""
+    for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
+        yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
 
 
 def _title(nodes: Sequence[NodePlan]) -> str:
@@ -127,7 +129,13 @@ def _summary(plan: LaunchPlan) -> str:
     return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
 
 
-def _run_rows(plan: LaunchPlan) -> _Rows:
+def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
+    """What holds for all nodes; without ``full``, commands in words."""
+    if plan.partition:
+        first = f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
+        yield "first, here", first if full else _partition_words(plan.partition)
+    if work := next((node.trainer for node in plan.nodes if node.trainer), None):
+        yield "trains", _training_words(work, plan.world_size)
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
@@ -136,10 +144,36 @@ def _run_rows(plan: LaunchPlan) -> _Rows:
     yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
     if plan.topology.why:
         yield "topology", _topology(plan)
-    if plan.partition:
-        yield "first, here", f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
     for note in plan.notes:
         yield "note", note
+    if not full:
+        yield "in full", _FULL
+        if len(plan.nodes) > 1:
+            yield "nodes", _FOLDED
+
+
+def _partition_words(partition: Command) -> str:
+    """``synthetic is cut into 3 parts (metis) in parts/toy``."""
+    named = _options(partition.argv)
+    graph = named.get("--source", named["--dataset"])
+    parts = count(int(named["--num-parts"]), "part")
+    return f"{graph} is cut into {parts} ({named['--method']}) in {named['--out']}, unless they are there"
+
+
+def _training_words(work: Command, world_size: int) -> str:
+    """``the bundled trainer: sage, fanouts 15,10,5, …`` or the own command."""
+    words = work.argv[work.argv.index("--") + 1 :] if "--" in work.argv else work.argv
+    if tuple(words[1:4]) != ("-m", "trainer", "train"):
+        return describe_command(Command(tuple(words)))
+    named = _options(words)
+    batch = f"batches of {named['--batch-size']} seeds over {count(world_size, 'process', 'es')}"
+    shape = f"{named['--model']}, hidden {named['--hidden']}, fanouts {named['--fanouts']}"
+    return f"the bundled trainer: {shape}, {batch}, {count(int(named['--epochs']), 'epoch')}"
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The values of options, each before the next word."""
+    return {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
 
 
 def _topology(plan: LaunchPlan) -> str:
@@ -152,6 +186,11 @@ def _topology(plan: LaunchPlan) -> str:
         first, *rest = (f"{decimal(size)} for {name}" for name, size in more.items())
         return f"{text}; {', '.join([first.replace(' for', ' more for'), *rest])}"
     return f"{text}; {decimal(min(more.values()))} to {decimal(max(more.values()))} more for each node"
+
+
+def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Without commands, and without what the table of all nodes has."""
+    return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
 def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:

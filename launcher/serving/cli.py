@@ -80,7 +80,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, al
 @click.option("--fresh", is_flag=True, help="Test all pairs of nodes anew.")
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @_JSON
-@click.option("--verbose", "-v", is_flag=True, help="A plan lists every node, also those that are alike.")
+@click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands.")
 @click.pass_context
 def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) -> None:
     """Start graph servers that outlive runs, on the file's `server` nodes (or its workers).

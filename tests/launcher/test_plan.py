@@ -173,7 +173,7 @@ def test_conda_by_name_is_activated_or_missed_in_words(tmp_path: Path) -> None:
 def test_the_token_shows_nowhere_but_in_node_json(tmp_path: Path) -> None:
     plan = plan_of(cluster(), facts=facts_of(2))
     console = Console(file=io.StringIO(), width=80)
-    print_plan(plan, console)
+    print_plan(plan, console, every=True)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert TOKEN.reveal() not in to_json(plan) + repr(plan) + shown
     assert "GNNFLEET_TOKEN=***" in shown and '"GNNFLEET_TOKEN": "***"' in to_json(plan)
@@ -306,7 +306,7 @@ def test_printed_plan_has_every_command_of_every_node(tmp_path: Path) -> None:
     nodes = (NodeConfig("a", user="u", port=2222, devices=(1, 3), setup=("module load cuda",)), NodeConfig("b"))
     plan = plan_of(cluster(*nodes), own_command=("python", "my script.py"), cwd=tmp_path)
     console = Console(file=io.StringIO(), width=80)
-    print_plan(plan, console)
+    print_plan(plan, console, every=True)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for node in plan.nodes:
         assert f"node{node.node_rank}  {node.target}  tmux session {node.session}" in shown

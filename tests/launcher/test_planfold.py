@@ -61,19 +61,27 @@ def test_two_kinds_of_nodes_are_two_blocks_and_a_table() -> None:
     text = shown(plan_of(cluster(*GPUS, *CPUS)))
     assert "node[0-11]  alice@gpu[01-12].lab  tmux session gnnfleet-r1-node{node_rank}\n" in text
     assert "node[12-16]  cpu[1-5]  tmux session gnnfleet-r1-node{node_rank}\n" in text
-    assert "--node-rank {node_rank} --nproc-per-node 3 --master-addr gpu01.lab" in text
+    assert "batches of 1024 seeds over 41 processes" in text and "--node-rank" not in text
     assert "rank{first_rank}.log rank{first_rank+1}.log rank{last_rank}.log" in text
     table = [line.split() for line in text.splitlines() if line.startswith("  node1")]
     assert ["node11", "alice@gpu12.lab", "33-35", "0,1,2", "11", "gpu12.lab:29611"] in [words[:6] for words in table]
     assert len(text.splitlines()) < 60 < len(shown(plan_of(cluster(*GPUS, *CPUS)), every=True).splitlines())
 
 
-def test_an_odd_node_stands_by_itself_and_few_are_not_folded() -> None:
+def test_an_odd_node_stands_by_itself() -> None:
     odd = dataclasses.replace(GPUS[4], env={"A": "1"})
     text = shown(plan_of(cluster(*GPUS[:4], odd, *GPUS[5:], *CPUS[:3])))
     assert "node[0-3], node[5-11]  alice@gpu[01-04].lab, alice@gpu[06-12].lab  tmux" in text
     assert "node4  alice@gpu05.lab  tmux session gnnfleet-r1-node4\n" in text
-    assert all(f"node{k}  cpu{k - 11}  tmux session" in text for k in (12, 13, 14))
+    assert "A=1" in text and "node[12-14]  cpu[1-3]  tmux session" in text
+
+
+def test_a_plan_in_short_has_what_a_person_looks_for() -> None:
+    text = shown(plan_of(cluster(*CPUS[:3])))
+    assert "synthetic is cut into 3 parts (metis) in " in text and "partition make" not in text
+    assert max(map(len, text.splitlines())) < 300 and len(text.splitlines()) < 25
+    own = shown(plan_of(cluster(*CPUS[:3]), own_command=("echo", "a b")))
+    assert "  trains      echo 'a b'\n" in own
 
 
 def test_verbose_lists_every_command_of_every_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

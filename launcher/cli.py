@@ -107,6 +107,7 @@ def config_options(command: F) -> F:
             help="Train on the graph of a serving cluster (gnnfleet serve).",
         ),
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
+        click.option("--name", metavar="NAME", help="Begins the run id; default: `name` of the file."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
         click.option(
             "--fresh", is_flag=True, help="Test all pairs of nodes anew, also those that passed in the last hour."
@@ -318,9 +319,9 @@ def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tup
 
 
 def _console(options: LaunchOptions) -> Console:
-    from rich.console import Console
+    from launcher.consoles import console_for
 
-    return Console(stderr=options.as_json, highlight=False)
+    return console_for(stderr=options.as_json)
 
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:

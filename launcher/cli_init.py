@@ -43,7 +43,7 @@ _OPTIONS = (
     click.option("--shared", metavar="DIR", help="Folder of all hosts: no parts are sent."),
     click.option("--host-keys", type=click.Choice(["strict", "accept-new", "insecure"]), help="Unknown SSH keys."),
     click.option("--yes", "-y", is_flag=True, help="Ask nothing; synthetic graph by default."),
-    click.option("--force", is_flag=True, help="Replace FILE."),
+    click.option("--force", is_flag=True, help="Replace FILE, also one that was edited."),
     click.option("--no-check", is_flag=True, help="Do not run `check` on the new file."),
     click.option("--template", metavar="NAME", shell_complete=template_names,
                  help="Copy a template instead of looking at hosts."),
@@ -103,7 +103,8 @@ def _given(values: dict[str, Any]) -> Wish:
         source=source,
         shared=values["shared"].rstrip("/") if values["shared"] else None,
         key=written_path(Path(values["key"]).expanduser().absolute()) if values["key"] else None,
-        **{name: values[name] for name in ("user", "password", "host_keys", "venv", "conda", "python")},
+        **{name: values[name] for name in ("user", "password", "host_keys")},
+        **{name: written_path(Path(text)) if "/" in text else text for name, text in environment.items()},
     )
 
 
@@ -162,6 +163,6 @@ def _program(ctx: click.Context) -> str:
 
 
 def _console(as_json: bool) -> Console:
-    from rich.console import Console
+    from launcher.consoles import console_for
 
-    return Console(stderr=as_json, highlight=False)
+    return console_for(stderr=as_json)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Option of the command line → config key it sets.
 SHORT_KEYS: Mapping[str, str] = {
+    "name": "name",
     "epochs": "train.epochs",
     "batch_size": "train.batch_size",
     "num_neighbors": "train.fanouts",

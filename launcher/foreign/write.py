@@ -18,7 +18,7 @@ from launcher.yaml_tree import Origin, Scalar, Section, Sequence, Tree
 
 _HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
 _ENVIRONMENT = {"python", "venv", "conda"}
-_ORDER = ("transport", "defaults", "nodes", "data", "train", "run")
+_ORDER = ("name", "transport", "defaults", "nodes", "data", "train", "run")
 _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 
 

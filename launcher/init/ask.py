@@ -10,9 +10,10 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from launcher.errors import AuthError, HostKeyError, NodeError, PasswordRefused, UsageError
+from launcher.errors import AuthError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import offers
 from launcher.init.look import Looked
+from launcher.init.refused import is_unknown
 from launcher.init.wish import Wish, dataset_of, split_hosts
 from launcher.recipe import OWN_VENV
 from launcher.words import count
@@ -56,12 +57,10 @@ def ask_environment(wish: Wish, looked: Looked) -> Wish:
 
 def ask_access(wish: Wish, errors: Mapping[int, NodeError], console: Console) -> Wish:
     """Host keys to learn, a password to try: what lets hosts be reached that were not; else the same wish."""
-    unknown = [
-        error for error in errors.values() if isinstance(error, HostKeyError) and "is not known" in error.message
-    ]
+    unknown = [k for k, error in errors.items() if is_unknown(error)]
     if unknown and wish.host_keys is None:
-        for error in unknown[:_SHOWN]:
-            console.print(f"  {escape(error.message)}", soft_wrap=True)
+        for k in unknown[:_SHOWN]:
+            console.print(f"  {escape(f'{wish.hosts[k]}: {errors[k].message}')}", soft_wrap=True)
         if click.confirm(f"Trust {'this key' if len(unknown) == 1 else f'these {len(unknown)} keys'} from now on?"):
             return replace(wish, host_keys="accept-new")
     refused = [

@@ -10,6 +10,8 @@ from launcher.init.choose import Choice, free
 from launcher.init.graph import GraphDraft
 from launcher.init.lines import Line, render, value
 from launcher.init.look import Environment, Look, Looked
+from launcher.init.own import signed
+from launcher.init.refused import reason
 from launcher.init.wish import Wish
 from launcher.node.words import size
 from launcher.recipe import OWN_VENV
@@ -47,14 +49,12 @@ class Draft:
 def text_of(draft: Draft) -> str:
     """The file, complete with comments."""
     sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
-    return render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n"
+    return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
 
 
 def _head(draft: Draft) -> Iterator[Line]:
     wish, today = draft.wish, time.strftime("%Y-%m-%d")
-    yield Line(
-        "", f"Written by `gnnfleet init` on {today}, from what the hosts told. docs/config.md explains every key."
-    )
+    yield Line("", f"Written by `gnnfleet init` on {today}, from what the hosts told; see docs/config.md.")
     launch = f"#   {draft.program} --config {draft.file}"
     check = f"#   {draft.program} check --config {draft.file}"
     yield Line(f"{check:<{len(launch) + 10}}    looks at the hosts, and at every pair of them")
@@ -100,8 +100,8 @@ def _nodes(draft: Draft) -> Iterator[Line]:
     for k, host in enumerate(draft.wish.hosts):
         error = draft.looked.errors.get(k)
         if error:
-            remedy = f" – {error.remedy}" if error.remedy else ""
-            yield Line("  ", f"Left out, as it could not be looked at: {error.message}{remedy}".replace("\n", " "))
+            why = reason(draft.wish, k, error).replace("\n", " ")
+            yield Line("  ", f"Left out, as it could not be looked at: {why}")
             yield Line(f"  # - {value(host)}")
         else:
             yield from _node(draft, k, host)

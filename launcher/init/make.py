@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.errors import ConfigError, HostKeyError, NodeError, PreflightRefused, UnreachableError, UsageError
+from launcher.errors import ConfigError, NodeError, PreflightRefused, UnreachableError, UsageError
+from launcher.findings import Finding
 from launcher.init.ask import ask_access, ask_environment
 from launcher.init.choose import choose, shares_of
 from launcher.init.draft import Draft, text_of
 from launcher.init.graph import graph_of
 from launcher.init.look import Looked, look_at_all
+from launcher.init.own import is_unedited
+from launcher.init.refused import common_cure, reason, reasons
 from launcher.init.wish import Wish, config_of, in_flags
 from launcher.node import packages
 from launcher.node.words import size
@@ -56,7 +59,7 @@ def make(wish: Wish, dest: Path, manner: Manner) -> int:
         write_whole(dest, text)
         told = _told(draft)
         _show(draft, manner.console)
-        checked = _check(dest, looked, opened, manner) if manner.check else {}
+        checked = _check(draft, dest, opened, manner) if manner.check else {}
     if manner.as_json:
         click.echo(json.dumps({"file": str(dest), "hosts": told, **checked}, indent=1))
     _say_next(dest, manner, bool(checked.get("blocked")))
@@ -128,18 +131,12 @@ def _connected(wish: Wish, before: Opened, manner: Manner) -> Opened:
 
 
 def _nobody(wish: Wish, looked: Looked) -> PreflightRefused:
-    lines = [f"{wish.hosts[k]}: {_reason(error)}" for k, error in looked.errors.items()]
-    return PreflightRefused("no host could be looked at, so nothing was written:\n  " + "\n  ".join(lines))
-
-
-def _reason(error: NodeError) -> str:
-    """What and what to do, in the flags of this command."""
-    flag = (
-        "; or learn it with --host-keys accept-new"
-        if isinstance(error, HostKeyError) and "is not known" in error.message
-        else ""
+    lines = "\n  ".join(reasons(wish, looked.errors))
+    cure = common_cure(wish, looked.errors)
+    return PreflightRefused(
+        f"no host could be looked at, so nothing was written:\n  {lines}"
+        + (f"\nTo know these keys, {cure}" if cure else "")
     )
-    return error.message + (f" – {error.remedy}{flag}" if error.remedy else "")
 
 
 # -- what is told --------------------------------------------------------
@@ -148,7 +145,7 @@ def _reason(error: NodeError) -> str:
 def _told(draft: Draft) -> list[dict[str, Any]]:
     """For --json, a host each."""
     return [
-        {"host": host, "error": _reason(draft.looked.errors[k])}
+        {"host": host, "error": reason(draft.wish, k, draft.looked.errors[k])}
         if k in draft.looked.errors
         else {
             "host": host,
@@ -168,8 +165,10 @@ def _show(draft: Draft, console: Console) -> None:
     for k, host in enumerate(draft.wish.hosts):
         table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.looked.errors else "")
     console.print(table)
-    for k, error in draft.looked.errors.items():
-        console.print(f"[bold red]left out[/] {escape(draft.wish.hosts[k])}: {escape(_reason(error))}", soft_wrap=True)
+    for line in reasons(draft.wish, draft.looked.errors):
+        console.print(f"[bold red]left out[/] {escape(line)}", soft_wrap=True)
+    if cure := common_cure(draft.wish, draft.looked.errors):
+        console.print(f"To know these keys, {escape(cure)}", soft_wrap=True)
     if not draft.shared_as_wished:
         console.print(
             f"[yellow]{escape(str(draft.wish.shared))} is not one folder[/] on all hosts, or not writable there"
@@ -198,7 +197,7 @@ def _install(draft: Draft) -> str:
     return new_venv(draft.wish.venv or OWN_VENV, pins, "cpu" if cpu else "")
 
 
-def _check(dest: Path, looked: Looked, opened: Opened, manner: Manner) -> dict[str, Any]:
+def _check(draft: Draft, dest: Path, opened: Opened, manner: Manner) -> dict[str, Any]:
     """``gnnfleet check`` of the new file, over the lines that are open; {"blocked", "findings"}."""
     from dataclasses import asdict
 
@@ -208,13 +207,26 @@ def _check(dest: Path, looked: Looked, opened: Opened, manner: Manner) -> dict[s
     options = LaunchOptions(dest)
     config = read_config(options)
     lines: Opened = {}
-    for k, old in enumerate(looked.looks):
+    for k, old in enumerate(draft.looked.looks):
         line = opened[old]
         assert isinstance(line, Transport)
         lines[k] = line
     report = check_over(config, options, lines)
+    report = replace(report, findings=tuple(_in_order(draft, finding) for finding in report.findings))
     print_findings(report, manner.console)
     return {"blocked": report.blocked, "findings": [asdict(finding) for finding in report.findings]}
+
+
+def _in_order(draft: Draft, finding: Finding) -> Finding:
+    """Where an environment is yet to be made, the file says already where, or a second ``init`` does."""
+    chosen = draft.chosen[list(draft.looked.looks)[finding.node_rank]]
+    if chosen is not None or finding.check not in ("python", "packages"):
+        return finding
+    again = f"the same `{draft.program} init` again" + (
+        "" if draft.wish.environment else " (--venv DIR if it is elsewhere)"
+    )
+    remedy = f"make the environment as above, then {again}; or name another one in the file"
+    return replace(finding, remedy=remedy, command="", login=())
 
 
 def writable_place(dest: Path, force: bool, ask: bool) -> None:
@@ -223,5 +235,7 @@ def writable_place(dest: Path, force: bool, ask: bool) -> None:
         raise UsageError(f"{dest} is a folder; name a file with -o")
     if not dest.absolute().parent.is_dir():
         raise UsageError(f"no folder {dest.parent}; make it first, or name another file with -o")
-    if dest.exists() and not force and not (ask and click.confirm(f"{dest} is there already. Replace it?")):
+    if not dest.exists() or force or is_unedited(dest):
+        return
+    if not (ask and click.confirm(f"{dest} is there already. Replace it?")):
         raise UsageError(f"{dest} is there already and was left as it is; --force replaces it, -o names another file")

@@ -44,6 +44,7 @@ TYPED = {
     "gnnfleet sto": "stop",
     "gnnfleet logs toy-a": "logs toy-alpha",
     "gnnfleet launch --conf": "launch --config",
+    "gnnfleet -c cluster.yml --nam": "-c cluster.yml --name",
     "gnnfleet -c clus": "-c cluster.yml",
     "gnnfleet check -c cluster.yml --exclude mem1,g": "check -c cluster.yml --exclude mem1,gpu7.lab",
     "gnnfleet plan --set train.epo": "plan --set train.epochs=",

@@ -144,6 +144,7 @@ def test_files_are_as_the_golden_ones(name: str, tmp_path: Path, monkeypatch: py
     assert init(monkeypatch, case.words.format(file=file), *case.machines) == case.status
     config = load_config(tmp_path / "cluster.yml")
     written = re.sub(r"on \d{4}-\d\d-\d\d,", "on DATE,", (tmp_path / "cluster.yml").read_text())
+    written = re.sub(r"Unedited: [0-9a-f]{12}\n", "Unedited: DIGEST\n", written)
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(written)
     assert written == golden.read_text()
@@ -181,6 +182,7 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ("a shared folder of here", "gnn1 --yes --shared parts", (machine(env()),)),
         ("two environments", "gnn1 --yes --venv ~/a --conda b", ()),
         ("no host can be reached", "gnn1 gnn2 --yes", (unknown, refused)),
+        ("keys that are not known", "al@gnn1:2222 gnn2 gnn3 --yes", (unknown, unknown, refused)),
         ("no such template", "--template serverclient", ()),
         ("nor anything like it", "--template x", ()),
     ]
@@ -192,6 +194,22 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         said.append((f"{how}: gnnfleet init {words}", f"{shown.out}{shown.err}".strip() + f"\nexit status {status}"))
     check_messages("init", said)
     assert (tmp_path / "there.yml").read_text() == "mine\n"
+
+
+def test_what_nobody_edited_is_written_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the same command again, once a host is repaired, needs no --force."""
+    monkeypatch.chdir(tmp_path)
+    assert init(monkeypatch, "gnn1 gnn2 --yes", machine(python="/usr/bin/python3", versions=BARE), machine()) == 3
+    shown = capsys.readouterr().out
+    assert "make the environment as above, then the same `gnnfleet init` again" in shown
+    assert "pip install" in shown and "-m pip install" not in shown
+    assert init(monkeypatch, "gnn1 gnn2 --yes", machine(env()), machine(env())) == 0
+    file = tmp_path / "cluster.yml"
+    file.write_text(file.read_text().replace("hidden: 128", "hidden: 64"))
+    assert init(monkeypatch, "gnn1 gnn2 --yes", machine(env()), machine(env())) == 2
+    assert "cluster.yml is there already" in capsys.readouterr().err and "hidden: 64" in file.read_text()
 
 
 def test_a_host_left_out_is_named_with_reason_and_remedy(

@@ -18,6 +18,7 @@ from launcher.aftermath import aftermath_of
 from launcher.errors import FleetError
 from launcher.goingon import resume_command
 from launcher.outcome import Outcome
+from launcher.ownend import last_loss, output_lines
 from launcher.profile import Profile, print_profile, read_profile
 from launcher.tensorboard import write_events
 from launcher.wholefile import appearing, write_whole
@@ -228,6 +229,8 @@ def _print_done(report: RunReport, console: Console) -> None:
     epochs = [line for line in report.metrics.of_kind("epoch") if line["rank"] == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
+    elif told := last_loss(report.metrics.files):
+        console.print(Text(told, "bold"))
     throughput = report.metrics.throughput()
     if throughput:
         console.print(_throughput_table(throughput, report.outcomes), soft_wrap=True)
@@ -237,6 +240,8 @@ def _print_done(report: RunReport, console: Console) -> None:
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
+    for text in output_lines(report.folder):
+        console.print(Text(text), soft_wrap=True)
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:

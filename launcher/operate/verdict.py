@@ -279,8 +279,8 @@ def result_words(result: Mapping[str, Any]) -> str:
     first = result.get("first_failure")
     if first:
         return str(first.get("sentence") or first["reason"])  # older folders have no sentence
-    accuracy = result.get("metrics", {}).get("test_accuracy")
-    return f"test accuracy {accuracy:.4f}" if accuracy is not None else ""
+    told = {split: result.get("metrics", {}).get(f"{split}_accuracy") for split in ("test", "val")}
+    return next((f"{split} accuracy {value:.4f}" for split, value in told.items() if value is not None), "")
 
 
 def _why_ended(view: NodeView) -> str:

@@ -296,3 +296,16 @@ def test_a_done_run_tells_what_it_has_done_without(tmp_path: Path) -> None:
     made = replace(report("done", [outcome(0, 120.0, returncode=0, failed=False), gone], tmp_path), findings=(finding,))
     assert made.exit_status == 0 and made.first_failure is None
     assert f"server-lost: {text}" in printed(made).replace("\n", " ") and "failed" not in printed(made)
+
+
+def test_a_script_of_ones_own_ends_with_its_last_loss_and_what_it_wrote(tmp_path: Path) -> None:
+    files = []
+    for rank in (0, 1):
+        files.append(tmp_path / f"metrics-rank{rank}.jsonl")
+        step = {"kind": "step", "t": 1.0, "rank": rank, "epoch": 2, "step": 3, "steps": 9, "loss": 0.25 + rank / 2}
+        files[-1].write_text(f'{json.dumps({**step, "step": 2})}\n{json.dumps(step)}\n{{"kind": "st')
+    (tmp_path / "output/node0").mkdir(parents=True)
+    (tmp_path / "output/node0/model.pt").write_bytes(b"x" * 1500)
+    shown = printed(replace(report("done", [], tmp_path), metrics=read_metrics(files)))
+    assert "last loss told: 0.5000, mean of 2 ranks (epoch 2, step 4 of 9)" in shown
+    assert "output: 1 file in" in shown and "node0/model.pt  1.5 kB" in shown

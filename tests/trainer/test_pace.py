@@ -137,6 +137,23 @@ def test_a_step_log_outside_of_a_run_writes_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_epochs_and_results_of_a_script_are_told(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer.StepLog(model, optimizer, environ={"GNNFLEET_RUN_DIR": str(tmp_path)}) as log:
+        for epoch in (1, 2):
+            for at in range(3):
+                step(model, optimizer)
+                log.step(epoch, at, 3, 0.5, 4)
+            log.epoch(epoch, torch.tensor(0.25), val=0.75)
+        log.result(test=0.5)
+    epochs = metrics(tmp_path, "epoch")
+    assert [(line["epoch"], line["loss"], line["seeds"]) for line in epochs] == [(1, 0.25, 12), (2, 0.25, 12)]
+    assert all(line["seconds"] >= 0 and line["step_s"] > 0 for line in epochs)
+    assert [(line["split"], line["accuracy"]) for line in metrics(tmp_path, "eval")] == [("val", 0.75)] * 2
+    assert metrics(tmp_path, "result")[0]["test_accuracy"] == 0.5
+
+
 def test_a_loss_that_carries_gradients_is_logged_without_a_warning(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     environ = {"GNNFLEET_RUN_DIR": str(tmp_path)}

@@ -16,7 +16,7 @@ from trainer.cost import Cost
 from trainer.ranks import Ranks
 from trainer.train.metrics import MetricsLog
 from trainer.train.pace import Costed, Pace
-from trainer.train.spent import Phase, traffic
+from trainer.train.spent import Lap, Phase, by_host, traffic
 
 
 class StepLog:
@@ -28,7 +28,9 @@ class StepLog:
         for epoch in range(epochs):
             for step, batch in enumerate(loader):
                 ...                         # forward, backward, optimizer.step()
-                log.step(epoch, step, len(loader), loss, batch.batch_size)
+                log.step(epoch + 1, step, len(loader), loss, batch.batch_size)
+            log.epoch(epoch + 1, mean_loss, val=accuracy)
+        log.result(test=accuracy)
 
     With it the launcher shows loss and speed, finds a loss that is no number, a run that stands
     still and a rank that the others wait for. With the loader, whose ``cost`` tells what its batches
@@ -53,20 +55,28 @@ class StepLog:
         self._seeds = 0
         self._since = time.monotonic()  #: the end of the epoch's first step
         self._asked: float | None = None  #: the end of the last step, until the next batch is there
+        self._began = self._ended = self._since  #: the epoch's beginning, and the end of its last step
+        self._all_seeds, self._laps = 0, Lap()  #: of the epoch
 
     def step(self, epoch: int, step: int, steps: int, loss: float | Tensor, seeds: int) -> None:
-        """After each step; ``loss``, the mean over this rank's ``seeds``, is looked at only where a line is due."""
+        """After each step. ``epoch`` counts from 1, ``step`` from 0; ``loss``, the mean over this rank's ``seeds``,
+        is looked at only where a line is due."""
         if self._log is None:
             return
         now = time.monotonic()
         if epoch != self._epoch:  # what lay between the epochs, an evaluation perhaps, is no part of a step
             self._epoch, self._seeds, self._since = epoch, 0, now
-            self._pace.lap()
+            first = self._pace.lap()
+            self._all_seeds, self._laps = 0, Lap(batches=first.batches, cost=first.cost)
         else:
             self._pace.step()
             self._seeds += seeds
-        if self._log.step_due():
+        self._all_seeds, self._ended = self._all_seeds + seeds, now
+        due = self._log.step_due()
+        if due or step + 1 == steps:  # what comes after the last one is no part of it either
             lap = self._pace.lap()
+            self._laps += lap
+        if due:
             more = lap.means()
             if self._seeds:
                 more["seeds_per_s"] = round(self._seeds / (now - self._since), 1)
@@ -76,6 +86,31 @@ class StepLog:
             self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
         self._asked = now
         self._pace.to(Phase.LOAD)
+
+    def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
+        """After each epoch, on all ranks, for the table at the end, ``compare`` and the report.
+
+        loss: the mean over all ranks' seeds; accuracy: 0 to 1 by split, as ``val=0.71``, where one was taken.
+        """
+        if self._log is None:
+            return
+        lap, seconds = self._laps, max(self._ended - self._began, 1e-6)
+        more = lap.means()
+        if lap.batches:
+            more |= {"remote_bytes": lap.cost.remote_bytes, "traffic": traffic(lap.cost, lap.batches)}
+            more |= {**by_host(lap.cost), "remote_share": lap.cost.remote_share}
+        self._log.write(
+            "epoch", epoch=epoch, loss=float(loss), seconds=round(seconds, 3), seeds=self._all_seeds,
+            seeds_per_s=round(self._all_seeds / seconds, 1), **more,
+        )  # fmt: skip
+        for split, value in accuracy.items() if self._log.rank == 0 else ():
+            self._log.write("eval", epoch=epoch, split=split, accuracy=float(value))
+        self._began = time.monotonic()
+
+    def result(self, **accuracy: float) -> None:
+        """At the end: what the run came to, as ``test=0.70``; ``runs`` has a column for ``test``."""
+        if self._log is not None and self._log.rank == 0:
+            self._log.write("result", **{f"{split}_accuracy": float(value) for split, value in accuracy.items()})
 
     def _has_batch(self, model: nn.Module, _: Any) -> None:
         if not model.training:

@@ -85,7 +85,8 @@ for _option in _OPTIONS:  # a command's own list, so in order
 
 def _given(values: dict[str, Any]) -> Wish:
     """The flags as a wish. Raises UsageError."""
-    from launcher.init.wish import Wish, dataset_of, existing, split_hosts, written_path
+    from launcher.config_paths import written_path
+    from launcher.init.wish import Wish, dataset_of, existing, split_hosts
 
     environment = {name: values[name] for name in ("venv", "conda", "python") if values[name]}
     if len(environment) > 1:
@@ -97,15 +98,17 @@ def _given(values: dict[str, Any]) -> Wish:
         source = written_path(
             existing(values["source"]) if dataset in ("", "file") else Path(values["source"]).absolute()
         )
-    return Wish(
+    wish = Wish(
         hosts=split_hosts([*values["hosts"], *values["more_hosts"]]),
         dataset=dataset or ("file" if source else ""),
         source=source,
         shared=values["shared"].rstrip("/") if values["shared"] else None,
         key=written_path(Path(values["key"]).expanduser().absolute()) if values["key"] else None,
         **{name: values[name] for name in ("user", "password", "host_keys")},
-        **{name: written_path(Path(text)) if "/" in text else text for name, text in environment.items()},
     )
+    for name, text in environment.items():  # a shell has written out ~, which is another folder on the hosts
+        wish = wish.with_environment(name, written_path(Path(text)) if "/" in text else text)
+    return wish
 
 
 def _complete(wish: Wish, yes: bool) -> None:

@@ -26,11 +26,10 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
     RUN is a run's id, a part of one, or its folder. Figures are of what is here: collect a run first
     that still goes on. The best values are marked.
     """
-    from rich.console import Console
-
     from launcher.compare import compare as side_by_side
     from launcher.compare import figures_of
     from launcher.compare_table import print_comparison
+    from launcher.consoles import console_for
     from launcher.operate.found import find_run
 
     before = ctx.obj or {}
@@ -42,4 +41,4 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
     if as_json or before.get("as_json"):
         click.echo(json.dumps(comparison.to_json(), indent=1))
     else:
-        print_comparison(comparison, Console(highlight=False))
+        print_comparison(comparison, console_for(stderr=False))

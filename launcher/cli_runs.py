@@ -346,10 +346,10 @@ def _open(
 
 def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
     """Where to print, and whether stdout is for JSON."""
-    from rich.console import Console
+    from launcher.consoles import console_for
 
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
-    return Console(stderr=as_json, highlight=False), as_json
+    return console_for(stderr=as_json), as_json
 
 
 def _is_over_here(found: FoundRun) -> bool:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launcher.consoles import UNBOUNDED
 from launcher.findings import Finding
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
     table = Table("", "Check", "Nodes", "Finding", title="Preflight", title_justify="left", box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"  # a fingerprint or a path is no use when its end is cut off
-    table.columns[2].max_width = 26
+    table.columns[2].max_width = 26 if console.width < UNBOUNDED else None
     for (severity, check, message), findings in _rows(report.findings).items():
         table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, nodes_of(findings, everyone), escape(message))
     console.print(table)

@@ -250,6 +250,6 @@ def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> Abstra
 
 
 def _console(as_json: bool) -> Console:
-    from rich.console import Console
+    from launcher.consoles import console_for
 
-    return Console(stderr=as_json, highlight=False)
+    return console_for(stderr=as_json)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from launcher.cli import run
 from launcher.operate import history
 from launcher.operate.found import FoundRun
 from launcher.operate.history import Entry
@@ -75,6 +76,19 @@ def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
     titles, first, _ = printed(history.rendered(ENTRIES), 120)
     assert titles.split() == ["when", "run", "size", "state", "took", "result"]
     assert "2 nodes × 4 ranks  failed" in first and "2 h 2 min  rank 1 on" in first
+
+
+@pytest.mark.parametrize(("columns", "whole"), [(None, True), ("80", False)])
+def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
+    columns: str | None, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(history, "history", lambda runs_dirs, limit: ENTRIES)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert run(["runs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and (" ".join(WHY.split()) in lines[1]) is whole and ("…" in lines[1]) is not whole
 
 
 def test_the_whole_result_is_in_json() -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from findings_kit import GB, cluster, found, gpu, report_of, survey_of, versions, with_gpus
 from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.consoles import UNBOUNDED
 from launcher.findings import Survey
 from launcher.preflight_table import finding_lines, node_ranges, print_findings
 
@@ -63,6 +64,12 @@ def test_the_same_repair_on_many_hosts_is_one_line() -> None:
     table = table_of(survey_of(cluster(8, nodes=nodes), dict.fromkeys((1, 2, 3), old)), 80)
     loop = """for host in g1 g2 g3; do ssh -p 2222 "$host" '/usr/bin/python3 -m pip install numpy==2.4.6'; done"""
     assert table.rstrip().splitlines()[-2:] == ["  node1–node3, packages:", f"    {loop}"]
+
+
+def test_into_a_pipe_each_row_is_one_line() -> None:
+    table = table_of(big_cluster(code_digest="3fa9c1d2"), UNBOUNDED)
+    rows = table.partition("Worth a look:")[0].rpartition("──\n")[2].strip().splitlines()
+    assert len(rows) > 10 and {row.split()[0] for row in rows} == {"ok", "warn", "block"}
 
 
 def test_ways_that_differ_are_lines_of_their_own() -> None:

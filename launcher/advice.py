@@ -123,9 +123,9 @@ def _prediction(profile: Profile) -> Iterator[tuple[float, str]]:
     expected, got = profile.predicted("remote_bytes"), profile.traffic("remote_bytes")
     if not profile.whole or not expected or abs(got / expected - 1) <= _OFF:
         return
+    why = f" {profile.less_than_predicted}".rstrip()
     text = f"{decimal(round(got))} an epoch came from other hosts, {decimal(round(expected))} were predicted"
-    why = profile.less_than_predicted
-    yield 0.0, f"{text}: {why}" if why else text
+    yield 0.0, text + why
 
 
 def _at(rank: RankProfile, node_of: Mapping[int, int], *kinds: str) -> str:

@@ -94,7 +94,7 @@ class Profile:
         expected, got = self.predicted("remote_bytes"), self.traffic("remote_bytes")
         if not self.whole or not expected or got > 0.9 * expected or not self.held_rate:
             return ""
-        return "that is an epoch that begins with nothing held, and later ones have the last batches' rows"
+        return "of an epoch that begins with nothing held; later ones still have the rows of the last batches"
 
     def _of_remote_rows(self, name: str) -> float | None:
         remote = self.traffic("remote_rows")
@@ -251,6 +251,7 @@ def _bytes(profile: Profile) -> str:
     expected, bare = profile.predicted("remote_bytes"), profile.predicted("remote_bytes_without_cache")
     if expected is not None:
         text += f", {decimal(round(expected))} predicted"
+        text += " of one that begins with nothing held" if profile.less_than_predicted else ""
         text += f" ({decimal(round(bare))} without the cache)" if bare is not None else ""
     cached, held = profile.hit_rate, profile.held_rate
     if cached is not None and held is not None:

@@ -22,6 +22,7 @@ from launcher.ownend import last_loss, output_lines
 from launcher.profile import Profile, print_profile, read_profile
 from launcher.tensorboard import write_events
 from launcher.wholefile import appearing, write_whole
+from launcher.words import spans
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
 _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
@@ -55,16 +56,27 @@ class Metrics:
         return {**result, "seeds_per_s": speed} if speed else result
 
     def throughput(self) -> dict[int, float]:
-        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be."""
+        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be.
+
+        Ranks take every step together, so an epoch lasts from when the last of them begins it: the others wait for
+        rank 0, which evaluates and saves in between.
+        """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
+        lasted: dict[int, float] = {}
         for line in self.of_kind("epoch"):
             by_rank.setdefault(line["rank"], []).append(line)
+            lasted[line["epoch"]] = min(line["seconds"], lasted.get(line["epoch"], line["seconds"]))
         found = {}
         for rank, epochs in sorted(by_rank.items()):
             counted = epochs[1:] or epochs
-            seconds = sum(line["seconds"] for line in counted)
+            seconds = sum(lasted[line["epoch"]] for line in counted)
             found[rank] = sum(line["seeds"] for line in counted) / seconds if seconds else 0.0
         return found
+
+    def counted_epochs(self) -> list[int]:
+        """Those that ``throughput`` goes by, ascending."""
+        epochs = sorted({line["epoch"] for line in self.of_kind("epoch")})
+        return epochs[1:] or epochs
 
 
 @dataclass(frozen=True)
@@ -229,19 +241,20 @@ def _print_done(report: RunReport, console: Console) -> None:
     epochs = [line for line in report.metrics.of_kind("epoch") if line["rank"] == 0]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
-    elif told := last_loss(report.metrics.files):
-        console.print(Text(told, "bold"))
+    elif last := last_loss(report.metrics.files):
+        console.print(Text(last, "bold"))
     throughput = report.metrics.throughput()
     if throughput:
-        console.print(_throughput_table(throughput, report.outcomes), soft_wrap=True)
+        told = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
+        console.print(told, soft_wrap=True)
     if report.metrics.profile:
         print_profile(report.metrics.profile, console, _nodes_of(report.outcomes))
     result = report.metrics.result
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:
             console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
-    for text in output_lines(report.folder):
-        console.print(Text(text), soft_wrap=True)
+    for line in output_lines(report.folder):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
@@ -269,12 +282,13 @@ def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
     return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
 
 
-def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome]) -> Text:
+def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome], epochs: Sequence[int]) -> Text:
     node_of = _nodes_of(outcomes)
     text = Text("throughput: ")
     parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
     text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
-    return text.append(f" seeds/s; all together {sum(throughput.values()):,.0f}")
+    which = f"{'epoch' if len(epochs) == 1 else 'epochs'} {spans(epochs)}"
+    return text.append(f" seeds/s; all together {sum(throughput.values()):,.0f} (mean of {which})")
 
 
 def _print_failure(report: RunReport, console: Console) -> None:

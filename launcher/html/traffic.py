@@ -39,7 +39,7 @@ def traffic_blocks(record: RunRecord) -> Iterator[Block]:
         told, bare = profile.predicted("remote_bytes"), profile.predicted("remote_bytes_without_cache")
         without = f", {decimal(round(bare))} without the cache" if bare is not None else ""
         text = f"Predicted before the first epoch: {decimal(round(told or 0))} an epoch{without}"
-        yield Words((f"{text}{f': {why}' if (why := profile.less_than_predicted) else ''}.",))
+        yield Words((f"{text}{f', {why}' if (why := profile.less_than_predicted) else ''}.",))
 
 
 def read_pairs(record: RunRecord) -> dict[tuple[int, int], Pair]:

@@ -163,9 +163,7 @@ def test_what_is_held_over_epochs_explains_less_than_predicted() -> None:
     (told,) = [line for line in profile_lines(found, {}) if "predicted" in line]
     assert told.endswith("of the rows that others own 12% were cached, 82% held from the last batches, 6% asked for")
     (line,) = [line for line in advice(found, {}) if "predicted" in line]
-    assert line.startswith(
-        "3.6 kB an epoch came from other hosts, 980.0 kB were predicted: that is an epoch that begins"
-    )
+    assert line.startswith("3.6 kB an epoch came from other hosts, 980.0 kB were predicted of an epoch that begins")
 
 
 def test_waits_are_told_of_the_ranks_that_the_bars_show() -> None:

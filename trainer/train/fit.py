@@ -289,4 +289,4 @@ def _held_words(report: EpochReport, less: float) -> str:
     held, remote = report.cost.held_rows, report.cost.remote_rows
     if report.epoch == 1 or less < 0.05 or not held:
         return ""
-    return f" of one from scratch; {held / remote:.0%} of the rows others own were held from the last batches"
+    return f" from scratch; {held / remote:.0%} of the rows others own were still held"

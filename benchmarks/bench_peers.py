@@ -1,7 +1,9 @@
 """`make bench-peers`: gnnfleet beside DGL, graphlearn-torch and torch_geometric, in turn, on one graph.
 
+\b
 python benchmarks/bench_peers.py                        all sections, one turn
 python benchmarks/bench_peers.py --only loader,train    some of loader, parts, train, partition
+python benchmarks/bench_peers.py --without shipped    without graphlearn-torch as shipped, which takes longest
 python benchmarks/bench_peers.py --small                a small graph, to see that everything runs
 python benchmarks/bench_peers.py --tenfold              our loader on a graph of ten times the size, for the trend
 
@@ -39,15 +41,25 @@ def sections(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...
 @click.option("--only", default=",".join(SECTIONS), callback=sections, metavar="NAME,…", help="Sections to run.")
 @click.option("--small", is_flag=True, help="A small graph.")
 @click.option("--tenfold", is_flag=True, help="3M nodes, 155M edges; loader only, ours only (about 15 GB).")
+@click.option("--without", multiple=True, metavar="TEXT", help="Leave out those whose name has it; repeatable.")
 @click.option("--turns", default=1, type=click.IntRange(1), help="How often everybody runs, in turn.")
 @click.option("--epochs", default=3, type=click.IntRange(1), help="Epochs of a run that only loads.")
 @click.option("--train-epochs", default=8, type=click.IntRange(1), help="Epochs that everybody trains.")
-def main(only: tuple[str, ...], small: bool, tenfold: bool, turns: int, epochs: int, train_epochs: int) -> None:
+def main(
+    only: tuple[str, ...],
+    small: bool,
+    tenfold: bool,
+    without: tuple[str, ...],
+    turns: int,
+    epochs: int,
+    train_epochs: int,
+) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     size = "small" if small else "tenfold" if tenfold else "large"
     FOLDER.mkdir(parents=True, exist_ok=True)
     chosen = contenders(("loader",) if tenfold else only, size)
     chosen = [one for one in chosen if one.ours] if tenfold else chosen
+    chosen = [one for one in chosen if not any(text in one.system for text in without)]
     found, took = compete(chosen, size, turns, {"train": train_epochs}, epochs)
     report(chosen, found, took, measured(), size)
 

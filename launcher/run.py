@@ -309,7 +309,10 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport])
     labels = {node.node_rank: node.label for node in plan.nodes}
     with transfer_progress(job.console, labels) as progress:
         report = sync(plan, transports, progress, connect_timeout=job.config.run.connect_timeout)
-    job.say(f"synced: {decimal(report.bytes_sent)} sent, {decimal(report.bytes_present)} already there")
+    need = sum(file.bytes for node in plan.nodes for file in node.files)
+    packed = " (code packed)" if report.bytes_sent + report.bytes_present < need else ""
+    told = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
+    job.say(f"synced {decimal(need)} of files: {told}")
     for node in report.nodes:
         job.events.add(
             "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds

@@ -183,9 +183,13 @@ class _NodeJob:
         entries = [_entry(file) for file in files]
         request = {"op": "inventory", "files": entries, "folders": [self.node.code_dir]}
         found = self._ask(request, hash_time(files))
-        if not found["folders"][0]:
+        code = 0
+        if found["folders"][0]:
+            code = sum(file.bytes for file in self.node.files if _is_code(self.node, file))
+        else:
             self._send_code()
         self._send_files(list(zip(files, found["files"], strict=True)))
+        self.bytes_present += code
         for file in self.node.files:
             if not file.source:
                 self._check_stop()
@@ -201,7 +205,8 @@ class _NodeJob:
         with tempfile.NamedTemporaryFile(suffix=".tgz") as packed:
             packed.write(data)
             packed.flush()
-            self.transport.upload(Path(packed.name), dest, on_bytes=lambda _: self._check_stop())
+            self.progress.start(self.node.node_rank, len(data))
+            self.transport.upload(Path(packed.name), dest, on_bytes=self._advance)
         self._ask({"op": "unpack", "archive": dest, "sha256": sha256, "dest": self.node.code_dir})
         self.files_sent += 1
         self.bytes_sent += len(data)
@@ -285,6 +290,9 @@ class _NodeJob:
 
     def _count(self, count: int) -> None:
         self.bytes_sent += count
+        self._advance(count)
+
+    def _advance(self, count: int) -> None:
         self.progress.advance(self.node.node_rank, count)
         self._check_stop()
 

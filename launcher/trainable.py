@@ -10,7 +10,7 @@ from launcher.manifest import PartitionFiles
 def check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
     """Raises UsageError for parts without train seeds (of ``train.target``, where that is set)."""
     target = config.train.target
-    if target in parts.train_seeds:
+    if target is not None and target in parts.train_seeds:
         seeds, whose, where = parts.train_seeds[target], f"node type {target} has", f" of {target}"
     else:  # a type that is not there is for the trainer to refuse, who lists those that are
         seeds, whose, where = sum(parts.train_seeds.values()), "the graph has", ""

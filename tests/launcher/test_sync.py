@@ -177,7 +177,7 @@ def test_one_node_that_fails_stops_the_others(tmp_path: Path) -> None:
     with pytest.raises(SyncError, match="node0"):
         broken = Breaking(0, 99, lambda: RemoteFileError("cannot write x: Permission denied", errno=errno.EACCES))
         sync(plan, {0: broken, 1: Slow(1)})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15  # the whole of it would be 20 s
 
 
 def test_progress_counts_exactly_what_is_missing(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
     while not (part.exists() and part.stat().st_size > 3000) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(30) == 130
     cut = part.stat().st_size
     assert 3000 < cut < 50_000
     assert not (tmp_path / "node0/data/manifest.json").exists()

@@ -42,8 +42,8 @@ rank   sample   remote   gather     rows   remote   cached   held      MB   MB p
 100 ms of rank 0, the difference mostly in remote
 - remote wait is 31% of a step on rank 1 (50 ms): a batch brings 12.5 MB from other hosts, who own 75% of its 60,000 \
 rows; of those 25% were cached (data.cache), 0% held from the last batches; a batch takes a sampler thread 250 ms \
-(sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as many batches ahead keep up (sampler_threads, \
-prefetch)
+(sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as many \
+batches ahead keep up (sampler_threads, prefetch)
 - waiting for sampling and gathering is 12% of a step on rank 1 (20 ms)
 """
 

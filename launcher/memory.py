@@ -25,7 +25,8 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
     """Bytes of batches at most: those that ranks have prepared ahead, and those that a server makes and keeps for
     clients. ``cpus``: of the node."""
-    found = _batch(config, graph) * (config.train.prefetch + 2) * config.nodes[node_rank].nproc
+    ahead = max(config.train.prefetch, config.train.sampler_threads + 1)
+    found = _batch(config, graph) * (ahead + 2) * config.nodes[node_rank].nproc
     # one being made, one being trained on
     if clients(config) and node_rank in gateways(config):
         threads = cpus if config.run.server_threads == "auto" else config.run.server_threads

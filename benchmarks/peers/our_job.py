@@ -68,7 +68,7 @@ def loader(plain: Path, told: Settings) -> Settings:
 
 def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | None = None) -> tuple[Any, Any]:
     threads, batch = told.get("threads", 1), told["batch"]
-    ahead = told.get("prefetch", 2)
+    ahead = told.get("prefetch", told.get("threads", 1) + 1)
     if told.get("kind") == "data":
         loading = DistNeighborLoader(
             graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,

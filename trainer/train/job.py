@@ -118,7 +118,7 @@ def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_
         disjoint=settings.disjoint,
         shuffle=training,
         threads=settings.sampler_threads,
-        prefetch=settings.prefetch,
+        prefetch=max(settings.prefetch, settings.sampler_threads + 1),
         want_degree=want_degree,
         deadline=settings.timeout,
     )

@@ -155,4 +155,4 @@ def test_commands_in_templates_work(
     assert cli.run(["plan", "--config", template.name, *chosen]) == 0
     assert template.name in words[words.index("--config") + 1]
     shown = capsys.readouterr().out
-    assert ("node03" not in shown and "devices 0,2,5,6 " in shown) if "node03" in chosen else "node0 " in shown
+    assert ("node03" not in shown and " 0,2,5,6 " in shown) if "node03" in chosen else "node0 " in shown

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from launcher.node import lease
+from launcher.wholefile import write_whole
 from node_kit import NODE, PYTHON, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
 
@@ -57,7 +58,7 @@ def up(act: Act) -> Act:
 
 
 def stop(text: str, node: int = 0) -> Act:
-    return lambda run: (run.nodes[node].path / "control" / "stop").write_text(text)
+    return lambda run: write_whole(run.nodes[node].path / "control" / "stop", text)
 
 
 #: name -> (nodes, settings of each, code of the ranks, what is done to the run)

@@ -2,7 +2,7 @@
 # PYTHON=…        interpreter for a new virtual environment (3.10 to 3.13)
 # VENV=…          where the virtual environment lives
 # PIP_ARGS=…      more for pip install, e.g. another package index
-# ARGS=…          more for pytest or the benchmarks
+# ARGS=…          more for pytest or the benchmarks; tests run in parallel unless it names a file of tests
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +11,8 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# A file stays with one worker, which makes what its tests share once.
+WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
 HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -24,7 +26,7 @@ demo: tools-demo $(INSTALLED) ## two nodes on this machine: partition, train, co
 	$(BIN)/python launch.py --config templates/local.yml
 
 test: tools-test $(INSTALLED) ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-slow: tools-test $(INSTALLED) ## run the tests that take longer
 	$(BIN)/python -m pytest -m slow $(ARGS)

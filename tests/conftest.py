@@ -10,8 +10,26 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+#: Folders whose files are begun with, in parallel: none of those that take minutes may be left to the end.
+LONGEST = ("tests/cluster", "tests/trainer", "tests/launcher")
+
 #: Kernels are compiled once for all tests, hosts in namespaces and later runs of the tests included.
 KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnfleet" / "kernels")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of ``-n auto``: tests wait for much of their time, so that one more than there are cores keeps these busy."""
+    return min(len(os.sched_getaffinity(0)), 7) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: rank_of(item.nodeid))
+
+
+def rank_of(nodeid: str) -> int:
+    """Place of a test's folder in ``LONGEST``."""
+    return next((k for k, folder in enumerate(LONGEST) if nodeid.startswith(folder)), len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,14 +59,35 @@ def write_config(folder: Path, nodes: list[dict], **sections: dict) -> Path:
 def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, **sections: dict) -> Path:
     """A cluster.yml of local nodes with that many processes each, their state inside ``workdirs``.
 
-    Tests that share ``workdirs`` (default: ``folder``) share the code there with its compiled kernels.
+    Tests that share ``workdirs`` (default: ``folder``) share the code there; compiled kernels, all tests share.
+    Ports are the run's own: two of `auto` that start at the same moment may find the same ones free.
     """
     state = workdirs or folder
+    own = {"python": sys.executable, "env": {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"]}}
     nodes = [
-        {"host": "localhost", "procs": count, "workdir": str(state / f"node{rank}"), "python": sys.executable}
+        {"host": "localhost", "procs": count, "workdir": str(state / f"node{rank}"), **own}
         for rank, count in enumerate(procs)
     ]
-    return write_config(folder, nodes, transport="local", **sections)
+    run = own_ports(len(nodes)) | sections.pop("run", {})
+    return write_config(folder, nodes, transport="local", run=run, **sections)
+
+
+def own_ports(num_nodes: int) -> dict[str, int]:
+    """`run` of a cluster.yml whose nodes are all this machine: ports that no other run has."""
+    first = free_port(num_nodes + 2)
+    return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
+
+
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` neighbouring ports that are free; below those of `auto` and of the kernel."""
+    while True:
+        first = random.randrange(20_000, 29_300)
+        with ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            with suppress(OSError):
+                for offset, probe in enumerate(probes):
+                    probe.bind(("127.0.0.1", first + offset))
+                return first
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:

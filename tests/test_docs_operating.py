@@ -13,6 +13,7 @@ import yaml
 
 from launcher.cli import run
 from launcher.config import RunConfig
+from launching import own_ports
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/operating.md").read_text()
 WITHOUT_END = ("follow", "-f", "--watch")  # those that wait for the run's end are typed once it has ended
@@ -38,7 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with cluster.yml, in which run toy-1 goes on, detached."""
     folder = tmp_path_factory.mktemp("operating")
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
-    config |= {"data": {"dataset": "synthetic", "options": {"num_nodes": 200}, "partition": {"method": "hash"}}}
+    config |= {
+        "data": {"dataset": "synthetic", "options": {"num_nodes": 200}, "partition": {"method": "hash"}},
+        "run": own_ports(2),
+    }
     (folder / "cluster.yml").write_text(yaml.safe_dump(config))
     (folder / "toy.py").write_text(SCRIPT)
     with pytest.MonkeyPatch.context() as patch:

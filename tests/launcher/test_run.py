@@ -19,6 +19,7 @@ import pytest
 from launcher.node import procs
 from launcher.planrecord import plan_record
 from launcher.run import with_service_key
+from launching import own_ports
 from run_kit import make_launch, make_node, make_parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +104,7 @@ def start() -> Iterator[Callable[..., Launched]]:
     (folder / "train_mine.py").write_text(OWN_SCRIPT)
     (folder / "cluster.yml").write_text(
         "transport: local\nnodes: 1\ndefaults: {procs: 2, workdir: " + str(folder / "work") + "}\n"
-        "data: {dataset: toy, folder: parts, mode: verify}\nrun: {grace: 2}\n"
+        "data: {dataset: toy, folder: parts, mode: verify}\n" + f"run: {json.dumps({'grace': 2, **own_ports(1)})}\n"
     )
 
     def begin(*own: str) -> Launched:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from train_kit import Ended, command_line, free_port
+from train_kit import Ended, command_line, environment, free_port
 from trainer.cli import main
 from trainer.config import TrainJob
 from trainer.load.loader import BatchLoader
@@ -122,7 +122,7 @@ def _rank(words: list[str], env: dict[str, str], run_dir: Path, rank: int, loss:
     output = os.open(run_dir / f"output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
-    for name in [name for name in os.environ if name.startswith("GNNFLEET_")]:
+    for name in set(os.environ) - set(environment()):
         del os.environ[name]
     os.environ.update(env)
     torch.set_num_threads(1)

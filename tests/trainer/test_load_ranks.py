@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import torch
 import trainer
 from load_kit import hetero_data, homo_data, parts_of
 from partitions import write_store
-from train_kit import REPOSITORY
+from train_kit import REPOSITORY, environment
 from trainer import DistNeighborLoader
 from trainer.errors import PartitionError, SettingsError
 from trainer.load.env import open_any, open_run, this_process
@@ -68,7 +67,7 @@ SCRIPT = """
 def run_script(tmp_path, seeds, world_size=2):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     words = [
         "-m",

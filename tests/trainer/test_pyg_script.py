@@ -7,7 +7,6 @@ group, and DistributedDataParallel around the model. Model, optimizer and loop s
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from train_kit import REPOSITORY
+from train_kit import REPOSITORY, environment
 from trainer.data.memory import dataset_of
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
@@ -248,7 +247,7 @@ def _alike(members, labels, n, g):
 
 def run(folder, text, ranks):
     (folder / "script.py").write_text(text)
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +10,7 @@ import torch
 
 from load_kit import homo_data, parts_of
 from partitions import write_store
-from train_kit import REPOSITORY
+from train_kit import REPOSITORY, environment
 from trainer import DistGraphSAINTRandomWalkSampler
 
 SCRIPT = """
@@ -48,7 +47,7 @@ SCRIPT = """
 def test_normalisation_of_two_ranks_is_that_of_one(tmp_path):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from launching import free_port
 from trainer.batch import Batch, Block
-from trainer.cli import main
 from trainer.config import InferJob, TrainJob, TrainSettings
 from trainer.data.load import load_dataset
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+JOBS_IN_TURN = Path(__file__).with_name("jobs_in_turn.py")
 
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
@@ -63,20 +61,26 @@ def start_words(
     They meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
     rank 0 is just taking down.
     """
-    return start_script([__file__, json.dumps(lines)], rank, world_size, port, **more_env)
+    return start_script([str(JOBS_IN_TURN), json.dumps(lines)], rank, world_size, port, **more_env)
 
 
 def start_script(
     words: Sequence[str], rank: int, world_size: int, port: int, **more_env: str
 ) -> subprocess.Popen[str]:  # fmt: skip
     """A Python process that is one rank."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GNNFLEET_")}
+    env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"GLOO_SOCKET_IFNAME": "lo", **more_env}
     argv = [sys.executable, *words]
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def environment() -> dict[str, str]:
+    """This process's, without what a run would have told it; it still finds the compiled kernels."""
+    kept = {"GNNFLEET_KERNELS"}
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith("GNNFLEET_")}
 
 
 def command_line(item: TrainJob) -> list[str]:
@@ -119,18 +123,6 @@ def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
 
 
-def free_port(count: int = 1) -> int:
-    """The first of ``count`` neighbouring ports that are free; below those that the kernel hands out."""
-    while True:
-        first = random.randrange(20_000, 30_000)
-        with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-            with suppress(OSError):
-                for offset, probe in enumerate(probes):
-                    probe.bind(("127.0.0.1", first + offset))
-                return first
-
-
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:
     """The metrics lines of one kind."""
     lines = (run_dir / f"metrics-rank{rank}.jsonl").read_text().splitlines()
@@ -163,14 +155,3 @@ class FewBatches:
             y = (x[: self.seeds, 0] > 0).long()
             ids = torch.arange(num_nodes)
             yield Batch(step, step, self.seeds, self.seeds, ids, x, y, ids[: self.seeds], (block,))
-
-
-if __name__ == "__main__":
-    first_port = int(os.environ["MASTER_PORT"])
-    for number, words in enumerate(json.loads(sys.argv[1])):
-        os.environ["MASTER_PORT"] = str(first_port + number)
-        try:
-            main(words)
-        except SystemExit as ending:
-            if ending.code:
-                raise

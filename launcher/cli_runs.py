@@ -95,7 +95,7 @@ def status(ctx: click.Context, watch: bool, **values: Any) -> None:
 @click.option("--rank", type=click.IntRange(0), metavar="R", help="Of one rank alone.")
 @click.option("--since", metavar="WHEN", help="Since then: 10m, 2h, 12:30, or an ISO time.")
 @click.option("-n", "last", type=click.IntRange(0), metavar="LINES", help="Only so many last lines.")
-@click.option("--all", "every", is_flag=True, help="Also of supervisors, graph servers and torch.distributed.run.")
+@click.option("--all", "every", is_flag=True, help="Also of supervisors, graph servers and rank runners.")
 @click.option("--times", "-t", is_flag=True, help="With the time of each line, by this machine's clock.")
 @click.pass_context
 def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **values: Any) -> None:

@@ -10,7 +10,7 @@ from launcher.rowcache import CacheSize
 _MB = 10**6
 # Private memory of our processes on a tiny graph, measured with torch 2.13.0+cpu and Python 3.11 on x86_64:
 SUPERVISOR = 20 * _MB  #: with watch.py
-AGENT = 150 * _MB  #: torch.distributed.run
+RUNNER = 10 * _MB  #: of each rank
 SERVER = 130 * _MB  #: graph server
 RANK = 340 * _MB  #: bundled trainer
 
@@ -18,8 +18,8 @@ RANK = 340 * _MB  #: bundled trainer
 def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int:
     """Bytes that the node's processes take at least. Of an own command nothing is known."""
     node = config.nodes[node_rank]
-    ranks = 0 if own_command else RANK * node.nproc
-    return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + (AGENT + ranks if node.trains else 0)
+    ranks = (RUNNER + (0 if own_command else RANK)) * node.nproc if node.trains else 0
+    return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + ranks
 
 
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:

@@ -16,7 +16,9 @@ from launcher.topology import Topology
 
 FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
 RANK_VARIABLES = frozenset(
-    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"]
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+    + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
+    + [f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")]
 )
 
 
@@ -54,6 +56,10 @@ class Job:
             return self.serving.encrypted
         choice = self.config.run.encrypt
         return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.config.world_size
 
     @cached_property
     def _trainers(self) -> dict[int, int]:
@@ -106,16 +112,13 @@ def server_command(job: Job, site: Site) -> Command:
 
 
 def trainer_command(job: Job, site: Site) -> Command:
-    """torch.distributed.run, which starts one rank runner per process, which runs the command.
+    """The rank runner, which runs the command; the supervisor starts one for each rank of the node.
 
-    The rendezvous id keeps a node from joining another run, should that have taken the port meanwhile.
+    An own command is started once the node's graph server answers; the bundled trainer waits for that by itself.
     """
-    nodes = str(job.num_trainers)
-    argv = [site.python, "-m", "torch.distributed.run", "--rdzv-id", job.run_id, "--nnodes", nodes]
-    argv += ["--node-rank", str(job.trainer_index(site)), "--nproc-per-node", str(len(site.ranks))]
-    argv += ["--master-addr", job.master_addr, "--master-port", str(job.master_port), "--max-restarts", "0"]
-    argv += ["--no-python", site.python, f"{site.code_dir}/launcher/node/rank.py", "--run-dir", site.run_dir, "--"]
-    argv += _own_argv(job.own, site) if job.own else _train_argv(job, site)
+    argv = [site.python, f"{site.code_dir}/launcher/node/rank.py", "--run-dir", site.run_dir]
+    argv += ["--await-server"] if job.own and site.serves else []
+    argv += ["--", *(_own_argv(job.own, site) if job.own else _train_argv(job, site))]
     cwd = _files(site) if job.own else site.run_dir
     return Command(tuple(argv), _user_env(site, _rank_env(job, site)), cwd)
 
@@ -166,7 +169,7 @@ def _run_env(job: Job, site: Site) -> dict[str, str]:
 
 
 def _rank_env(job: Job, site: Site) -> dict[str, str]:
-    run, env = job.config.run, _run_env(job, site)
+    run, env = job.config.run, _run_env(job, site) | _world_env(job, site)
     if job.remote:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(job, site)
     if run.compress and site.node.role == "client":
@@ -183,6 +186,25 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
     if site.threads is not None:
         env["OMP_NUM_THREADS"] = str(site.threads)
     return env
+
+
+def _world_env(job: Job, site: Site) -> dict[str, str]:
+    """How large the run is and where its ranks meet, as torch.distributed.run would say it; what tells ranks of one
+    node apart is the supervisor's to add (``launcher.node.runners``)."""
+    world = str(job.world_size)
+    return {
+        "WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": str(job.trainer_index(site)),
+        "GROUP_WORLD_SIZE": str(job.num_trainers),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(job.master_port),
+        "TORCHELASTIC_RUN_ID": job.run_id,  # by which libraries know that these variables are set
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store
+    }
 
 
 def _reach_env(job: Job, site: Site) -> dict[str, str]:

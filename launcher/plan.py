@@ -81,13 +81,13 @@ class NodePlan:
     session: str  #: tmux session name
     start: Command  #: what tmux runs: the supervisor
     server: Command | None  #: what the supervisor starts first; None: nothing to serve
-    trainer: Command | None  #: torch.distributed.run with the rank runner; None: nothing to train
+    trainer: Command | None  #: the rank runner with its command, started once for each rank; None: nothing to train
     files: tuple[PlannedFile, ...]
     log_files: tuple[str, ...]
     role: Role = "worker"
     copies: tuple[int, ...] = ()  #: of ``parts``, those that another node holds in the first place
     home: str = ""  #: label of the graph server that a client asks first
-    trainer_index: int | None = None  #: among the nodes that train: the node rank of torch.distributed.run
+    trainer_index: int | None = None  #: among the nodes that train: GROUP_RANK
     topology_bytes: int = 0  #: edges of parts that it does not hold, sent to it all the same
 
     @property
@@ -251,7 +251,7 @@ def to_json(plan: LaunchPlan) -> str:
 def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(job, site)
     replicated = job.topology.replicated and bool(site.parts)
-    logs = ["supervisor", *(["launcher"] if site.ranks else []), *(["server"] if site.serves else [])]
+    logs = ["supervisor", *(["runners"] if site.ranks else []), *(["server"] if site.serves else [])]
     logs += [f"rank{rank}" for rank in site.ranks]
     return NodePlan(
         node_rank=site.node_rank,

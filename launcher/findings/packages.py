@@ -13,7 +13,7 @@ from launcher.recipe import OWN_VENV, index, new_venv
 
 PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
 OLDEST_PYTHON = (3, 10)
-_OWN_NEEDS = ("torch",)  # what an own command cannot do without: torch.distributed.run starts it
+_OWN_NEEDS = ("torch",)  # what an own command is expected to train with
 _SHOWN = ("python", "torch", "torch_geometric", "numba", "numpy")
 _SYSTEM = ("/usr/bin/", "/bin/")  #: of the operating system, which lets nobody install there (PEP 668)
 

@@ -102,9 +102,9 @@ class Book:
         ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         return [*found, *ranks]
 
-    def living_runners(self) -> list[int]:
-        runners = [started["runner"] for started in self.runners.values()]
-        return [one["pid"] for one in runners if procs.alive(one["pid"], one["start_ticks"])]
+    def runner_pids(self) -> set[int]:
+        """Runners of ranks that have been started."""
+        return {started["runner"]["pid"] for started in self.runners.values()}
 
     def ended_ranks(self) -> set[int]:
         return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}

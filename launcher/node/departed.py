@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import time
 from typing import Any
 
-from launcher.node import procs
-from launcher.node.book import Book
-from launcher.node.child import Child
-from launcher.node.hub import Hub
 from launcher.node.journal import Journal
 from launcher.node.peers import Peers
-
-_PATIENCE = 2.0  # seconds torch.distributed.run gets to end
 
 
 class Departed:
@@ -42,14 +34,3 @@ class Departed:
             self._generation = team["generation"]
             self._journal.put("team.json", team)
             self._journal.event("team", generation=self._generation, ranks=team["ranks"])
-
-    def release(self, launcher: Child, book: Book) -> None:
-        """End torch.distributed.run once our ranks have ended well: it would wait for that of the lost node. The lead
-        node's keeps the store by which the others meet, so until they have trained."""
-        if self._peers.team is None or not book.all_ended_well():
-            return
-        if isinstance(self._peers, Hub) and not self._peers.others_trained():
-            return
-        launcher.terminate()
-        if launcher.asked and time.monotonic() - launcher.asked_at > _PATIENCE:
-            procs.send_group(launcher.pid, signal.SIGKILL)

@@ -23,11 +23,9 @@ def end_processes(children: list[Child], book: Book, token: str, grace: float, i
     book.stopping = True
     for child in children:
         child.terminate()
-    for runner in book.living_runners():
-        procs.send(runner, signal.SIGTERM)
 
     def ended() -> bool:
-        return not book.living_runners() and not any(child.running() for child in children)
+        return not any(child.running() for child in children)
 
     _wait(ended, max(grace, _LEAST), idle)
     stubborn = not ended()
@@ -44,12 +42,14 @@ def end_processes(children: list[Child], book: Book, token: str, grace: float, i
 
 
 def _kill_groups(children: list[Child], book: Book) -> None:
-    """The ranks and the server themselves; their runners then write what became of them, and end."""
+    """The ranks and the server themselves; runners then write what became of their ranks, and end."""
     book.look()
-    for pid in book.rank_pids().values():
+    ranks = book.rank_pids().values()
+    for pid in ranks:
         procs.send_group(pid, signal.SIGKILL)
+    runners = book.runner_pids()
     for child in children:
-        if child.running():
+        if child.running() and child.pid not in runners:
             procs.send_group(child.pid, signal.SIGKILL)
 
 

@@ -321,10 +321,6 @@ class Hub:
     def _staying(self) -> Iterator[Known]:
         return (member for member in self.members.values() if member.left is None)
 
-    def others_trained(self) -> bool:
-        """Whether no other node trains any more."""
-        return all(member.trained is not False for member in self._staying())
-
     def _excuse(self, pause: float) -> None:
         for member in self.members.values():
             member.heard = excused(member.heard, pause, self._looked)

@@ -1,4 +1,4 @@
-"""Runs one rank of the trainer: ``rank.py --run-dir R -- argv…``, started by torch.distributed.run.
+"""Runs one rank of the trainer: ``rank.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
 
 Stamps the rank's output into ``logs/rank<r>.log``, writes ``outcomes/rank<r>.json``, passes a stop
 on to the rank's process group, and leaves none of its processes behind. A rank that ended because
@@ -31,8 +31,12 @@ _LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
 class RankRunner:
     """One rank, from start to outcome."""
 
-    def __init__(self, run_dir: str, argv: Sequence[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
+    ) -> None:
+        """await_server: the command begins once the node's graph server answers; the bundled trainer waits itself."""
         self.run_dir, self.argv, self.environment = run_dir, argv, environment
+        self.ready_file = environment.get("GNNFLEET_SERVER_READY", "") if await_server else ""
         self.rank = int(environment["RANK"])
         self.node_rank = int(environment.get("NODE_RANK") or environment.get("GROUP_RANK") or 0)
         self.grace = float(environment.get("GNNFLEET_GRACE") or 5.0)
@@ -65,8 +69,7 @@ class RankRunner:
 
     def _server_ready(self) -> bool:
         """Wait for the node's graph server; False when told to stop before. The supervisor says when it is too late."""
-        ready = self.environment.get("GNNFLEET_SERVER_READY", "")
-        while ready and not os.path.exists(ready):
+        while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False
             self.loop.turn(_GLANCE)
@@ -130,7 +133,7 @@ def _left_of(child: Child) -> list[procs.Process]:
 
 
 def supervisor_gone(environment: dict[str, str]) -> bool:
-    """Whether the supervisor that (through torch.distributed.run) started this rank has died."""
+    """Whether the supervisor that started this rank has died."""
     pid, _, start_ticks = environment.get("GNNFLEET_SUPERVISOR", "").partition(":")
     return bool(pid) and not procs.alive(int(pid), int(start_ticks))
 
@@ -138,6 +141,7 @@ def supervisor_gone(environment: dict[str, str]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="rank.py", description="Runs one rank of the trainer.")
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--await-server", action="store_true")
     parser.add_argument("argv", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
@@ -145,7 +149,7 @@ def main() -> int:
         parser.error("give the rank's command after --")
     procs.die_with_parent(signal.SIGTERM)
     procs.adopt_orphans()
-    return RankRunner(os.path.abspath(options.run_dir), argv, dict(os.environ)).run()
+    return RankRunner(os.path.abspath(options.run_dir), argv, dict(os.environ), options.await_server).run()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
-Starts the graph server and the trainer, whose ranks begin once that is ready; writes what docs/ARCHITECTURE.md
-lists under "Node run folder"; and when anything fails here or on another node, or a stop is asked for, ends every
-process of the run on this node. One thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
+Starts the graph server and the ranks; writes what docs/ARCHITECTURE.md lists under "Node run folder"; and when
+anything fails here or on another node, or a stop is asked for, ends every process of the run on this node. One
+thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from launcher.node.keeper import Keeper
 from launcher.node.member import Member
 from launcher.node.memory import OomWatch
 from launcher.node.peers import Alone, Cause, Order, Peers, make_cause, sentence
+from launcher.node.runners import Runners
 from launcher.node.spec import NodeSpec
 from launcher.node.words import asked, describe
 
@@ -50,7 +51,6 @@ class Supervisor:
         self.journal = Journal(spec.run_dir, spec.node_rank)
         self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         self.children: list[Child] = []
-        self.launcher: Child | None = None
         self.state, self.final = "starting", ""
         self.trained: bool | None = None if spec.trainer is None else False
         self.cause: Cause | None = None  # what ended the run, if it was here
@@ -65,6 +65,7 @@ class Supervisor:
         self.oom = OomWatch()
         self.keeper = Keeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
         self.departed = Departed(self.journal, self.peers)
+        self.runners = Runners(spec, self.book, self.start)
         self._next_heartbeat = 0.0
 
     def meet(self) -> Peers:
@@ -122,32 +123,29 @@ class Supervisor:
         self.set_state("starting")
 
     def serve(self) -> None:
-        """Start graph server and trainer, and wait until the server's ready file is there.
+        """Start graph server and ranks, and wait until the server's ready file is there.
 
-        torch.distributed.run imports torch meanwhile; its rank runners start no rank before that file is there.
+        The bundled trainer's ranks import what they need meanwhile and open the graph when that file is there; an own
+        command is started then (``rank.py --await-server``).
         """
         if self.spec.server is not None:
             self.keeper.begin()
         if self.spec.trainer is not None:
-            self.launcher = self.start("launcher", self.spec.trainer)
+            self.runners.begin()
         if self.spec.server is None:
             return
-        while not self.keeper.ready and (self.launcher is None or self.launcher.running()):
+        while not self.keeper.ready and (self.spec.trainer is None or self.runners.running()):
             self.turn()
         self.set_state("serving")
 
     def train(self) -> None:
-        """See the trainer, if any, to its end."""
-        if self.launcher is None:
+        """See the ranks, if any, to their end."""
+        if self.spec.trainer is None:
             return
         self.set_state("training")
-        while self.launcher.running():
+        while self.runners.running():
             self.turn()
-            self.departed.release(self.launcher, self.book)
         self.check_ranks()
-        status, _ = self.launcher.status
-        if status != 0 and not self.launcher.asked:
-            self.fail_own("launcher", self.launcher, "torch.distributed.run failed though no rank on this node did")
         self.trained = True
 
     def serve_others(self) -> None:
@@ -161,9 +159,9 @@ class Supervisor:
 
     # Processes.
 
-    def start(self, name: str, command: Mapping[str, Any]) -> Child:
+    def start(self, name: str, command: Mapping[str, Any], log_name: str = "") -> Child:
         """Start one of the node's own processes with its log."""
-        log = self.journal.path("logs", f"{name}.log")
+        log = self.journal.path("logs", f"{log_name or name}.log")
         try:
             env = self.spec.environment(command, self.me)
             child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"))
@@ -225,11 +223,16 @@ class Supervisor:
             self.set_state(state)
 
     def check_ranks(self) -> None:
-        """Raises Ended for a rank that failed by itself."""
+        """Raises Ended for a rank that failed by itself, or whose runner did."""
+        for child in self.runners.children.values():
+            child.running()  # before the book looks: what a runner wrote was there when it ended
         self.book.look()
         first = self.book.first_failure()
         if first is not None:
             raise self.failed(first["name"], self.with_trouble(describe(first)), float(first["ended"]))
+        runner = self.runners.ended_badly()
+        if runner is not None:
+            self.fail_own(runner.name, runner, "ended though its rank had not failed")
 
     def check_health(self) -> None:
         """Raises Ended for a finding that ends the run; collects stacks for the hub, which may be about to end it."""
@@ -331,10 +334,11 @@ class Supervisor:
             self.book.record(outcome("server", self.spec.node_rank, None, server))
         elif self.keeper.waiting is not None:
             self.book.record(self.keeper.waiting)
-        if self.launcher is not None and "launcher" not in self.book.outcomes:
-            status, signaled = self.launcher.status
-            told = {"name": "launcher", "rank": None, "pid": self.launcher.pid}
-            self.journal.event("process-exit", **told, returncode=status, signal=signaled)
+        for runner in self.runners.children.values():
+            if runner.name not in self.book.outcomes:
+                status, signaled = runner.status
+                told = {"name": runner.name, "rank": None, "pid": runner.pid}
+                self.journal.event("process-exit", **told, returncode=status, signal=signaled)
 
     def part(self) -> None:
         """Have the others know how this node ended; the hub stays until all have ended."""

@@ -40,7 +40,7 @@ class Wanted:
     rank: int | None = None
     since: float | None = None  #: seconds since the epoch, by this machine's clock
     last: int | None = None  #: only so many last lines
-    every: bool = False  #: also those of supervisors, graph servers and torch.distributed.run
+    every: bool = False  #: also those of supervisors, graph servers and rank runners
     servers: bool = False  #: those of graph servers, as there are no ranks
 
     def of(self, plan: LaunchPlan) -> Wanted:

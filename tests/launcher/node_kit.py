@@ -31,6 +31,13 @@ def wait_until(true: Callable[[], Any], timeout: float = 15.0) -> Any:
     return value
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def python(code: str) -> list[str]:
     return [PYTHON, "-c", code]
 
@@ -59,23 +66,15 @@ class RunFolder:
         self.supervisor: subprocess.Popen[bytes] | None = None
 
     def rank(self, argv: list[str], env: Mapping[str, str] | None = None) -> RunFolder:
-        """One rank, started without torch.distributed.run."""
-        return self._trainer([PYTHON, str(NODE / "rank.py"), *self._runner(argv)], [0], {"RANK": "0", **(env or {})})
+        """One rank."""
+        return self.ranks(argv, 1, env)
 
-    def torchrun(self, argv: list[str], nproc: int) -> RunFolder:
-        """Ranks started by the real torch.distributed.run."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        run = [PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--node-rank=0", f"--nproc-per-node={nproc}"]
-        run += ["--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "--no-python"]
-        return self._trainer([*run, PYTHON, str(NODE / "rank.py"), *self._runner(argv)], list(range(nproc)), {})
-
-    def _runner(self, argv: list[str]) -> list[str]:
-        return ["--run-dir", str(self.path), "--", *argv]
-
-    def _trainer(self, argv: list[str], ranks: list[int], env: Mapping[str, str]) -> RunFolder:
-        self.spec |= {"trainer": {"argv": argv, "env": dict(env), "cwd": str(self.path)}, "ranks": ranks}
+    def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
+        """Ranks of an own command, as ``launcher.nodespec`` has them started."""
+        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(self.path), "--await-server", "--", *argv]
+        world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
+        self.spec["ranks"] = list(range(nproc))
         return self
 
     def write_spec(self) -> Path:

@@ -14,17 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from node_kit import NODE, PYTHON, RunFolder, wait_until
+from node_kit import NODE, PYTHON, RunFolder, free_port, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Run:
@@ -64,10 +57,10 @@ class Run:
     def rank(self, node: RunFolder, argv: list[str]) -> None:
         """The node's rank, of the same number."""
         k = node.spec["node_rank"]
-        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(node.path), "--", *argv]
+        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(node.path), "--await-server", "--", *argv]
         node.spec["trainer"] = {
             "argv": runner,
-            "env": {"RANK": str(k), "PYTHONPATH": str(NODE / "site")},
+            "env": {"PYTHONPATH": str(NODE / "site")},
             "cwd": str(node.path),
         }
         node.spec["ranks"] = [k]

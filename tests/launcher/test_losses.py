@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from node_kit import PYTHON, python, wait_until
+from node_kit import python, wait_until
 from peers_kit import SERVE, Run
 
 MakeRun = Callable[..., Run]
@@ -251,26 +251,3 @@ def test_a_client_that_was_only_silent_hears_that_it_is_out(make: MakeRun) -> No
     assert run.nodes[3].supervisor.wait(15) == 1  # type: ignore[union-attr]
     assert run.nodes[3].json("result.json")["state"] == "stopped"
     assert states(go(run)) == ["done", "done", "done", "stopped"]
-
-
-@pytest.mark.slow
-def test_torchrun_of_those_who_go_on_does_not_wait_for_the_lost_one(make: MakeRun) -> None:
-    """Its agents wait up to 300 s for each other at the end."""
-    run = make(ONE_COPY, on_client_loss="go-on")
-    for index, node in enumerate(run.nodes[2:]):
-        node.spec["trainer"]["argv"] = torchrun(run.port + 2, index, node.spec["trainer"]["argv"])
-        node.spec["ranks"] = [index]
-    run.start(up=False)
-    for index, node in enumerate(run.nodes[2:]):
-        wait_until(node.says(f"rank{index}", "up"), timeout=40)
-    kill(run, 3)
-    gone(run, 3)
-    results = go(run)
-    assert states(results) == ["done", "done", "done", None]
-    assert not any(record["failed"] for record in results[2]["outcomes"])
-
-
-def torchrun(port: int, index: int, runner: list[str]) -> list[str]:
-    run = [PYTHON, "-m", "torch.distributed.run", "--rdzv-id=x", "--nnodes=2", f"--node-rank={index}"]
-    run += ["--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=0", "--no-python"]
-    return [*run, *runner]

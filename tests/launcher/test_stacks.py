@@ -197,12 +197,12 @@ with open(f"{run_dir}/metrics-rank{rank}.jsonl", "a", buffering=1) as file:
 
 
 def test_a_stalled_run_ends_with_the_line_that_sleeps(tmp_path: Path) -> None:
-    """Three ranks under torch.distributed.run, of which one sleeps in its fifth step."""
+    """Three ranks, of which one sleeps in its fifth step."""
     node = RunFolder(tmp_path / "node0", stall_after=3, on_stall="stop")
     script = tmp_path / "node0" / "files" / "train.py"
     script.parent.mkdir(parents=True)
     script.write_text(HANGS)
-    node.torchrun([PYTHON, str(script)], 3)
+    node.ranks([PYTHON, str(script)], 3)
     node.spec["trainer"]["env"]["PYTHONPATH"] = f"{SITE}:{ROOT}"
     try:
         result = node.run(timeout=60)

@@ -74,7 +74,7 @@ def test_success_leaves_logs_events_and_state(folder: MakeFolder) -> None:
     assert kinds[:4] == [
         ("supervisor-start", None),
         ("process-start", "server"),
-        ("process-start", "launcher"),
+        ("process-start", "runner0"),
         ("server-ready", None),
     ]
     assert ("process-exit", "rank0") in kinds and kinds[-1] == ("node-end", None)
@@ -131,23 +131,43 @@ def test_raising_rank_is_the_failure_and_the_others_are_stopped(folder: MakeFold
         "import os, time\nprint(os.environ['NODE_RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
         "if os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('no such column')\ntime.sleep(60)"
     )
-    run = folder().torchrun(python(code), nproc=2)
+    run = folder().ranks(python(code), nproc=2)
     result = run.run(timeout=60)
     assert result["state"] == "failed" and result["reason"] == "rank 1 raised ValueError: no such column"
     failed, stopped = run.outcome("rank1"), run.outcome("rank0")
     assert failed["failed"] and failed["traceback"][-1] == "ValueError: no such column"
     assert stopped["stopped"] and not stopped["failed"] and stopped["signal"] == "SIGTERM"
-    assert run.log("rank0") == ["0 2"] and not (run.path / "outcomes" / "launcher.json").exists()
+    assert run.log("rank0") == ["0 2"] and not (run.path / "outcomes" / "runner1.json").exists()
 
 
-def test_killed_torchrun_takes_its_ranks_along(folder: MakeFolder) -> None:
-    run = folder().torchrun(python(SLEEP), nproc=2).start()
-    ranks = [run.pid("rank0"), run.pid("rank1")]
-    os.kill(run.pid("launcher"), signal.SIGKILL)
+def test_a_runner_that_ends_before_it_has_started_its_rank(folder: MakeFolder) -> None:
+    slow = "import pathlib, time; time.sleep(60)"
+    run = folder(server=python(slow)).ranks(python(SLEEP), nproc=2).start()
+    os.kill(run.pid("runner1"), signal.SIGKILL)
     result = run.end()
-    assert result["state"] == "failed" and result["reason"].endswith("it was killed by signal 9 (SIGKILL)")
-    assert [record["name"] for record in result["outcomes"] if record["failed"]] == ["launcher"]
-    assert not any(map(running, ranks))
+    assert result["state"] == "failed"
+    ended = "runner1 ended though its rank had not failed; it was killed by signal 9 (SIGKILL)"
+    assert result["reason"] == ended
+    assert [record["name"] for record in result["outcomes"] if record["failed"]] == ["runner1"]
+
+
+def test_a_runner_told_to_end_by_somebody_else(folder: MakeFolder) -> None:
+    run = folder().ranks(python(SLEEP), nproc=2).start()
+    wait_until(run.says("rank0", "up"))
+    os.kill(run.pid("runner0"), signal.SIGTERM)
+    result = run.end()
+    assert result["state"] == "failed" and result["reason"].startswith("runner0 ended though its rank had not failed")
+    assert run.outcome("rank0")["stopped"] and run.outcome("rank1")["stopped"]
+
+
+def test_environment_of_the_ranks(folder: MakeFolder) -> None:
+    names = ["RANK", "LOCAL_RANK", "ROLE_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "NODE_RANK", "OMP_NUM_THREADS"]
+    code = f"import os; print(*[os.environ.get(name) for name in {names}])"
+    run = folder(node_rank=1).ranks(python(code), nproc=2, env={"WORLD_SIZE": "4"})
+    run.spec["ranks"] = [2, 3]
+    assert run.run()["state"] == "done"
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    assert run.log("rank2") == [f"2 0 2 2 4 1 {threads}"] and run.log("rank3") == [f"3 1 3 2 4 1 {threads}"]
 
 
 def test_server_that_never_gets_ready(folder: MakeFolder) -> None:
@@ -233,8 +253,8 @@ def test_process_that_left_group_and_session_is_found(folder: MakeFolder, enviro
 
 
 def test_supervisor_killed_takes_everything_along(folder: MakeFolder) -> None:
-    run = folder(server=python(SERVE)).torchrun(python(SLEEP), nproc=2).start()
-    pids = [run.pid(name) for name in ("server", "launcher", "rank0", "rank1")]
+    run = folder(server=python(SERVE)).ranks(python(SLEEP), nproc=2).start()
+    pids = [run.pid(name) for name in ("server", "runner0", "runner1", "rank0", "rank1")]
     run.supervisor.kill()  # type: ignore[union-attr]
     wait_until(lambda: not run.processes() and not any(map(running, pids)), timeout=2.0)
 

@@ -41,8 +41,8 @@ def test_control_status_and_stop(folder: MakeFolder) -> None:
     status = control("status", run)
     assert status["alive"] and status["state"] == "training" and status["result"] is None
     assert sorted((p["name"], p["alive"]) for p in status["processes"]) == [
-        ("launcher", True),
         ("rank0", True),
+        ("runner0", True),
         ("server", True),
     ]
     assert {"clock_offset", "peers", "ranks", "findings"} <= set(status) and status["damage"] == ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SettingsError
+from trainer.errors import ServiceError, SettingsError
 from trainer.load.attach import open_client
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
@@ -17,6 +18,7 @@ from trainer.ranks import Ranks
 from trainer.reach import Reach
 from trainer.service.cluster import read_cluster
 
+_GLANCE = 0.02  #: seconds between looks for a graph server's ready file
 _RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
 
 
@@ -66,6 +68,23 @@ def open_run(environ: Mapping[str, str] = os.environ, deadline: float = 120.0) -
     part_ids = [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part]
     graph = open_any(part=part_ids, deadline=deadline, environ=environ)
     return graph, graph.ranks, graph.layout
+
+
+def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
+    """Wait until this node's graph server, if the launcher has started one, answers: its ready file is there.
+
+    Reads GNNFLEET_SERVER_READY and GNNFLEET_START_TIMEOUT. Raises ``ServiceError`` after that time; the supervisor,
+    which watches the server, has ended the run by then.
+    """
+    ready, seconds = environ.get("GNNFLEET_SERVER_READY"), float(environ.get("GNNFLEET_START_TIMEOUT") or 120)
+    until = time.monotonic() + seconds
+    while ready and not os.path.exists(ready):
+        if time.monotonic() > until:
+            raise ServiceError(
+                f"node{environ.get('NODE_RANK', '0')}: its graph server was not ready within {seconds:g} s"
+                " (run.start_timeout); its log says why (gnnfleet logs --all)"
+            )
+        time.sleep(_GLANCE)
 
 
 def is_client(cluster: str | Path | None, node_rank: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from trainer.config import TrainJob, TrainSettings
+from trainer.load.env import await_own_server
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
 from trainer.nn.precision import why_slow
@@ -41,6 +42,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     ranks = ranks or Ranks.from_env(os.environ)
     settings, device = job.settings, pick_device(ranks)
     keep_freed_memory()
+    await_own_server()  # it started together with this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
     goes_on = GoOn.from_env(os.environ, job.run_dir)

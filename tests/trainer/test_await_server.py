@@ -1,0 +1,36 @@
+"""A rank that starts beside its node's graph server waits for it."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ServiceError
+from trainer.load.env import await_own_server
+
+
+def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:
+    ready = tmp_path / "server.ready"
+    waiter = threading.Thread(target=await_own_server, args=({"GNNFLEET_SERVER_READY": str(ready)},))
+    waiter.start()
+    time.sleep(0.1)
+    assert waiter.is_alive()
+    ready.touch()
+    waiter.join(5)
+    assert not waiter.is_alive()
+
+
+def test_without_a_graph_server_there_is_nothing_to_wait_for() -> None:
+    await_own_server({"GNNFLEET_SERVER_READY": ""})
+    await_own_server({})
+
+
+def test_a_server_that_never_comes(tmp_path: Path) -> None:
+    told = {"GNNFLEET_SERVER_READY": str(tmp_path / "no"), "GNNFLEET_START_TIMEOUT": "0.1", "NODE_RANK": "2"}
+    words = "node2: its graph server was not ready within 0.1 s (run.start_timeout)"
+    with pytest.raises(ServiceError, match=re.escape(words)):
+        await_own_server(told)

@@ -106,3 +106,40 @@ def test_kernels_of_the_trainer_lie_there():
     found += "print(type(k.draw_edges._cache._cache_file).__name__)"
     out = subprocess.run([sys.executable, "-c", found], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.split() == [os.environ["GNNFLEET_KERNELS"], "KernelFiles"]
+
+
+MIXED = """
+import sys
+import numpy as np
+from trainer.compiled import njit
+
+@njit()
+def squares(n):
+    out = np.empty(n, np.int64)
+    for i in range(n):
+        out[i] = i * i
+    return out
+
+@njit()
+def total(n):
+    return squares(n).sum()
+
+got = squares(4)
+ready = "numba.np.linalg" in sys.modules
+print(got.sum(), ready, total(4) if len(sys.argv) > 1 else "")
+"""
+
+
+def test_what_is_loaded_does_not_make_the_compiler_ready_and_what_is_compiled_after_it_does(code, tmp_path):
+    """A kernel that allocates; and one, compiled anew, that calls the loaded one."""
+    (code / "trainer" / "mixed.py").write_text(MIXED)
+    environment = {**os.environ, "GNNFLEET_KERNELS": str(tmp_path / "kernels"), "PYTHONPATH": str(code)}
+
+    def run(*words: str) -> list[str]:
+        argv = [sys.executable, "-m", "trainer.mixed", *words]
+        return subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+
+    assert run() == ["14", "True"]
+    assert run() == ["14", "False"]
+    assert run("total") == ["14", "False", "14"]
+    assert run("total") == ["14", "False", "14"]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache
-from numba.core.runtime import rtsys
+from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 ROOT = os.path.dirname(os.path.abspath(__file__))

@@ -136,8 +136,10 @@ def test_what_is_loaded_does_not_make_the_compiler_ready_and_what_is_compiled_af
     environment = {**os.environ, "GNNFLEET_KERNELS": str(tmp_path / "kernels"), "PYTHONPATH": str(code)}
 
     def run(*words: str) -> list[str]:
-        argv = [sys.executable, "-m", "trainer.mixed", *words]
-        return subprocess.run(argv, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+        argv = [sys.executable, "-c", "import trainer.mixed", *words]
+        return subprocess.run(
+            argv, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=code
+        ).stdout.split()
 
     assert run() == ["14", "True"]
     assert run() == ["14", "False"]

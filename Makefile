@@ -15,6 +15,8 @@ INSTALLED := $(VENV)/.installed
 WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
 HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Set, it would have each of the hundreds of processes that tests start compile our code again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow check bench bench-peers clean tools-demo tools-test

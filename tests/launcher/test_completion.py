@@ -123,7 +123,7 @@ def test_a_shell_completes(shell: str, folder: Path, capsys: pytest.CaptureFixtu
         (["-c", "damaged.yml", "--include", ""], set()),
         (["completion", ""], {"bash", "zsh", "fish"}),
     ],
-    ids=lambda value: " ".join(value),
+    ids=lambda value: " ".join(sorted(value) if isinstance(value, set) else value),
 )
 def test_what_is_offered(
     typed: list[str],

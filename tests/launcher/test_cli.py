@@ -57,7 +57,9 @@ def test_names_of_older_scripts_work_with_dashes_and_underscores(
     plan = planned(capsys, "--config", str(config), f"--dry{dash}run", "--json", *words)
     argv = " ".join(trainer_of(plan))
     assert "--batch-size 64" in argv and "--fanouts 5,3" in argv and "--epochs 4" in argv
-    assert "--nproc-per-node 3" in argv and "--master-addr 10.0.0.9 --master-port 12345" in argv
+    assert [node["ranks"] for node in plan["nodes"]] == [[0, 1, 2], [3, 4, 5]]
+    env = plan["nodes"][1]["trainer"]["env"]
+    assert (env["WORLD_SIZE"], env["MASTER_ADDR"], env["MASTER_PORT"]) == ("6", "10.0.0.9", "12345")
     assert (plan["world_size"], plan["run_id"], Path(plan["runs_dir"]).name) == (6, "mine", "elsewhere")
 
 

@@ -89,12 +89,10 @@ def test_each_node_trains_on_its_own_devices_ranks_and_interface(nodes: tuple[No
     told = []
     for node in nodes:
         argv, env = node.trainer.argv, node.trainer.env
-        assert {str(argv[0]), str(argv[argv.index("--no-python") + 1])} == {node.start.argv[0]}
-        assert argv[argv.index("--master-addr") + 1] == "gpu1" and argv[argv.index("--nnodes") + 1] == "3"
-        told.append(
-            (argv[argv.index("--nproc-per-node") + 1], env["CUDA_VISIBLE_DEVICES"], env.get("GLOO_SOCKET_IFNAME"))
-        )
-    assert told == [("2", "3,1", None), ("3", "", "ib0"), ("1", "0", None)]
+        assert {str(argv[0]), str(argv[argv.index("--") + 1])} == {node.start.argv[0]}
+        assert (env["MASTER_ADDR"], env["GROUP_WORLD_SIZE"], env["WORLD_SIZE"]) == ("gpu1", "3", "6")
+        told.append((env["GROUP_RANK"], env["CUDA_VISIBLE_DEVICES"], env.get("GLOO_SOCKET_IFNAME")))
+    assert told == [("0", "3,1", None), ("1", "", "ib0"), ("2", "0", None)]
     assert [node.ranks for node in nodes] == [(0, 1), (2, 3, 4), (5,)]
     assert [node.target for node in nodes] == ["alice@gpu1:2222", "bob@10.0.0.8", "alice@gpu3"]
 

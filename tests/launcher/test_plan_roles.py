@@ -102,10 +102,9 @@ def test_each_role_runs_its_own() -> None:
     assert [node.home for node in plan.nodes] == ["", "node0 (h0)", ""]
     for node in plan.nodes[1:]:
         assert node.trainer is not None
-        argv = node.trainer.argv
-        assert argv[argv.index("--nnodes") + 1] == "2" and argv[argv.index("--master-addr") + 1] == "10.0.0.2"
-        assert argv[argv.index("--node-rank") + 1] == str(node.trainer_index)
-        assert node.trainer.env["NODE_RANK"] == str(node.node_rank)
+        argv, env = node.trainer.argv, node.trainer.env
+        assert (env["GROUP_WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "10.0.0.2")
+        assert env["GROUP_RANK"] == str(node.trainer_index) and env["NODE_RANK"] == str(node.node_rank)
         assert ("--parts" in argv) == (node.role == "worker") == ("GNNFLEET_PARTS" in node.trainer.env)
 
 

@@ -5,34 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer import slabs
 from trainer.arrays import Array, Ids, read_only
-from trainer.sample import kernels, pairs
+from trainer.sample import pairs
+from trainer.sample.position_tables import MOST_DIRECT, PositionTable, make_table
 from trainer.sample.subgraph import NodeSet, Positions
 from trainer.sample.types import GraphSchema
 from trainer.schema import NodeType
 
-Table = npt.NDArray[np.int32]
-_CLOSE = 16  #: entries to a node; a line of 64 bytes holds as many
-
 
 class RelabelTables:
-    """Direct-address tables from global id to batch position, one per node type.
+    """Tables from global id to batch position, one per node type met. For one thread; clean between batches."""
 
-    For one thread, which uses them again and again; between calls they are all zeros. Memory: 4 bytes a
-    node of the graph at most, as pages that no sampled node touches are never filled in.
-    """
-
-    def __init__(self, schema: GraphSchema):
+    def __init__(self, schema: GraphSchema, most_direct: int = MOST_DIRECT):
+        """``most_direct``: nodes of a type up to which its table has an entry for each."""
         self._sizes: Mapping[NodeType, int] = {of: spec.num_nodes for of, spec in schema.nodes.items()}
-        self._tables: dict[NodeType, Table] = {}
+        self._tables: dict[NodeType, PositionTable] = {}
+        self._most_direct = most_direct
 
-    def table(self, of: NodeType) -> Table:
-        """int32 [num_nodes]: position + 1, 0 for unseen."""
+    def table(self, of: NodeType) -> PositionTable:
+        """Of one type, made when it is first asked for."""
         if of not in self._tables:
-            self._tables[of] = np.zeros(self._sizes[of], np.int32)
+            self._tables[of] = make_table(self._sizes[of], self._most_direct)
         return self._tables[of]
 
 
@@ -48,13 +43,13 @@ class NodeGrowth:
     def enter(self, seeds: Ids, _first_tree: int) -> None:
         """Take in the seeds; a repeated one is met at its first place."""
         self._add_chunk(seeds)
-        kernels.enter_seeds(read_only(seeds), self._tables.table(self._of))
+        self._tables.table(self._of).enter(seeds)
 
     def meet(self, src: Array, _counts: Positions, _trees: Positions | None) -> Positions:
         """Positions of ``src`` (int32), new nodes being appended."""
         local = np.empty(len(src), np.int32)
         new = slabs.empty(len(src), np.int64)
-        found = kernels.relabel(read_only(src), self._tables.table(self._of), self._count, local, new)
+        found = self._tables.table(self._of).relabel(src, self._count, local, new)
         self._add_chunk(new[:found])
         return local
 
@@ -71,13 +66,8 @@ class NodeGrowth:
         return None
 
     def clean(self) -> None:
-        """Make the table all zeros again: all of it, where the nodes lie so close that most of its lines hold one."""
-        table = self._tables.table(self._of)
-        if self._count * _CLOSE > len(table):
-            table.fill(0)
-            return
-        for chunk in self._ids:
-            kernels.forget(read_only(chunk), table)
+        """Make the table all zeros again."""
+        self._tables.table(self._of).clean(self._ids)
 
     def finish(self) -> NodeSet:
         per_hop = tuple(int(count) for count in np.diff(self.level_starts))

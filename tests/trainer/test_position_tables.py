@@ -1,0 +1,107 @@
+"""Both kinds of position table give the same batches; which one is taken goes by the number of nodes."""
+
+import numpy as np
+import pytest
+
+from partitions import random_graph, store_of
+from sample_kit import KINDS, random_seeds, random_settings, sample, sample_homo, typed_graph
+from trainer.sample.multi_hop import RelabelTables
+from trainer.sample.position_tables import MOST_DIRECT, MOST_HASHED, DirectTable, HashTable, make_table
+
+
+def played(table, batches):
+    """Positions and new ids of batches of (seeds, hops), as a growing subgraph asks for them."""
+    told = []
+    for seeds, hops in batches:
+        table.enter(seeds)
+        count, chunks = len(seeds), [seeds]
+        for src in hops:
+            local, new = np.full(len(src), -1, np.int32), np.full(len(src), -1, np.int64)
+            found = table.relabel(src, count, local, new)
+            told += [local, new[:found].copy()]
+            chunks.append(new[:found])
+            count += found
+        table.clean(chunks)
+        assert not table.holds_any()
+    return told
+
+
+def random_batches(seed, num_nodes, dtype):
+    """Batches of many sizes, some of them after larger ones, with seeds that repeat."""
+    rng = np.random.default_rng(seed)
+
+    def ids(most):
+        return rng.integers(0, num_nodes, rng.integers(0, most))
+
+    return [(ids(most), [ids(3 * most).astype(dtype) for _ in range(3)]) for most in (40, 5000, 7, 20_000, 300)]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("num_nodes", [1, 90, 5_000, 300_000])
+def test_both_tables_give_the_same_positions(num_nodes, dtype):
+    for seed in range(5):
+        batches = random_batches(seed, num_nodes, dtype)
+        direct, hashed = played(DirectTable(num_nodes), batches), played(HashTable(), batches)
+        assert all(np.array_equal(a, b) for a, b in zip(direct, hashed, strict=True))
+
+
+def test_positions_are_where_nodes_are_first_met_up_to_the_largest_id():
+    last = MOST_HASHED - 1
+    seeds, src = np.array([last, 0, last]), np.array([7, last, 2**31, 7, 0, 2**31 - 1])
+    local, new = played(HashTable(), [(seeds, [src])])
+    assert local.tolist() == [3, 0, 4, 3, 1, 5]
+    assert new.tolist() == [7, 2**31, 2**31 - 1]
+
+
+def test_a_table_is_kept_for_small_batches_and_grows_for_a_large_one():
+    table, rng = HashTable(), np.random.default_rng(0)
+    small, large = rng.permutation(10**6)[:500], rng.permutation(10**6)[:100_000]
+    sizes = []
+    for ids in (small, large, small):
+        played(table, [(ids[:10], [ids])])
+        sizes.append(table.num_slots)
+    assert sizes == [4096, 1 << 18, 1 << 18]
+
+
+@pytest.mark.parametrize("num_nodes, kind", [(MOST_DIRECT, DirectTable), (MOST_DIRECT + 1, HashTable)])
+def test_the_kind_goes_by_the_number_of_nodes(num_nodes, kind):
+    assert type(make_table(num_nodes)) is kind
+
+
+def test_more_nodes_than_an_entry_can_tell_apart_are_not_hashed():
+    assert type(make_table(100, most_direct=99)) is HashTable
+    assert type(make_table(MOST_HASHED, most_direct=99)) is HashTable
+
+
+def assert_equal(one, other):
+    """The same subgraph in every array."""
+    assert one.nodes.keys() == other.nodes.keys() and one.edges.keys() == other.edges.keys()
+    for of, nodes in one.nodes.items():
+        assert nodes.per_hop == other.nodes[of].per_hop and np.array_equal(nodes.ids, other.nodes[of].ids)
+    for of, edges in one.edges.items():
+        again = other.edges[of]
+        assert np.array_equal(edges.src, again.src) and np.array_equal(edges.edge, again.edge)
+        assert np.array_equal(edges.row_begin, again.row_begin) and np.array_equal(edges.row_count, again.row_count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_typed_graphs_are_sampled_alike_with_either_table(kind):
+    for case in range(12):
+        rng = np.random.default_rng(case)
+        graph = typed_graph(case, num_nodes=(40, 60, 3), num_edges=400)
+        store, seeds = graph.store(1 + case % 3), random_seeds(rng, graph, exclude=case % 3 > 0)
+        induced = {"induced": True} if kind == "uniform" and case % 2 else {}
+        settings = random_settings(rng, graph.edges, **KINDS[kind], **induced)
+        tables = [RelabelTables(store.manifest, most_direct=most) for most in (MOST_DIRECT, 0, 50)]  # 50: some of each
+        for key in range(3):
+            direct, *others = [sample(store, seeds, settings, key, each) for each in tables]
+            for other in others:
+                assert_equal(direct, other)
+
+
+def test_large_batches_are_sampled_alike_with_either_table():
+    store = store_of(*random_graph(1, num_nodes=50_000, num_edges=400_000))
+    tables = [RelabelTables(store.manifest, most_direct=most) for most in (MOST_DIRECT, 0)]
+    for seeds, fanouts in ((range(3000), (5, 5)), (range(9), (2,)), (range(100), (8, 8, 8))):
+        direct, hashed = [sample_homo(store, seeds, fanouts, 7, each, edge_ids=True) for each in tables]
+        assert_equal(direct, hashed)

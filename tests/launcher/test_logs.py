@@ -114,8 +114,8 @@ def test_a_traceback_that_does_not_end_the_run_is_shown_in_order(monkeypatch: py
     assert [line.split("| ")[1] for line in text().splitlines()] == [*TRACEBACK, "goes on"]
 
 
-def test_noise_of_torchs_own_launcher_and_the_supervisor_is_not_shown() -> None:
+def test_noise_of_rank_runners_and_the_supervisor_is_not_shown() -> None:
     live, text = view()
-    for name in ("launcher", "supervisor", "server"):
+    for name in ("runners", "supervisor", "server"):
         live.file_lines(0, f"logs/{name}.log", stamped("noise"))
     assert text() == ""

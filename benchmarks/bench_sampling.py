@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ import torch
 
 from graphs import BATCH, CACHE, FANOUTS, partitioned
 from table import Row, median_seconds
+from trainer import slabs
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout, Share
@@ -20,6 +24,7 @@ from trainer.partition.format import AttrSpec
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
 from trainer.sample.one_hop import LocalGraph
+from trainer.sample.position_tables import DirectTable, HashTable, PositionTable
 from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.sample.types import RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
@@ -32,7 +37,8 @@ def run(small: bool) -> list[Row]:
     with open_graph(partitioned(small, 1)) as graph:
         shares = shares_of(graph, HOMO_NODE)
         return [
-            *sampling(graph, shares), *steered(graph, shares), *hetero(small), *gathering(graph, shares), *epoch(graph)
+            *sampling(graph, shares), *positions(graph, shares, small), *steered(graph, shares), *hetero(small),
+            *gathering(graph, shares), *epoch(graph),
         ]  # fmt: skip
 
 
@@ -79,6 +85,43 @@ def sampling(graph: Graph, shares: list[Share]) -> list[Row]:
         Row("sampling, 1 thread", million / ours, "M edges/s", "numpy, with replacement", million / theirs, "more"),
         Row("sampling, 2 threads", million / two, "M edges/s", "1 thread", million / ours, "more"),
     ]
+
+
+def positions(graph: Graph, shares: list[Share], small: bool) -> list[Row]:
+    """Where batches have their nodes, by hashing and by an entry for every node, as graphs grow; CPU time."""
+    work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
+    edges = [work(share) for share in shares[:4]]
+    met = [found.nodes[HOMO_NODE].ids[found.edges[HOMO_EDGE].src] for found in edges]  # as the kernels drew them
+    num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
+    rng, rows = np.random.default_rng(0), []
+    for more in (1, 10) if small else (1, 10, 100, 333):
+        spread = np.arange(num_nodes) * more + rng.integers(more, size=num_nodes)
+        ids = [spread[drawn].astype(np.int32) for drawn in met]
+        tables: tuple[PositionTable, ...] = (HashTable(), DirectTable(num_nodes * more))
+        hashed, direct = alternately([partial(place_all, table, ids) for table in tables])
+        rows.append(
+            Row(f"positions in a batch, {num_nodes * more / 1e6:.3g}M nodes, hashed", 1e3 * hashed / len(ids), "CPU ms",
+                "an entry for each", 1e3 * direct / len(ids))
+        )  # fmt: skip
+    return rows
+
+
+def place_all(table: PositionTable, batches: list[np.ndarray]) -> None:
+    for ids in batches:
+        local, new = slabs.empty(len(ids), np.int32), slabs.empty(len(ids), np.int64)
+        found = table.relabel(ids, 0, local, new)
+        table.clean([new[:found]])
+
+
+def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float]:
+    """Median CPU seconds of this thread for each, in turn, after one round that does not count."""
+    taken: list[list[float]] = [[] for _ in works]
+    for _ in range(repeats + 1):
+        for work, seconds in zip(works, taken, strict=True):
+            began = time.thread_time()
+            work()
+            seconds.append(time.thread_time() - began)
+    return [median(seconds[1:]) for seconds in taken]
 
 
 def steered(graph: Graph, shares: list[Share]) -> list[Row]:

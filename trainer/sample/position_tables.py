@@ -17,9 +17,9 @@ from trainer.rng import GOLDEN
 from trainer.sample import kernels
 from trainer.sample.hint import prefetch
 
-#: Nodes up to which a table has an entry for each: 128 MiB a thread. Around there a hash table takes as long, a fifth
-#: longer or a twentieth shorter by whether the host has huge pages; with more nodes it gains, and its memory goes by
-#: the batch (docs/LOG.md).
+#: Nodes up to which a table has an entry for each: 128 MiB a thread. A hash table takes as long around there, and with
+#: more nodes up to a fifth longer on hosts with huge pages, up to a quarter shorter on others; its memory goes by the
+#: batch (docs/LOG.md).
 MOST_DIRECT = 1 << 25
 MOST_HASHED = 1 << 32  #: nodes; an entry has 32 bits for the id
 

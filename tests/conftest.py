@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from launching import launch, local_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -53,6 +58,21 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data: {folder} is not there")
     return folder
+
+
+@pytest.fixture(scope="session")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None) -> None:
+    """What most runs need is compiled by a first one; else all processes of several runs would do so at once."""
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(REPOSITORY.glob("trainer/**/*.py"))))
+    stamp = KERNELS / f"run-{digest.hexdigest()[:16]}"
+    KERNELS.mkdir(parents=True, exist_ok=True)
+    with open(KERNELS / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() and shutil.which("tmux"):
+            folder = tmp_path_factory.mktemp("first")
+            done = launch(local_config(folder, [1, 1]), env={**os.environ, "TMUX_TMPDIR": str(folder)}, timeout=280)
+            assert done.status == 0, done.output
+            stamp.touch()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"no namespaced hosts: {reason}"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def hosts_share_kernels(compiled_kernels: None) -> None:
+    """They look for compiled kernels where the tests have them."""
+
+
 @pytest.fixture(scope="module")
 def cluster3() -> Iterator[NetCluster]:
     """Three hosts that share no folder; one set for all tests of a module."""

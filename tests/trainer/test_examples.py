@@ -83,7 +83,12 @@ def test_the_page_runs_every_example() -> None:
 NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
-@pytest.mark.parametrize("words", RUNS, ids=lambda words: " ".join(words[1:4]))
+def marks(words: list[str]) -> tuple[pytest.MarkDecorator, ...]:
+    """A script that runs again, on another graph, is a slow test."""
+    return () if words is next(first for first in RUNS if first[1] == words[1]) else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize("words", [pytest.param(run, id=" ".join(run[1:4]), marks=marks(run)) for run in RUNS])
 def test_an_example_learns(words: list[str], folder: Path, parts: None) -> None:
     pattern, bar = BARS[Path(words[1]).stem]
     output = run(words, folder)

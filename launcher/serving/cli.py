@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.completing import config_keys, host_names, serving_names
+from launcher.cli_options import HOST_FILTERS, SET
+from launcher.completing import serving_names
 from launcher.errors import ConfigError
 from launcher.operate.found import known_here
 from launcher.options import LaunchOptions, read_config
@@ -65,18 +66,9 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, al
 @click.group(invoke_without_command=True, epilog=_EPILOG, short_help="Keep graph servers up for many runs.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file.")
 @click.option("--name", metavar="NAME", help="Name of the serving cluster; default: the file's `name`.")
-@click.option(
-    "--set",
-    "sets",
-    multiple=True,
-    metavar="KEY=VALUE",
-    shell_complete=config_keys,
-    help="Change any config key, dotted; repeatable.",
-)
-@click.option(
-    "--include", multiple=True, metavar="HOSTS", shell_complete=host_names, help="Only these hosts; repeatable."
-)
-@click.option("--exclude", multiple=True, metavar="HOSTS", shell_complete=host_names, help="All but these; repeatable.")
+@SET
+@HOST_FILTERS[0]
+@HOST_FILTERS[1]
 @click.option("--fresh", is_flag=True, help="Test all pairs of nodes anew.")
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @_JSON

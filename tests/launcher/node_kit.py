@@ -140,3 +140,6 @@ class RunFolder:
         for process in procs.with_token(procs.node_token(self.token, self.spec["node_rank"])):
             with suppress(ProcessLookupError):  # it died with the supervisor
                 os.kill(process.pid, 9)
+
+
+MakeFolder = Callable[..., RunFolder]

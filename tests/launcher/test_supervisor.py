@@ -6,13 +6,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from node_kit import GRACE, RunFolder, python, wait_until
+from node_kit import GRACE, MakeFolder, RunFolder, python, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -31,22 +29,6 @@ if os.fork() == 0:
 while not os.path.exists("escaped") or not open("escaped").read():
     time.sleep(0.01)
 """
-
-MakeFolder = Callable[..., RunFolder]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[MakeFolder]:
-    """Makes run folders and kills what a failed test leaves."""
-    made: list[RunFolder] = []
-
-    def make(**more: Any) -> RunFolder:
-        made.append(RunFolder(tmp_path / f"node{len(made)}", **more))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.kill()
 
 
 def running(pid: int) -> bool:

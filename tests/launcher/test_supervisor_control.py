@@ -8,31 +8,14 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.node import lease, procs
-from node_kit import NODE, PYTHON, RunFolder, python, wait_until
+from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
-
-MakeFolder = Callable[..., RunFolder]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[MakeFolder]:
-    """Makes run folders and kills what a failed test leaves."""
-    made: list[RunFolder] = []
-
-    def make(**more: Any) -> RunFolder:
-        made.append(RunFolder(tmp_path / f"node{len(made)}", **more))
-        return made[-1]
-
-    yield make
-    for run in made:
-        run.kill()
 
 
 def test_control_status_and_stop(folder: MakeFolder) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,8 +149,9 @@ class PyGLoader(ABC):
         work, o = self.shares(epoch), self.options
         threads = self.graph.threads(o.threads, o.prefetch)
         patience = self.graph.patience(o.deadline, self.num_requests)
-        for made in ordered_ahead(self._worked, work, threads=threads, ahead=o.prefetch, deadline=patience):
-            yield self._finished(made)
+        ahead = ordered_ahead(self._worked, work, threads=threads, ahead=o.prefetch, deadline=patience)
+        with closing(ahead):
+            yield from map(self._finished, ahead)  # which keeps no batch that is handed over
 
     @property
     def _joins_late(self) -> bool:

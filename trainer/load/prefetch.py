@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
@@ -17,8 +17,11 @@ Done = TypeVar("Done")
 
 def ordered_ahead(
     work: Callable[[Job], Done], jobs: Iterable[Job], *, threads: int, ahead: int, deadline: float
-) -> Iterator[Done]:
-    """Yield ``work(job)`` for each job in order, keeping up to ``ahead`` under way on ``threads`` threads.
+) -> Generator[Done, None, None]:
+    """Yield ``work(job)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
+
+    The one in use counts until the next is asked for, and nothing here refers to it: memory is bounded by ``ahead``
+    results where whoever iterates lets go of one before asking for the next. There may always be one more than threads.
 
     What ``work`` raises is raised here, at its place in the order, and no later job is begun: after a lost host each
     would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
@@ -40,11 +43,10 @@ def ordered_ahead(
     source = enumerate(jobs)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="sampler")
     try:
-        pending.extend(pool.submit(run, job) for job in islice(source, max(ahead, 1)))
+        pending.extend(pool.submit(run, job) for job in islice(source, max(ahead, threads + 1)))
         while pending:
-            done = _wait(pending.popleft(), deadline)
+            yield _wait(pending.popleft(), deadline)
             pending.extend(pool.submit(run, job) for job in islice(source, 1))
-            yield done
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -147,6 +147,7 @@ def train_epoch(
             if due:
                 metrics.write("step", **_step_line(tally, pace, batch, epoch, steps))
             metrics.at(epoch, batch.step + 1, "load")
+            del batch, loss  # before the next one is asked for: its memory may be that of the one after
             if passed is not None and tally.steps < steps:
                 passed(tally)
         pace.lap()

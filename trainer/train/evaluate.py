@@ -42,6 +42,7 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Scor
             sums[0] += task.correct(out, batch)
             sums[1] += task.loss_sum(out, batch)
             sums[2] += batch.num_seeds
+            del batch, out  # before the next one is asked for, so that its memory can be used again
     correct, loss, seeds = team.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")

@@ -58,6 +58,7 @@ class Pace:
                 return
             self.loaded(time.perf_counter() - began, batch.cost)
             yield batch
+            del batch  # before the next one is waited for: its memory may be that of one after it
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
         """A batch was waited for so long; ``cost``: of making it, where the loader tells."""

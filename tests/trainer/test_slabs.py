@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import torch
 
-from trainer.slabs import LARGE, Slabs, cast
+from trainer.slabs import IDLE, LARGE, Slabs, cast
 
 
 def address(array: np.ndarray) -> int:
@@ -40,7 +40,7 @@ def test_small_arrays_and_other_sizes_have_their_own() -> None:
     del first
     assert address(slabs.empty((LARGE * 4,), np.uint8)) != where
     assert address(slabs.empty((LARGE // 2,), np.uint8)) != where
-    assert address(slabs.empty((LARGE + LARGE // 10,), np.uint8)) == where
+    assert address(slabs.empty((LARGE + LARGE // 100,), np.uint8)) == where
 
 
 def test_cast_copies() -> None:
@@ -55,7 +55,41 @@ def test_no_more_is_kept_than_wanted() -> None:
     slabs = Slabs(keep=3 * LARGE)
     arrays = [slabs.empty((LARGE,), np.uint8) for _ in range(9)]
     del arrays
-    assert sum(map(len, slabs._free)) <= 3 * LARGE
+    assert slabs.free_bytes <= 3 * LARGE
+
+
+def test_there_are_as_many_slabs_as_arrays_at_once_however_their_sizes_change() -> None:
+    made: list[int] = []
+
+    def make(size: int) -> np.ndarray:
+        made.append(size)
+        return np.empty(size, np.uint8)
+
+    slabs, sizes, older = Slabs(make=make), np.random.default_rng(0), None
+    for _ in range(200):
+        array = slabs.empty((LARGE * 3 + int(sizes.integers(LARGE)),), np.uint8)
+        older = array  # two at once, while the next one is there and this name still holds the one before
+        del array
+        assert slabs.free_bytes + len(older) <= 2 * 4.2 * LARGE
+    assert older is not None and len(made) < 20
+
+
+def test_the_slab_that_fits_best_is_taken() -> None:
+    slabs = Slabs()
+    arrays = [slabs.empty((LARGE * size,), np.uint8) for size in (7, 5, 6)]
+    where = [address(array) for array in arrays]
+    del arrays
+    again = [slabs.empty((LARGE * size,), np.uint8) for size in (5, 6, 7)]
+    assert [address(array) for array in again] == [where[1], where[2], where[0]]
+
+
+def test_what_nobody_has_wanted_for_long_is_let_go() -> None:
+    slabs = Slabs()
+    slabs.empty((LARGE * 20,), np.uint8)
+    assert slabs.free_bytes >= LARGE * 20
+    for _ in range(IDLE + 2):
+        slabs.empty((LARGE,), np.uint8)
+    assert slabs.free_bytes < 2 * LARGE
 
 
 def test_threads_never_share_memory() -> None:

@@ -10,6 +10,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
+from trainer import slabs
 from trainer.arrays import Array
 
 
@@ -17,6 +18,13 @@ def as_array(rows: Tensor) -> Array:
     """The tensor's memory; uint16 for bfloat16."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
+
+
+def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """As ``torch.empty`` on CPU, in memory that is used again (``slabs``): such arrays come with every step."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(slabs.empty((count, width), np.int16)).view(dtype)
+    return torch.from_numpy(slabs.empty((count, width), np.float64 if dtype == torch.float64 else np.float32))
 
 
 def wide(value: Any) -> Any:

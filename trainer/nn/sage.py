@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.batch import Block
 from trainer.compiled import njit
 from trainer.nn.activation import Activation, activate_, column_sums
-from trainer.nn.bits import as_array, narrow, wide
+from trainer.nn.bits import as_array, narrow, new_rows, wide
 from trainer.nn.rows import run_rows
 from trainer.nn.spmm import transpose
 
@@ -42,7 +42,7 @@ class _Sage(torch.autograd.Function):
         both, weight = mean_and_self(block, rows, dtype), torch.cat([of_mean, of_self], 1).to(dtype)
         ctx.block, ctx.spent, ctx.scale = block, False, 1.0 if before is None else before.scale
         ctx.save_for_backward(both, weight, rows if before is not None else None)
-        return both @ weight.t()
+        return torch.mm(both, weight.t(), out=new_rows(len(both), len(weight), dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -55,14 +55,16 @@ class _Sage(torch.autograd.Function):
         of_mean, of_self = of_weight.chunk(2, 1)
         if not ctx.needs_input_grad[0]:
             return None, of_mean, of_self, None, None, None, None
-        of_rows = sources_of(ctx.block, grad @ weight, activated, ctx.scale)
+        of_both = both if ctx.spent else new_rows(*both.shape, both.dtype)  # nobody needs ``both`` any more then
+        torch.mm(grad, weight, out=of_both)
+        of_rows = sources_of(ctx.block, of_both, activated, ctx.scale)
         of_bias = None if activated is None else column_sums(of_rows)
         return of_rows, of_mean, of_self, of_bias, None, None, None
 
 
 def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
     """[mean of a target's sources | the target's own row], ``dtype`` [num_dst, 2 f]; x: [num_src, f], contiguous."""
-    out = torch.empty(block.num_dst, 2 * x.shape[1], dtype=dtype)
+    out = new_rows(block.num_dst, 2 * x.shape[1], dtype)
     total = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     run_rows(
         _mean_and_self, block.num_dst, block.indptr.numpy(), block.indices.numpy(), as_array(x), as_array(out),
@@ -77,7 +79,10 @@ def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: floa
     written over ``activated`` then, which nobody needs any more: an array of a step's largest kind less.
     """
     indptr, targets, _ = transpose(block)
-    out = grad.new_empty(block.num_src, grad.shape[1] // 2) if activated is None else activated.to(grad.dtype)
+    if activated is None:
+        out = new_rows(block.num_src, grad.shape[1] // 2, grad.dtype)
+    else:
+        out = activated.to(grad.dtype)
     share = 1.0 / block.indptr.diff().clamp(min=1).to(torch.float64 if grad.dtype == torch.float64 else torch.float32)
     run_rows(
         _sources, block.num_src, indptr.numpy(), targets.numpy(), share.numpy(), as_array(grad), as_array(out),

@@ -22,6 +22,7 @@ from trainer.service import batches, hops, protocol
 from trainer.service.channel import Call, Channel
 from trainer.service.keys import CurveKeys
 from trainer.service.limits import client_context
+from trainer.service.pieces import InPieces, PendingRows, RowSizes
 from trainer.service.places import ServerPlace
 from trainer.service.protocol import ClientName, HelloInfo, ServerStats, SharedSlice
 from trainer.service.rounded import flag_of
@@ -81,6 +82,7 @@ class HostClient:
         self.deadline = deadline  #: seconds
         self._keys, self._gone_after = keys, gone_after
         self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress | flag_of(wire_rows))
+        self._row_sizes = RowSizes()
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._own = threading.local()
@@ -120,11 +122,10 @@ class HostClient:
         """Ask for several hops in one message; the answers' ids are int32 where they fit."""
         return self._submit(lambda: hops.sample_request(requests), lambda reply: hops.read_samples(reply, requests))
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
-        """Ask for rows of attributes in one message; each answer maps names to [n, …] in request order."""
-        return self._submit(
-            lambda: protocol.gather_request(requests), lambda reply: protocol.read_rows(reply, requests)
-        )
+    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
+        """Ask for rows of attributes, in pieces where they are many; each answer maps names to [n, …] in request
+        order."""
+        return InPieces(requests, self._submit_rows, self._row_sizes)
 
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending[npt.NDArray[np.bool_]]:
         """Ask which of these edges exist: bool [n]."""
@@ -209,6 +210,11 @@ class HostClient:
         if not self.place.name:
             return "is a graph server running there, and is the key one that it admits (gnnfleet serve key)?"
         return f"is its process alive? see logs/server.log of node{self.node_rank}"
+
+    def _submit_rows(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
+        return self._submit(
+            lambda: protocol.gather_request(requests), lambda reply: protocol.read_rows(reply, requests)
+        )
 
     def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:
         channel: Channel | None = getattr(self._own, "channel", None)

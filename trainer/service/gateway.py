@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from trainer.schema import AnyType, EdgeType, NodeType
 from trainer.service.batches import MAX_SEEDS
 from trainer.service.channel import GONE_AFTER
 from trainer.service.choice import ServerChoice
-from trainer.service.client import HostClient, Pending
+from trainer.service.client import HostClient
 from trainer.service.desk import MAX_QUEUED
 from trainer.service.keys import CurveKeys
 from trainer.service.places import ServerPlace
@@ -45,12 +45,19 @@ _LEARN_EVERY = 10.0  #: seconds between questions for servers that have joined
 _PATIENCE_FOR_NEWS = 2.0  #: seconds an answer to those questions may take
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 def client_name(what: str = "") -> ClientName:
     """This process, for the servers' books and for people: ``run-7/rank3 on gpu2 (pid 811)``."""
     words = f"{what} on {socket.gethostname()} (pid {os.getpid()})".strip()
     return ClientName(secrets.randbits(64), words[:200])
+
+
+class _Answering(Protocol[T_co]):
+    """An answer under way; ``client.Pending`` is one."""
+
+    def result(self, timeout: float | None = None) -> T_co: ...
 
 
 class Gateway:
@@ -177,7 +184,7 @@ class Gateway:
             self._choice.back(client)
 
     def _ask(
-        self, submit: Callable[[HostClient], Pending[T]], patience: float | None = None, known: bool = True
+        self, submit: Callable[[HostClient], _Answering[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
         """The answer of the first server that gives one; ``known``: it must hold the same partition."""
         patience = self.server_wait if patience is None else patience

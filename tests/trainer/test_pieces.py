@@ -1,0 +1,89 @@
+"""Many rows come in pieces of a bounded size, a few of them at a time, and together are what one answer would be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from service_kit import ArithmeticGraph, client_of, rows_of, serving
+from trainer.errors import WireError
+from trainer.sample.types import RowRequest
+from trainer.schema import HOMO_NODE
+from trainer.service import pieces
+from trainer.service.pieces import UNDER_WAY, InPieces, RowSizes, cut
+
+
+def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
+    return RowRequest(HOMO_NODE, np.arange(count), attrs)
+
+
+class Asked:
+    """Answers when waited for; counts what is under way."""
+
+    def __init__(self, answer):
+        self.answer, self.under_way, self.most, self.rows = answer, 0, 0, []
+
+    def __call__(self, requests):
+        self.rows.append(sum(len(one.ids) for one in requests))
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        return _Pending(self, requests)
+
+
+class _Pending:
+    def __init__(self, asked, requests):
+        self._asked, self._requests, self.received = asked, requests, 7
+
+    def result(self, timeout=None):
+        self._asked.under_way -= 1
+        return self._asked.answer(self._requests)
+
+
+@pytest.mark.parametrize("counts", [(0,), (1,), (7,), (8,), (16, 0), (0, 5, 0, 20, 3), ()])
+def test_pieces_are_all_rows_in_order_and_none_is_larger(counts) -> None:
+    found = list(cut([request(count) for count in counts], 8))
+    for piece in found:
+        assert 0 < len(piece) and sum(part.end - part.begin for part in piece) <= 8
+    for number, count in enumerate(counts):
+        parts = [part for piece in found for part in piece if part.number == number]
+        assert parts, "even a request without rows is asked, for what its columns are"
+        assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])] and parts[-1].end == count
+        assert count == 0 or len(parts) <= 2 + count // 8
+
+
+def test_few_pieces_are_under_way_and_their_size_follows_the_rows() -> None:
+    sizes, asked = RowSizes(), Asked(ArithmeticGraph().gather)
+    wide = [request(40_000, ("wide",))]
+    pending = InPieces(wide, asked, sizes)
+    assert asked.under_way == UNDER_WAY
+    np.testing.assert_array_equal(pending.result()[0]["wide"][:, 1023], np.arange(40_000))
+    assert asked.most <= UNDER_WAY and pending.received == 7 * len(asked.rows)
+    assert max(asked.rows) * 1024 <= pieces.PIECE, "before any has come"
+    again = Asked(ArithmeticGraph().gather)
+    InPieces(wide, again, sizes).result()
+    assert max(again.rows) * 4096 <= pieces.PIECE
+    narrow = Asked(ArithmeticGraph().gather)
+    for _ in range(2):
+        narrow.rows.clear()
+        InPieces([request(100_000)], narrow, sizes).result()
+    assert narrow.rows == [100_000]
+
+
+def test_pieces_of_different_kinds_are_refused() -> None:
+    dtypes = iter([np.float32, np.float64] * 20)
+    asked = Asked(lambda requests: [{"x": np.ones((len(one.ids), 2), next(dtypes))} for one in requests])
+    with pytest.raises(WireError, match=r"rows of x came as float32 \(2,\) and as float64 \(2,\)"):
+        InPieces([request(9_000)], asked, RowSizes()).result()
+
+
+def test_a_server_asked_in_pieces_answers_as_asked_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 10)
+    ids = np.random.default_rng(0).integers(0, 500, 777)
+    with serving() as server, client_of(server.endpoint) as client:
+        for _ in range(2):
+            found = rows_of(client, ids, ("x", "wide"))
+        few = client.gather([request(0), request(3), request(30)])
+    for name, values in rows_of(ArithmeticGraph(), ids, ("x", "wide")).items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
+    assert [one["x"].shape for one in few] == [(0, 2), (3, 2), (30, 2)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ServiceError, SettingsError
+from trainer.malloc import give_back_freed_memory
 from trainer.partition.format import manifest_digest
 from trainer.reach import SERVER_WAIT, Topology
 from trainer.sample.one_hop import LocalGraph
@@ -72,6 +73,7 @@ def serve(job: ServeJob) -> None:
     allow_many_files()
     warm_up(graph)  # before anyone is answered: clients of a server that is back would wait for the compiler
     warm_up_batches(graph)
+    give_back_freed_memory()  # the compiler's, where kernels were not on disk
     server.start()
     _write_ready(job.ready_file, server.endpoint)
     print(f"serving parts {','.join(map(str, info.part_ids))} at {server.endpoint}", flush=True)

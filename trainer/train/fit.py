@@ -14,6 +14,7 @@ from torch import nn
 from trainer.config import TrainSettings
 from trainer.load.expected import Prediction
 from trainer.load.keep import Kept
+from trainer.malloc import give_back_freed_memory
 from trainer.nn.sharded import ShardedEmbedding
 from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
 from trainer.train.advice import keeping_up
@@ -59,6 +60,7 @@ class _Watched:
             for batch in own:
                 self.metrics.at(self.done, batch.step, "evaluate")
                 yield batch
+                del batch
 
 
 class Fit:
@@ -120,6 +122,7 @@ class Fit:
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
         wrapped = self._wrapped()
+        give_back_freed_memory()  # of opening and ranking, which the steps would not fill
         if self.at.done >= self.settings.epochs and self.at.report is None:
             at = f"epoch {self.at.done} of {self.settings.epochs}"
             self._say(f"nothing to train: the checkpoint is at {at}; give more --epochs")

@@ -10,19 +10,20 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from epochs import timed_epochs
 from torch import Tensor
-from torch_geometric.data import Data
 
 import trainer
 from trainer.batch import Batch
 from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.nodes import DistNeighborLoader
 from trainer.load.open import Graph
 from trainer.load.seeds import RankLayout
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
 
 
 class Blocks:
@@ -52,6 +53,8 @@ def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
     """The loader, and how to look at its batches."""
     if settings["loader"] == "blocks":
         return Blocks(graph, settings), look_at_blocks
+    from trainer.load.nodes import DistNeighborLoader  # needs torch_geometric, which blocks do without
+
     loader = DistNeighborLoader(
         graph, settings["fanouts"], "train", batch_size=settings["batch"], shuffle=True, prefetch=settings["prefetch"],
         replace=settings["replace"],

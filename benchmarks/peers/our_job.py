@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ from our_train import HERE, HOSTS, graph_server
 
 from trainer.batch import Batch
 from trainer.cost import Cost
-from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.nodes import DistNeighborLoader
 from trainer.load.open import Graph, open_graph
 from trainer.load.seeds import RankLayout
-from trainer.partition.assign import assign_parts
-from trainer.partition.write import write_partition
 from trainer.ranks import Ranks
 from trainer.reach import CacheSize, Reach
+
+if TYPE_CHECKING:
+    from trainer.data.dataset import Dataset
 
 Settings = dict[str, Any]
 
@@ -70,6 +69,8 @@ def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | N
     threads, batch = told.get("threads", 1), told["batch"]
     ahead = told.get("prefetch", told.get("threads", 1) + 1)
     if told.get("kind") == "data":
+        from trainer.load.nodes import DistNeighborLoader  # needs torch_geometric, which the other does without
+
         loading = DistNeighborLoader(
             graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,
             rank=rank if layout else None, layout=layout,
@@ -115,6 +116,8 @@ def _reach(told: Settings) -> Reach:
 
 def partition(plain: Path, told: Settings) -> Settings:
     """From arrays in memory to files; a small graph first, which compiles."""
+    from trainer.data.dataset import Dataset, EdgeData, NodeData
+
     names = ("edge_index", "x", "y", "train", "val", "test")
     edges, x, y, *splits = (np.load(plain / f"{name}.npy") for name in names)
     few = 2_000
@@ -125,6 +128,9 @@ def partition(plain: Path, told: Settings) -> Settings:
 
 
 def _cut(graph: Dataset, told: Settings) -> Settings:
+    from trainer.partition.assign import assign_parts
+    from trainer.partition.write import write_partition
+
     folder = Path(told["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     spent, begun = cpu_seconds(), time.perf_counter()

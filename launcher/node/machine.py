@@ -107,10 +107,38 @@ def capacity() -> dict[str, Any]:
         "memory": total,
         "memory_limit": min(total, limit) if limit else total,
         "memory_free": min(int(words[0]) * 1024 if words else total, room if limit else total),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cpus": cpus(),
         "open_files": open_files if open_files >= 0 else 1 << 30,  # RLIM_INFINITY
         "open_files_most": most if most >= 0 else 1 << 30,
     }
+
+
+def cpus() -> int:
+    """How many this login may keep busy: those it may run on, or fewer where a control group bounds their time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = [own]
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            shares += group_cpus("/sys/fs/cgroup", path)
+        elif "cpu" in controllers.split(","):
+            shares += group_cpus("/sys/fs/cgroup/cpu", path)
+    return max(1, int(min(shares)))
+
+
+def group_cpus(root: str, path: str) -> list[float]:
+    """CPUs' worth of time that a group and those above it may take; [] without a limit."""
+    found = []
+    while True:
+        folder = root + path.rstrip("/")
+        words = read(folder + "/cpu.max").split() or [  # version 2: "200000 100000", or "max 100000"
+            read("%s/cpu.cfs_%s_us" % (folder, name)).strip() for name in ("quota", "period")
+        ]
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # version 1 says -1 for none
+            found.append(int(words[0]) / int(words[1]))
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)
 
 
 def group_memory() -> tuple[int, int]:

@@ -206,6 +206,23 @@ def test_memory_heeds_control_groups(tmp_path: Path) -> None:
     assert 0 < found["memory_free"] <= found["memory_limit"] <= found["memory"]
 
 
+def test_cpus_heed_the_time_that_a_control_group_gives(tmp_path: Path) -> None:
+    inner = tmp_path / "user" / "session"
+    inner.mkdir(parents=True)
+    (inner / "cpu.max").write_text("max 100000\n")
+    assert machine.group_cpus(str(tmp_path), "/user/session") == []
+    (tmp_path / "user" / "cpu.max").write_text("250000 100000\n")
+    assert machine.group_cpus(str(tmp_path), "/user/session") == [2.5]
+    older = tmp_path / "v1" / "docker"
+    older.mkdir(parents=True)
+    for name, value in (("quota", -1), ("period", 100000)):
+        (older / f"cpu.cfs_{name}_us").write_text(f"{value}\n")
+    assert machine.group_cpus(str(tmp_path / "v1"), "/docker") == []
+    (older / "cpu.cfs_quota_us").write_text("150000\n")
+    assert machine.group_cpus(str(tmp_path / "v1"), "/docker") == [1.5]
+    assert 1 <= machine.cpus() <= len(os.sched_getaffinity(0))
+
+
 def test_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probed(names=["localhost", "no-such-host.invalid"])["names"]["no-such-host.invalid"] == ""
     monkeypatch.setattr(probe, "RESOLVE_SECONDS", 0.2)

@@ -55,7 +55,8 @@ class _Sage(torch.autograd.Function):
         of_mean, of_self = of_weight.chunk(2, 1)
         if not ctx.needs_input_grad[0]:
             return None, of_mean, of_self, None, None, None, None
-        of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype)  # nobody needs ``both`` any more then
+        # Once spent, nobody needs ``both`` any more.
+        of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype)
         torch.mm(grad, weight, out=of_both)
         of_rows = sources_of(ctx.block, of_both, activated, ctx.scale)
         of_bias = None if activated is None else column_sums(of_rows)

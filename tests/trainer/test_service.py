@@ -27,7 +27,7 @@ from service_kit import (
 from trainer.errors import ServiceError
 from trainer.sample.types import HopRequest, RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import protocol
+from trainer.service import pieces, protocol
 from trainer.service.client import HostClient
 from trainer.service.wire import Kind, Message, Status, decode, encode
 
@@ -214,7 +214,8 @@ def test_close_wakes_those_who_wait(client) -> None:
         client.hello()
 
 
-def test_too_large_an_answer_is_refused_with_a_reason() -> None:
+def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # asked for at once
     with serving(max_answer=100_000) as server, client_of(server.endpoint) as client:
         with pytest.raises(ServiceError, match="200000 bytes is over 100000; ask for fewer nodes"):
             rows_of(client, np.arange(25_000))

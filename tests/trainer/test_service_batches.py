@@ -20,7 +20,7 @@ from trainer.cost import Cost
 from trainer.errors import ServiceError
 from trainer.sample.types import HopRequest, RowRequest
 from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import batches, hops, protocol
+from trainer.service import batches, hops, pieces, protocol
 from trainer.service.client import HostClient
 from trainer.service.places import ServerPlace
 from trainer.service.protocol import ClientName, SharedSlice
@@ -116,7 +116,8 @@ def test_what_is_wrong_with_a_batch_is_told_and_holds_nothing(graph, server) -> 
     assert server.stats().errors == 4
 
 
-def test_giant_fanouts_and_batches_are_refused_before_they_take_memory(graph) -> None:
+def test_giant_fanouts_and_batches_are_refused_before_they_take_memory(graph, monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 30)  # rows are asked for at once
     giant = dataclasses.replace(
         WORK.settings, fanouts={HOMO_EDGE: (2**31 - 1, 2**31 - 1)}, replace=True, edge_ids=False
     )
@@ -295,7 +296,8 @@ def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, serve
     assert server.running
 
 
-def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph) -> None:
+def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph, monkeypatch) -> None:
+    monkeypatch.setattr(pieces, "PIECE", 1 << 30)
     many = np.zeros(50_000, np.int64)
     with batch_server(graph, max_request=100_000) as server, client_of(server.endpoint, route=True) as client:
         start = time.monotonic()

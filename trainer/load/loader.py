@@ -40,7 +40,7 @@ class LoaderSettings:
     replace: bool = False
     shuffle: bool = True
     threads: int = 1
-    prefetch: int = 2  #: batches under way per rank
+    prefetch: int = 2  #: batches at once per rank, the one in use included; at least one more than threads
     want_degree: bool = False  #: also bring whole-graph in-degrees (GCN); homogeneous graphs only
     deadline: float = 120.0  #: seconds
     target: NodeType = HOMO_NODE  #: node type of the seeds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 import time
 from ast import literal_eval
 from contextlib import suppress
@@ -22,6 +23,7 @@ from launcher.transport.base import Completed, Transport
 OLDEST = (3, 8)
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
 _CLOCK_ROUNDS = 2
+_PARSING = threading.Lock()
 _CHECK = f"""
 import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
@@ -119,13 +121,19 @@ class NodeAgent:
             self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
-                answer: dict[str, Any] = literal_eval(line[len(MARKER) :])
+                answer: dict[str, Any] = parsed(line[len(MARKER) :])
                 return answer
         raise _ended(self._talk.ended(), self._python, self._transport)
 
     def close(self) -> None:
         """End the agent. Safe to call twice."""
         self._talk.close()
+
+
+def parsed(text: str) -> Any:
+    """``literal_eval``; CPython 3.11 counts the depth of all threads' parsing together, and may fail (gh-106905)."""
+    with _PARSING:
+        return literal_eval(text)
 
 
 def call(transport: Transport, python: Command, program: str, request: dict[str, Any], timeout: float) -> Any:

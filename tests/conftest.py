@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from launching import launch, local_config
 
@@ -20,6 +21,12 @@ LONGEST = ("tests/cluster", "tests/trainer", "tests/launcher")
 
 #: Kernels are compiled once for all tests, hosts in namespaces and later runs of the tests included.
 KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnfleet" / "kernels")))
+
+for name in ("COLUMNS", "LINES"):  # not the terminal's, nor those that readline leaves to parallel workers
+    os.environ.pop(name, None)
+
+settings.register_profile("here", deadline=None)  # a machine that does several things at once is slow at times
+settings.load_profile("here")
 
 
 @pytest.hookimpl(optionalhook=True)

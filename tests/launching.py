@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[1]
 SYNTHETIC = {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 16}
 TRAIN = {"hidden": 32, "fanouts": [5, 5], "batch_size": 256, "epochs": 2, "seed": 3, "timeout": 60}
+#: The first of the ports of each run, other ones in other processes of tests; below those of `auto` and of the kernel.
+_PORTS = itertools.cycle(range(10_000 + os.getpid() % 100 * 100, 10_100 + os.getpid() % 100 * 100, 10))
 
 
 @dataclass(frozen=True)
@@ -68,26 +68,14 @@ def local_config(folder: Path, procs: list[int], workdirs: Path | None = None, *
         {"host": "localhost", "procs": count, "workdir": str(state / f"node{rank}"), **own}
         for rank, count in enumerate(procs)
     ]
-    run = own_ports(len(nodes)) | sections.pop("run", {})
+    run = own_ports() | sections.pop("run", {})
     return write_config(folder, nodes, transport="local", run=run, **sections)
 
 
-def own_ports(num_nodes: int) -> dict[str, int]:
+def own_ports() -> dict[str, int]:
     """`run` of a cluster.yml whose nodes are all this machine: ports that no other run has."""
-    first = free_port(num_nodes + 2)
+    first = next(_PORTS)
     return {"master_port": first, "control_port": first + 1, "service_port": first + 2}
-
-
-def free_port(count: int = 1) -> int:
-    """The first of ``count`` neighbouring ports that are free; below those of `auto` and of the kernel."""
-    while True:
-        first = random.randrange(20_000, 29_300)
-        with ExitStack() as stack:
-            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-            with suppress(OSError):
-                for offset, probe in enumerate(probes):
-                    probe.bind(("127.0.0.1", first + offset))
-                return first
 
 
 def start(config: Path, *words: str, env: dict[str, str] | None = None, own_group: bool = False) -> subprocess.Popen:

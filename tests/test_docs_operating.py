@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     config = {"name": "toy", "transport": "local", "nodes": 2, "defaults": {"workdir": "node{node_rank}"}}
     config |= {
         "data": {"dataset": "synthetic", "options": {"num_nodes": 200}, "partition": {"method": "hash"}},
-        "run": own_ports(2),
+        "run": own_ports(),
     }
     (folder / "cluster.yml").write_text(yaml.safe_dump(config))
     (folder / "toy.py").write_text(SCRIPT)

@@ -6,7 +6,6 @@ import errno
 import json
 import threading
 import time
-from ast import literal_eval
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
-from launcher.nodecall import MARKER, join_request, split_request
+from launcher.nodecall import MARKER, join_request, parsed, split_request
 from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
-
-_PARSING = threading.Lock()  # CPython 3.11 counts the depth of all threads' parsing together (gh-106905)
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -180,8 +177,7 @@ class FakeTalk(Talk):
         self._lost: TransportError | None = None
 
     def send(self, line: str) -> None:
-        with _PARSING:
-            asked = literal_eval(line)
+        asked = parsed(line)
         if isinstance(asked, str):
             return  # the agent itself
         if not asked["program"]:

@@ -104,7 +104,7 @@ def start() -> Iterator[Callable[..., Launched]]:
     (folder / "train_mine.py").write_text(OWN_SCRIPT)
     (folder / "cluster.yml").write_text(
         "transport: local\nnodes: 1\ndefaults: {procs: 2, workdir: " + str(folder / "work") + "}\n"
-        "data: {dataset: toy, folder: parts, mode: verify}\n" + f"run: {json.dumps({'grace': 2, **own_ports(1)})}\n"
+        "data: {dataset: toy, folder: parts, mode: verify}\n" + f"run: {json.dumps({'grace': 2, **own_ports()})}\n"
     )
 
     def begin(*own: str) -> Launched:

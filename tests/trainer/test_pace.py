@@ -82,7 +82,7 @@ def run_script(code: str, ranks: int, run_dir: Path) -> None:
     env |= {"GNNFLEET_RUN_DIR": str(run_dir)}
     started = [subprocess.Popen([sys.executable, "-c", code], env={**env, "RANK": str(rank)}) for rank in range(ranks)]
     try:
-        assert [process.wait(60) for process in started] == [0] * ranks
+        assert [process.wait(120) for process in started] == [0] * ranks
     finally:
         for process in started:
             process.kill()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from launching import free_port
 from trainer.batch import Batch, Block
 from trainer.config import InferJob, TrainJob, TrainSettings
 from trainer.data.load import load_dataset
@@ -121,6 +123,18 @@ def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:
     """Whole runs, one after the other, all ranks on this machine."""
     port = free_port(len(jobs))
     return [finish(process) for process in [start_rank(jobs, rank, world_size, port) for rank in range(world_size)]]
+
+
+def free_port(count: int = 1) -> int:
+    """The first of ``count`` neighbouring ports that are free; below those that the kernel or a run's `auto` takes."""
+    while True:
+        first = random.randrange(20_000, 29_300)
+        with ExitStack() as stack:
+            probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+            with suppress(OSError):
+                for offset, probe in enumerate(probes):
+                    probe.bind(("127.0.0.1", first + offset))
+                return first
 
 
 def metrics(run_dir: Path, kind: str, rank: int = 0) -> list[dict[str, Any]]:

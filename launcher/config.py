@@ -206,7 +206,7 @@ class TrainConfig:
     checkpoint_every: int = setting("Write a checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
-        "Batches prepared ahead per process; at least one more than sampler_threads.", 2, at_least=1
+        "Batches alive per process, the one in use among them; at least one more than sampler_threads.", 2, at_least=1
     )
     device_cache: str = setting(
         "Rows of features kept on each GPU, those asked for most: a share of all (10%), a size (512MB), or 0.", "0"

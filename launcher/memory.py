@@ -11,8 +11,8 @@ _MB = 10**6
 # Private memory of our processes on a tiny graph, measured with torch 2.13.0+cpu and Python 3.11 on x86_64:
 SUPERVISOR = 20 * _MB  #: with watch.py
 RUNNER = 10 * _MB  #: of each rank
-SERVER = 130 * _MB  #: graph server
-RANK = 340 * _MB  #: bundled trainer
+SERVER = 60 * _MB  #: graph server
+RANK = 260 * _MB  #: bundled trainer
 
 
 def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int:
@@ -25,9 +25,8 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:
     """Bytes of batches at most: those that ranks have prepared ahead, and those that a server makes and keeps for
     clients. ``cpus``: of the node."""
-    ahead = max(config.train.prefetch, config.train.sampler_threads + 1)
-    found = _batch(config, graph) * (ahead + 2) * config.nodes[node_rank].nproc
-    # one being made, one being trained on
+    alive = max(config.train.prefetch, config.train.sampler_threads + 1) + 1  # the one in use among them; one to spare
+    found = _batch(config, graph) * alive * config.nodes[node_rank].nproc
     if clients(config) and node_rank in gateways(config):
         threads = cpus if config.run.server_threads == "auto" else config.run.server_threads
         found += config.run.server_buffer * _MB + _batch(config, graph) * threads

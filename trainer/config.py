@@ -62,7 +62,7 @@ class TrainSettings:
     eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
-    prefetch: int = setting("Batches in flight per process; at least one more than sampler_threads.", 2, at_least=1)
+    prefetch: int = setting("Batches alive per process; at least one more than sampler_threads.", 2, at_least=1)
     device_cache: str = setting(
         "Rows of features kept on the GPU, those asked for most: a share of all, a size (512MB), or 0.", "0"
     )

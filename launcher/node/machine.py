@@ -116,7 +116,7 @@ def capacity() -> dict[str, Any]:
 def cpus() -> int:
     """How many this login may keep busy: those it may run on, or fewer where a control group bounds their time."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares = [own]
+    shares = [float(own)]
     for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

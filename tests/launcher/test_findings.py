@@ -209,7 +209,7 @@ def test_nodes_of_one_machine_add_up() -> None:
     told = found(2, {0: same, 1: same}, bytes_needed={0: 2 * GB, 1: 2 * GB})
     assert [f.message for f in told] == ["4.0 GB needed at /home/ann by 2 nodes of this machine, 3.0 GB free"] * 2
     small = {"hostname": "box", "memory_limit": GB // 2}
-    assert "at least 1.0 GB of memory needed by 2 nodes" in found(2, {0: small, 1: small})[0].message
+    assert "at least 700 MB of memory needed by 2 nodes" in found(2, {0: small, 1: small})[0].message
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_noexec_matters_to_own_programs_only() -> None:
 def test_memory_against_what_the_processes_take() -> None:
     procs = cluster(1, nodes=(NodeConfig(host="host0", procs=8),))
     block = the_one(1, {0: {"memory_limit": 2 * GB}}, config=procs)
-    assert block.severity == "block" and block.message == "at least 2.8 GB of memory needed, 2.0 GB there"
+    assert block.severity == "block" and block.message == "at least 2.2 GB of memory needed, 2.0 GB there"
     warn = the_one(1, {0: {"memory_free": 2 * GB}}, config=procs)
-    assert warn.severity == "warn" and warn.message == "up to 2.8 GB of memory needed, 2.0 GB free"
+    assert warn.severity == "warn" and warn.message == "up to 2.2 GB of memory needed, 2.0 GB free"
     assert found(1, {0: {"memory_limit": 2 * GB, "memory_free": GB}}, config=procs, own_command=True) == []
 
 

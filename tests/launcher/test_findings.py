@@ -238,7 +238,7 @@ def test_memory_against_what_the_processes_take() -> None:
 def test_memory_against_batches_and_parts() -> None:
     config = replace(cluster(1), train=TrainConfig(batch_size=1024, fanouts=(15, 10, 5), prefetch=3))
     graph = GraphSize(nodes=100_000_000, row_bytes=4096)
-    assert "up to 20 GB of memory needed" in the_one(1, config=config, graph=graph).message
+    assert "up to 16 GB of memory needed" in the_one(1, config=config, graph=graph).message
     assert found(1, config=config, graph=GraphSize(nodes=100_000, row_bytes=400)) == []
     many = the_one(1, {0: disk(99 * GB)}, bytes_needed={0: 80 * GB})
     assert many.severity == "warn" and "parts of 80 GB do not fit into 16 GB" in many.message

@@ -173,6 +173,7 @@ def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str) -> None:
     failed(scene, done, f"rank{rank}", "raised ValueError: no such column: age", node_rank=node_rank)
 
 
+@pytest.mark.slow  # test_run has it on this machine, and test_faults one that the kernel kills
 def test_a_rank_killed_with_9_leads_the_report(scene: Scene) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     scene.cluster.hosts[1].kill(scene.processes(1, "steps.py")[0].pid)

@@ -48,7 +48,10 @@ def killed_at(stage: str, running: Running) -> str:
     return stage_in(running.folder)
 
 
-@pytest.mark.parametrize("stage", ["connect", "preflight", "sync", "start", "train", "collect"])
+LONGER = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("connect", "sync", "collect")]
+
+
+@pytest.mark.parametrize("stage", ["preflight", "start", "train", *LONGER])
 def test_launcher_killed_at_any_stage(cluster: NetCluster, config: Path, tmp_path: Path, stage: str) -> None:
     """Status from another folder tells the truth, and stop leaves nothing."""
     here = Operator(cluster, tmp_path / "home")

@@ -31,15 +31,20 @@ def stage(hosts: Stage) -> Iterator[Stage]:
     end_processes(hosts.cluster)  # a test that failed must not fail the next one too
 
 
+@pytest.mark.slow  # the next one has it too
 def test_the_loss_curve_of_one_process_and_no_part_on_a_client(stage: Stage) -> None:
     run = stage.run()
     done = run.end()
     same_curves(done, stage)
     every_seed_once(run)
+    no_part_on_a_client(stage)
+    assert stage.left() == []
+
+
+def no_part_on_a_client(stage: Stage) -> None:
     for k, host in enumerate(stage.cluster.hosts):
         arrays = list((host.folder / "disk/data").rglob("part*/**/*.npy"))
         assert bool(arrays) == (k in SERVERS), f"node{k}"
-    assert stage.left() == []
 
 
 # --- a server is lost ---------------------------------------------------------------------------------------------
@@ -51,6 +56,7 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(stage: Stage) -> N
     done = run.end()
     same_curves(done, stage)
     every_seed_once(run)
+    no_part_on_a_client(stage)
     assert "was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)" in done.output
     assert stage.left() == []
 

@@ -142,7 +142,6 @@ def test_a_rank_that_raises_is_named_with_its_exception(start: Callable[..., Lau
     assert run.nothing_is_left()
 
 
-@pytest.mark.slow  # test_failures.py has it on hosts
 def test_a_rank_killed_with_9_is_told_in_words(start: Callable[..., Launched]) -> None:
     run = start("wait")
     os.kill(run.pid_of(1), signal.SIGKILL)

@@ -79,6 +79,9 @@ class FaultyCluster:
         began = time.monotonic()
         try:
             self._inject(fault, running)
+            if fault.kind in ASKED:
+                self._await_taken_up(fault)
+                began = time.monotonic()
             if fault.kind == "launcher":
                 return self._after_launcher(fault, running)
             if fault.kind == "clock":
@@ -115,6 +118,14 @@ class FaultyCluster:
             running.await_line("ranks have started")
         else:
             running.await_line(f"epoch {fault.step}/" if fault.bundled else f"step {fault.step}")
+
+    def _await_taken_up(self, fault: Fault) -> None:
+        """Until the job does what it was asked to; a detached one may still be importing."""
+        asked = self.cluster.hosts[fault.node].root_path(f"/tmp/fault-{fault.victim}")
+        deadline = time.monotonic() + 60
+        while asked.exists():
+            assert time.monotonic() < deadline, f"{fault.victim} never did what it was asked to"
+            time.sleep(0.05)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -270,7 +281,7 @@ class FaultyCluster:
 
 
 def _is_python(cmdline: str, words: str) -> bool:
-    """``python … words …``; not the runner, or torch.distributed.run, whose arguments have them too."""
+    """``python … words …``; not the runner, whose arguments have them too."""
     program, *arguments = cmdline.split() or [""]
     given = " ".join(arguments).removeprefix("-u ").removeprefix("-m ")
     return "python" in program and (f"{given} ".startswith(f"{words} ") or given.split(" ")[0].endswith(f"/{words}"))

@@ -57,8 +57,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     size = "small" if small else "tenfold" if tenfold else "large"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen = contenders(("loader",) if tenfold else only, size)
-    chosen = [one for one in chosen if one.ours] if tenfold else chosen
+    chosen = contenders(("loader",) if tenfold else only, size, peers=not tenfold)
     chosen = [one for one in chosen if not any(text in one.system for text in without)]
     found, took = compete(chosen, size, turns, {"train": train_epochs}, epochs)
     report(chosen, found, took, measured(), size)

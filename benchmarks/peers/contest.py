@@ -80,12 +80,12 @@ class Run:
         return statistics.median(self.seconds)
 
 
-def contenders(sections: Sequence[str], size: str) -> list[Contender]:
-    """Those that can run here; prints a line for each peer that cannot."""
-    found = _ours(size)
-    for peers in (_dgl, _glt):
+def contenders(sections: Sequence[str], size: str, peers: bool = True) -> list[Contender]:
+    """Those that can run here, the others too if ``peers``; prints a line for each of them that cannot."""
+    found = _ours(size, sections)
+    for others in (_dgl, _glt) if peers else ():
         try:
-            found += peers(size)
+            found += others(size)
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or b""
             print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
@@ -165,15 +165,16 @@ def free_ports(count: int) -> list[int]:
 # -- who ------------------------------------------------------------------
 
 
-def _ours(size: str) -> list[Contender]:
+def _ours(size: str, sections: Sequence[str]) -> list[Contender]:
     def one(section: str, name: str, hosts: int = 1, parts: Path | None = None, **told: Any) -> Contender:
         return Contender(
             section, f"gnnfleet, {name}", "our_train.py" if section == "train" else "our_job.py", Path(sys.executable),
             section, hosts, told, parts=parts, copied=hosts > 1,
         )  # fmt: skip
 
-    whole = peer_partition(size, 1)
-    random, metis = (peer_partition(size, HOSTS, method) for method in ("random", "metis"))
+    whole = peer_partition(size, 1) if "loader" in sections else None
+    on_hosts = {"parts", "train"} & set(sections)  # a graph ten times as large takes minutes to cut
+    random, metis = (peer_partition(size, HOSTS, how) if on_hosts else None for how in ("random", "metis"))
     apart, close = {"topology": "partitioned", "cache": "0"}, {"topology": "replicated", "cache": "10%"}
     return [
         one("loader", "BatchLoader, 1 thread", parts=whole, threads=1),

@@ -188,7 +188,7 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     before = time.monotonic()
     done = running.send(signum).end()
-    assert time.monotonic() - before < 8
+    assert time.monotonic() - before < 20, "logs are collected, too, and other tests run beside this one"
     assert done.status == 130 and "Traceback" not in done.output, done.output
     assert done.output.count("Interrupted after") == 1
     assert done.result["state"] == "interrupted" and done.result["first_failure"] is None

@@ -163,8 +163,8 @@ def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
 
 
 def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Seconds the first meeting of the ranks may take: in a run a rank only starts once its node's graph server, which
-    may have kernels to compile, is ready."""
+    """Seconds the first meeting of the ranks may take: in a run a rank meets the others once its node's graph server,
+    which may have kernels to compile, is ready."""
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
 

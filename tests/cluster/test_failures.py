@@ -192,6 +192,7 @@ def run_processes(scene: Scene) -> list[str]:
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
+    assert run_processes(scene)
     before = time.monotonic()
     running.send(signum)
     while (left := run_processes(scene)) and time.monotonic() - before < 10:

@@ -136,7 +136,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def preflight(scene: Scene) -> None:
     with opened(scene.config) as lines:
-        report = run_preflight(scene.config, dict(lines), fresh=True)
+        report = run_preflight(scene.config, dict(lines))
     assert len(report.facts) == len(scene.hosts) and not report.blocked, report.findings
 
 
@@ -151,7 +151,7 @@ def known(scene: Scene) -> float:
 
 def preflight_and_start(scene: Scene) -> None:
     with opened(scene.config) as lines:
-        report = run_preflight(scene.config, dict(lines), fresh=True)
+        report = run_preflight(scene.config, dict(lines))
         plan = make_plan(scene.config, run_id=RUN, code_digest="0" * 64, facts=report.facts)
         on_nodes(lines, lambda k: start_session(lines[k], plan.nodes[k], start_timeout=60)).or_raise()
 

@@ -56,5 +56,4 @@ def _checked(config: ClusterConfig, draft: LaunchPlan, options: LaunchOptions, a
         own_command=bool(options.own_command),
         bytes_needed=bytes_needed(draft),
         run_id=options.run_id or "",
-        fresh=options.fresh,
     )

@@ -109,9 +109,6 @@ def config_options(command: F) -> F:
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--name", metavar="NAME", help="Begins the run id; default: `name` of the file."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
-        click.option(
-            "--fresh", is_flag=True, help="Test all pairs of nodes anew, also those that passed in the last hour."
-        ),
         click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
         click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands."),
     )
@@ -308,7 +305,6 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         verbose=bool(merged["verbose"]),
         plain=bool(merged.get("plain")),
         detach=bool(merged.get("detach")),
-        fresh=bool(merged.get("fresh")),
         flags=flags_of(merged, remote),
     )
 

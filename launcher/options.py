@@ -60,7 +60,6 @@ class LaunchOptions:
     verbose: bool = False
     plain: bool = False  #: no live view
     detach: bool = False  #: return once the first step has trained
-    fresh: bool = False  #: preflight believes nothing that an earlier one has shown
     resumed_from: str | None = None  #: id of the run that this one goes on from
     flags: Flags = Flags()  #: what other launchers' files are accompanied by
 

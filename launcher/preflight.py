@@ -7,13 +7,11 @@ One Python on each node (``NodeAgent``) answers all questions, in rounds over al
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher import preflight_cache
 from launcher.config import ClusterConfig
 from launcher.errors import FleetError, PreflightRefused, TransportError
 from launcher.fanout import Answers, on_nodes
@@ -58,11 +56,9 @@ def run_preflight(
     own_command: bool = False,
     bytes_needed: Mapping[int, int] | None = None,
     run_id: str = "",
-    fresh: bool = False,
 ) -> PreflightReport:
     """Check all nodes at once. ``transports`` are ``connect_all``'s results by node_rank;
-    ``bytes_needed`` is what the plan will store on each node; ``run_id`` must be new there;
-    ``fresh``: what earlier checks have shown does not count.
+    ``bytes_needed`` is what the plan will store on each node; ``run_id`` must be new there.
     Raises nothing for a node that fails: that is a finding."""
     lines = {k: line for k, line in transports.items() if isinstance(line, Transport)}
     errors: dict[int, Exception] = {k: line for k, line in transports.items() if isinstance(line, TransportError)}
@@ -81,7 +77,7 @@ def run_preflight(
         if config.data.mode == "verify":
             findings += Sharing(survey, working).findings()
         if config.transport != "local" and len(facts) > 1:
-            wired = _wired(Wiring(config, probes, facts, working), fresh)
+            wired = Wiring(config, probes, facts, working).test()
             findings += _of_the_wire(survey, wired)
             facts = {k: _located(facts[k], probes[k], wired) for k in facts}
     return PreflightReport(facts, tuple(sorted(findings, key=lambda finding: finding.node_rank)))
@@ -145,17 +141,6 @@ def _in_any_order(ports: Iterable[int]) -> tuple[int, ...]:
 
 
 # -- the wire ------------------------------------------------------------
-
-
-def _wired(wiring: Wiring, fresh: bool) -> Wired:
-    """The test, less what the cache knows of nodes that are as they were."""
-    wiring.open()
-    names = preflight_cache.identities(wiring.config, wiring)
-    known = preflight_cache.Known() if fresh else preflight_cache.known(names)
-    wired = wiring.connect(known.pairs, known.addresses)
-    since = known.since if wired.known else time.time()
-    preflight_cache.remember(names, wired, since)
-    return replace(wired, age=time.time() - since)
 
 
 def _of_the_wire(survey: Survey, wired: Wired) -> list[Finding]:

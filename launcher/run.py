@@ -174,7 +174,6 @@ def passed_preflight(
         own_command=bool(job.options.own_command),
         bytes_needed=need,
         run_id=job.run_id if anew else "",
-        fresh=job.options.fresh,
     )
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:

@@ -50,9 +50,6 @@ class Blocked(NamedTuple):
     why: str
 
 
-Pair = tuple[int, int]  #: (source, target) as node_ranks
-
-
 @dataclass(frozen=True)
 class Listening:
     """What one node listens on while the wire is tested."""
@@ -61,7 +58,6 @@ class Listening:
     public: str  #: configured address that is none of its own (a name, or NAT); '' where there is none
     ports: Mapping[str, int]  #: use -> port
     refused: Mapping[str, str]  #: use -> why it could not listen
-    routes: tuple[str, ...]  #: where the node sends packets
 
     def doors(self, node_rank: int, own: str, master_addr: str) -> list[Door]:
         """All that others must reach when the node is known by its address ``own``."""
@@ -80,9 +76,7 @@ class Wired:
     listening: Mapping[int, Listening]
     address: Mapping[int, str]  #: own address that was chosen, by node_rank
     blocked: tuple[Blocked, ...]
-    pairs: int  #: ordered pairs that were tested or known
-    known: int = 0  #: of these, by the cache alone
-    age: float = 0.0  #: seconds since the oldest of them was tested
+    pairs: int  #: ordered pairs that were tested
     errors: Mapping[int, Exception] = field(default_factory=dict)
     reach: Mapping[int, frozenset[int]] = field(default_factory=dict)  #: by node_rank, the others it must reach
 
@@ -170,7 +164,18 @@ class Wiring:
         self.listening: dict[int, Listening] = {}
         self.errors: dict[int, Exception] = {}
 
-    def open(self) -> None:
+    def test(self) -> Wired:
+        """Test every pair; where a node's first address is not reached by all, its other addresses as well."""
+        self._open_all()
+        chosen = {k: heard.own[0] for k, heard in self.listening.items()}
+        reach = {k: self.ways.reach(k, self.listening) for k in self.listening}
+        blocked = self._knock(self._doors(chosen))
+        if blocked:
+            chosen, blocked = self._other_ways(chosen, blocked)
+        pairs = sum(map(len, reach.values()))
+        return Wired(self.listening, chosen, tuple(blocked), pairs, self.errors, reach)
+
+    def _open_all(self) -> None:
         """All nodes listen. Nodes that fail at it are in ``errors`` and take no part any more."""
         answers = on_nodes(self.facts, self._open, timeout=_OPEN_TIMEOUT)
         self.listening = {k: answers.values[k] for k in sorted(answers.values)}
@@ -183,48 +188,18 @@ class Wiring:
         refused = {use: reply["refused"][str(port)] for use, port in ports.items() if str(port) in reply["refused"]}
         own = own_addresses(self.config, k, self.probes[k], all_on_one_machine(self.probes))
         kept = {use: port for use, port in ports.items() if use not in refused} | {FREE: reply["free"]}
-        return Listening(own, public_address(self.config, k, own), kept, refused, tuple(reply["routes"]))
-
-    def connect(self, known: Collection[Pair], first: Mapping[int, str]) -> Wired:
-        """Every pair is tried but those ``known``; of these only a ring, and what the lead node must be reached at.
-        When one of these fails after all, all are tried. ``first``: the address to begin with, by node_rank."""
-        chosen = {k: first.get(k, heard.own[0]) for k, heard in self.listening.items()}
-        reach = {k: self.ways.reach(k, self.listening) for k in self.listening}
-        left_out = {(source, target) for source, target in known if target in reach[source]} - self._always(reach)
-        blocked = self._knock(self._doors(chosen), left_out)
-        if left_out and any((one.source, one.door.node_rank) in known for one in blocked):
-            left_out = set()
-            blocked = self._knock(self._doors(chosen), left_out)
-        if blocked:
-            chosen, blocked = self._other_ways(chosen, blocked)
-        pairs = sum(map(len, reach.values()))
-        return Wired(self.listening, chosen, tuple(blocked), pairs, len(left_out), errors=self.errors, reach=reach)
-
-    def _always(self, reach: Mapping[int, frozenset[int]]) -> set[Pair]:
-        """A ring, so that each node is seen from outside and sees out, and the lead node from everywhere. Where a node
-        has nothing to do with the next one: the next it has."""
-        ranks = list(self.listening)
-        found = {(k, self.ways.lead) for k in ranks}
-        for i, k in enumerate(ranks):
-            after, before = [*ranks[i + 1 :], *ranks[:i]], [*reversed(ranks[:i]), *reversed(ranks[i + 1 :])]
-            found |= {(k, target) for target in [j for j in after if j in reach[k]][:1]}
-            found |= {(source, k) for source in [j for j in before if k in reach[j]][:1]}
-        return found
+        return Listening(own, public_address(self.config, k, own), kept, refused)
 
     def _doors(self, chosen: Mapping[int, str]) -> list[Door]:
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr
         return [door for k, own in chosen.items() for door in self.listening[k].doors(k, own, master)]
 
-    def _knock(self, doors: Collection[Door], left_out: Collection[Pair]) -> list[Blocked]:
+    def _knock(self, doors: Collection[Door]) -> list[Blocked]:
         """Which of the doors are closed to whom."""
         by_place = {(door.node_rank, door.address, door.port): door for door in doors}
 
         def knock(k: int) -> list[Blocked]:
-            targets = _targets(
-                door
-                for door in doors
-                if self.ways.must_reach(k, door.node_rank, door.use) and (k, door.node_rank) not in left_out
-            )
+            targets = _targets(door for door in doors if self.ways.must_reach(k, door.node_rank, door.use))
             request = {"op": "connect", "token": self.token, "rank": k, "targets": targets, "seconds": _SECONDS}
             windows = 1 + sum(len(ports) for _, _, ports in targets) // 256
             reply = self.agents[k].call("wire", request, _OPEN_TIMEOUT + windows * _SECONDS)
@@ -242,7 +217,7 @@ class Wiring:
         closed = {way: [one for one in blocked if one.door.node_rank == way[0]] for way in ways}
         others = [way for way in ways if way[1] != chosen[way[0]]]
         if others:
-            more = self._knock(list(dict.fromkeys(door for way in others for door in ways[way])), ())
+            more = self._knock(list(dict.fromkeys(door for way in others for door in ways[way])))
             closed |= {way: [one for one in more if one.door in ways[way]] for way in others}
         for k in trouble:
             owns = (chosen[k], *(own for rank, own in others if rank == k))

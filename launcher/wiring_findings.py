@@ -50,14 +50,7 @@ def wiring_findings(survey: Survey, wired: Wired) -> Iterator[Finding]:
 def _fine(wired: Wired, trouble: bool) -> str:
     if trouble:
         return "reached by all others, and reaches them"
-    text = f"all {wired.pairs:,} pairs reach each other"
-    if wired.known == wired.pairs:
-        return f"{text}, checked {_ago(wired.age)}"
-    return f"{text}, {wired.known:,} of them checked {_ago(wired.age)}" if wired.known else text
-
-
-def _ago(seconds: float) -> str:
-    return "less than a minute ago" if seconds < 60 else f"{seconds / 60:.0f} min ago"
+    return f"all {wired.pairs:,} pairs reach each other"
 
 
 def _interfaces(survey: Survey, wired: Wired) -> Iterator[Finding]:

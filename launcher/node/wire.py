@@ -1,7 +1,7 @@
 """Node program: prove that the nodes can reach a port of each other. Python 3.8, standard library only.
 
 ``{"op": "open", "token", "rank", "ports"}`` listens on these ports and on a free one; replies {"refused": {port: why},
-"free": port, "routes": [its routes]}.
+"free": port}.
 ``{"op": "connect", "rank", "token", "targets": [[rank, address, [ports]]], "seconds"}`` connects to all of them at
 once; replies {"blocked": [[rank, address, port, why]]}, ``why`` as in ``meaning``. Listening ends with the process.
 
@@ -51,7 +51,7 @@ def open_all(request: dict[str, Any]) -> dict[str, Any]:
             refused[str(port)] = error.strerror or str(error)
     free = listeners.add(0)
     listeners.start()
-    return {"refused": refused, "free": free, "routes": routes()}
+    return {"refused": refused, "free": free}
 
 
 class Listeners:
@@ -112,16 +112,6 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
         server.close()
         raise
     return server
-
-
-def routes() -> list[str]:
-    """Where packets go, without counters: when it changes, what was reachable may not be."""
-    try:
-        with open("/proc/net/route") as file:
-            lines = [line.split() for line in file]
-    except OSError:
-        return []
-    return sorted(" ".join(words[:4] + words[6:8]) for words in lines)
 
 
 # -- connecting ----------------------------------------------------------

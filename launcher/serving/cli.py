@@ -69,7 +69,6 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, al
 @SET
 @HOST_FILTERS[0]
 @HOST_FILTERS[1]
-@click.option("--fresh", is_flag=True, help="Test all pairs of nodes anew.")
 @click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @_JSON
 @click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands.")
@@ -100,7 +99,7 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     """Options before ``serve`` count too."""
     before: dict[str, Any] = ctx.obj or {}
     lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
-    given = {key: values[key] or before.get(key) for key in ("config", "fresh", "as_json", "verbose")}
+    given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
     runs_dir = (f"run.runs_dir={before['runs_dir']}",) if before.get("runs_dir") else ()
     if given["config"] is None:
         raise click.UsageError(
@@ -113,7 +112,6 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
         exclude=lists["exclude"],
         as_json=bool(given["as_json"]),
         verbose=bool(given["verbose"]),
-        fresh=bool(given["fresh"]),
     )
 
 

@@ -214,7 +214,7 @@ def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":
-            return {"refused": {}, "free": 40000 + request["rank"], "routes": ["r"]}
+            return {"refused": {}, "free": 40000 + request["rank"]}
         ways = [(rank, address, port) for rank, address, ports in request["targets"] for port in ports]
         told = [[*way, closed(request["rank"], *way) if closed else ""] for way in ways]
         return {"blocked": [one for one in told if one[-1]]}

@@ -18,11 +18,6 @@ from launcher.transport import connect_all
 from launcher.transport.base import Transport
 
 
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def machine(k: int, **facts: Any) -> FakeTransport:
     """A healthy node, changed by ``facts``."""
     there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]

@@ -135,7 +135,7 @@ def our_job(plain: Path, parts: Path, keys: CurveKeys | None, more: dict[str, An
     if keys is not None:
         write_key_file(key_file, keys)
         server += ["--key-file", key_file]
-    settings = common() | {"prefetch": 4, "compress": False, "replace": False, "loader": "data"} | more
+    settings = common() | {"prefetch": 4, "replace": False, "loader": "data"} | more
     settings |= {"endpoint": endpoint, "key": keys and str(key_file)}
     client = [sys.executable, HERE / "peers/our_client.py", plain, json.dumps(settings)]
     return Job([server], client, HERE.parent, [ready])

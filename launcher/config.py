@@ -303,7 +303,6 @@ class RunConfig:
         "What floating-point rows are rounded to on their way between hosts; `int8` has a scale for each row.",
         "stored",
     )
-    compress: bool = setting("Batches travel to clients compressed: less traffic, more work.", False)
     encrypt: Literal["auto", "on", "off"] = setting(
         "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
     )

@@ -25,6 +25,13 @@ _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@
 
 
 _OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
+#: Keys that earlier versions had, and what to write instead.
+_REMOVED: Mapping[Place, str] = {
+    (
+        "run",
+        "compress",
+    ): "compression has been removed; `run.wire_rows: float16` or `int8` sends fewer bytes",
+}
 _ALL = "--set nodes.*."  #: begins the origin of a value that was set on every node
 
 _hints = cache(get_type_hints)
@@ -174,7 +181,9 @@ class Reader:
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
         near = difflib.get_close_matches(name, known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
-        if elsewhere:
+        if (*path, name) in _REMOVED:
+            hint = _REMOVED[(*path, name)]
+        elif elsewhere:
             hint = "it belongs " + " or ".join(f"in {where}" if where else "at the top level" for where in elsewhere)
         else:
             hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"

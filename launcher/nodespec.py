@@ -172,8 +172,6 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
     run, env = job.config.run, _run_env(job, site) | _world_env(job, site)
     if job.remote:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(job, site)
-    if run.compress and site.node.role == "client":
-        env["GNNFLEET_COMPRESS"] = "1"
     if run.on_client_loss == "go-on":
         env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks

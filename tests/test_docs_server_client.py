@@ -121,5 +121,5 @@ def test_the_settings_shown_are_the_defaults() -> None:
 
 
 def test_every_setting_of_servers_and_clients_is_told_of() -> None:
-    keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {"on_client_loss", "compress"}
+    keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {"on_client_loss", "wire_rows"}
     assert {key for key in keys | {"replicas", "serving"} if not re.search(rf"\b{key}\b", PAGE)} == set()

@@ -87,7 +87,7 @@ def open(
 
 def connect(
     endpoint: str | Sequence[str] | None = None, key: str | Path | None = None, *, deadline: float = 60.0,
-    name: str = "notebook", compress: bool = False,
+    name: str = "notebook",
 ) -> Graph:  # fmt: skip
     """Open the graph that graph servers hold, without a part of it here: for notebooks and remote inference.
 
@@ -97,7 +97,6 @@ def connect(
         key: key file (``gnnfleet serve key NAME -o FILE``), mode 0600; None where the servers do not encrypt.
         deadline: seconds that any request may take, and that the servers may stay away.
         name: what ``serve status`` calls this process.
-        compress: let batches travel compressed, for slow lines.
 
     All loaders work on it, with the same batches as anywhere; each batch is made by a server, the batches under way
     (``prefetch``) at once. Close the graph, or use it in a ``with`` statement. Rank and world size are as in ``open``.
@@ -108,7 +107,7 @@ def connect(
     from trainer.load.attach import connect_servers
     from trainer.load.env import this_process
 
-    return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name, compress=compress)
+    return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name)
 
 
 def __getattr__(name: str) -> Any:

@@ -120,13 +120,6 @@ _GRAPH_OPTIONS = (
         help="Seconds a lost graph server may take to come back.",
     ),
     click.option(
-        "--compress/--no-compress",
-        envvar="GNNFLEET_COMPRESS",
-        default=False,
-        show_default=True,
-        help="Batches travel compressed to client nodes.",
-    ),
-    click.option(
         "--topology",
         type=click.Choice(get_args(Topology)),
         envvar="GNNFLEET_TOPOLOGY",

@@ -1,4 +1,4 @@
-"""How a process gets at what other hosts hold: waiting, compression, copies kept here, rounding on the way."""
+"""How a process gets at what other hosts hold: waiting, copies kept here, rounding on the way."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class Reach:
     """The same on every rank of a run."""
 
     server_wait: float = SERVER_WAIT  #: seconds a lost graph server may take to come back
-    compress: bool = False  #: a client's batches travel compressed
     topology: Topology = "partitioned"  #: replicated: the edges of all parts are on this host, so only rows travel
     cache: CacheSize = CacheSize(share=0.1)
     wire_rows: WireRows = "stored"  #: what floating-point rows are rounded to on their way
@@ -68,7 +67,6 @@ class Reach:
         """What the launcher tells every process of a run. Raises ``SettingsError``."""
         return cls(
             server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),
-            compress=environ.get("GNNFLEET_COMPRESS", "") not in ("", "0"),
             topology=cast(Topology, _one_of(environ, "GNNFLEET_TOPOLOGY", get_args(Topology))),
             cache=CacheSize.parse(environ.get("GNNFLEET_CACHE") or str(cls.cache)),
             wire_rows=cast(WireRows, _one_of(environ, "GNNFLEET_WIRE_ROWS", get_args(WireRows))),

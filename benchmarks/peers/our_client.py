@@ -1,6 +1,6 @@
 """Our client of a graph server, a process: python our_client.py PLAIN SETTINGS.
 
-Settings (JSON): endpoint, key (path or null), fanouts, batch, prefetch, compress, replace, loader (``data``: as in
+Settings (JSON): endpoint, key (path or null), fanouts, batch, prefetch, replace, loader (``data``: as in
 torch_geometric, ``blocks``: the bundled trainer's), warm, epochs.
 """
 
@@ -65,7 +65,7 @@ def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
 def main(plain: str, text: str) -> None:
     settings = json.loads(text)
     expected = np.load(Path(plain) / "train.npy")
-    with trainer.connect(settings["endpoint"], settings["key"], compress=settings["compress"]) as graph:
+    with trainer.connect(settings["endpoint"], settings["key"]) as graph:
         loader, look = loader_of(graph, settings)
         found = timed_epochs(loader, look, expected, settings["warm"], settings["epochs"])
     print(json.dumps(found), flush=True)

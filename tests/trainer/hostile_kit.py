@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -95,7 +94,7 @@ def valid_requests(num_nodes: int) -> list[Message]:
         batches.batch_request(induced, name),
     ]  # fmt: skip
     routed = [replace(message, flags=Flag.ROUTE) for message in found]
-    return found + routed + [replace(message, flags=Flag.ROUTE | Flag.COMPRESS) for message in found]
+    return found + routed + [replace(message, flags=Flag.ROUTE | Flag.INT8) for message in found]
 
 
 class Forge:
@@ -104,7 +103,6 @@ class Forge:
     def __init__(self, seed: int, num_nodes: int):
         self._random = random.Random(seed)
         self._valid = [[bytes(frame) for frame in encode(message)] for message in valid_requests(num_nodes)]
-        self._blob = zlib.compress(bytes(2**22), 9)
         ids = tuple(np.array([place]) for place in range(wire.MAX_ARRAYS))
         kinds = (Kind.GATHER, Kind.SAMPLE, Kind.BATCH, Kind.TO_GLOBAL)
         crowds = [encode(Message(kind, Status.REQUEST, 1, ids, "x", bytes(24))) for kind in kinds]
@@ -187,12 +185,12 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """An array that says it is compressed, of zeros that would be far larger than announced, or as announced."""
+        """An array that is announced far larger than what is sent."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
-        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.COMPRESS))
-        described = struct.pack("<BBB5s8Q", 5, 1, 2, len(self._blob).to_bytes(5, "little"), announced, *[0] * 7)
-        return [head + described, self._blob]
+        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
+        described = struct.pack("<BB6x8Q", 5, 1, announced, *[0] * 7)
+        return [head + described, *[bytes(wire.CHUNK)] * self._random.randint(0, 3)]
 
     def reply(self) -> Frames:
         """An answer, sent to a server."""

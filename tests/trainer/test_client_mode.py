@@ -164,12 +164,11 @@ def test_attributes_of_the_graph_as_a_whole_travel_too(tmp_path):
         assert all(torch.equal(batch[name], torch.from_numpy(values)) for name, values in given.items())
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_prefetch_batches_are_under_way_at_once(homo, compress):
+def test_prefetch_batches_are_under_way_at_once(homo):
     """With one sampler thread; they would wait for each other otherwise."""
     local, _, servers = homo
     together = threading.Barrier(4, timeout=10)
-    with client_graph(servers, compress=compress) as client:
+    with client_graph(servers) as client:
         sample = client.access.sample_batch
         client.access.sample_batch = lambda work: (together.wait(), sample(work))[1]
         loader = DistNeighborLoader(client, [4, 3], "train", batch_size=9, threads=1, prefetch=4, drop_last=True)

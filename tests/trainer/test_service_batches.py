@@ -82,7 +82,7 @@ def same_batch(there, here) -> bool:
 
 @pytest.mark.parametrize("name", HOMO)
 def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
-    with client_of(server.endpoint, route=True, compress=name == "plain") as client:
+    with client_of(server.endpoint, route=True) as client:
         there = client.submit_batch(HOMO[name], ME).result()
     assert same_batch(there, sample(graph, HOMO[name]))
     assert all(array.flags.writeable for rows in there.rows.values() for array in rows.values())
@@ -277,7 +277,7 @@ def requests_that_fail() -> list[Message]:
         Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, records=bytes(999)),
         *(Message(kind, Status.REQUEST, 1, arrays, "x", b"\xff" * 64, flags)
           for kind in Kind if kind not in (Kind.TAKEN, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
-          for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.COMPRESS)),
+          for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
         hops.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
         protocol.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
         protocol.edges_request(2**31 - 1, HOMO_EDGE, 2**60, 5),

@@ -142,20 +142,17 @@ def damaged() -> dict[str, list[bytes]]:
         "fewer arrays": patched(16, b"\x01"),
         "records length": patched(20, b"\xff\xff\xff\xff"),
         "text length": patched(24, b"\xff\xff\xff\xff"),
-        "unknown flag": patched(28, b"\x10"),
+        "unknown flag": patched(28, b"\x08"),
         "text not UTF-8": patched(header + 2 * descriptor, b"\xff"),
         "dtype code": of_array(0, 0, b"\x7f"),
         "ndim": of_array(0, 1, b"\x09"),
-        "place": of_array(0, 2, b"\x02"),
-        "large one in the head": of_array(0, 2, b"\x01"),
-        "small one in a frame": of_array(1, 2, b"\x00"),
-        "compressed size of a plain one": of_array(0, 3, b"\x01"),
-        "compressed request": of_array(0, 2, b"\x02\x01"),
+        "padding": of_array(0, 2, b"\x01"),
+        "last byte of padding": of_array(1, 7, b"\x01"),
         "shape": of_array(0, 8, b"\x05"),
         "small shape": of_array(1, 8, b"\x05"),
         "huge shape": of_array(0, 8, b"\xff" * 8),
         "shape beyond ndim": of_array(0, 16, b"\x01"),
-        "empty of huge shape": [head[: header + descriptor] + b"\x04\x02\x01" + bytes(5) + bytes(8) + b"\xff" * 8
+        "empty of huge shape": [head[: header + descriptor] + b"\x04\x02" + bytes(6) + bytes(8) + b"\xff" * 8
                                 + bytes(48) + head[header + 2 * descriptor : header + 2 * descriptor + 1], body],
     }  # fmt: skip
 

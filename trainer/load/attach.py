@@ -38,14 +38,13 @@ def open_client(
     turn = ranks.rank % max(len(others), 1)
     gateway = Gateway(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
-        server_wait=reach.server_wait, compress=reach.compress, client=asker, wire_rows=reach.wire_rows,
+        server_wait=reach.server_wait, client=asker, wire_rows=reach.wire_rows,
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, placed)
 
 
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
-    compress: bool,
 ) -> Graph:  # fmt: skip
     """``trainer.connect``: see there."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
@@ -59,8 +58,7 @@ def connect_servers(
     for endpoint in given:
         _check_endpoint(endpoint)
     gateway = Gateway(
-        _places(given, keys, deadline), deadline, keys, server_wait=deadline, compress=compress,
-        client=client_name(name),
+        _places(given, keys, deadline), deadline, keys, server_wait=deadline, client=client_name(name),
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, None)
 

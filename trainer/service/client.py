@@ -73,15 +73,15 @@ class HostClient:
 
     def __init__(
         self, place: ServerPlace, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
-        compress: bool = False, gone_after: float | None = None, wire_rows: WireRows = "stored",
+        gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """``route``: ask for the whole graph, not only for the server's own parts; ``compress``: large arrays of
-        answers may come compressed; ``gone_after``: seconds of a lost server until ``ServerGone``; None: as the
-        channel has it; ``wire_rows``: what floating-point rows are rounded to on their way."""
+        """``route``: ask for the whole graph, not only for the server's own parts; ``gone_after``: seconds of a
+        lost server until ``ServerGone``; None: as the channel has it; ``wire_rows``: what floating-point rows are
+        rounded to on their way."""
         self.place = place
         self.deadline = deadline  #: seconds
         self._keys, self._gone_after = keys, gone_after
-        self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress | flag_of(wire_rows))
+        self._flags = Flag(Flag.ROUTE * route | flag_of(wire_rows))
         self._row_sizes = RowSizes()
         self._lock = threading.Lock()
         self._channels: list[Channel] = []

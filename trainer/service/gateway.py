@@ -70,16 +70,14 @@ class Gateway:
 
     def __init__(
         self, places: Sequence[ServerPlace], deadline: float, keys: CurveKeys | None = None, *,
-        server_wait: float = 60.0, compress: bool = False, client: ClientName | None = None,
-        wire_rows: WireRows = "stored",
+        server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``compress``:
-        batches travel compressed. ``wire_rows``: what floating-point rows are rounded to on their way. Nothing is asked
-        before ``open``."""
+        """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``wire_rows``:
+        what floating-point rows are rounded to on their way. Nothing is asked before ``open``."""
         self.home = places[0]
         self.deadline, self.server_wait = deadline, server_wait
         self.client = client or client_name()
-        self._keys, self._compress, self._wire_rows = keys, compress, wire_rows
+        self._keys, self._wire_rows = keys, wire_rows
         self._choice = ServerChoice(*map(self._connect, places))
         self._met: set[HostClient] = set()
         self._version = 0
@@ -223,8 +221,7 @@ class Gateway:
 
     def _connect(self, place: ServerPlace) -> HostClient:
         return HostClient(
-            place, self.deadline, self._keys, route=True, compress=self._compress, gone_after=GONE_AFTER,
-            wire_rows=self._wire_rows,
+            place, self.deadline, self._keys, route=True, gone_after=GONE_AFTER, wire_rows=self._wire_rows
         )  # fmt: skip
 
     def _gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:

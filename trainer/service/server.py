@@ -24,7 +24,7 @@ from trainer.service.mover import REPLIES, Mover, bound_front
 from trainer.service.protocol import HelloInfo, ServerStats
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
 from trainer.service.turns import WaitingTurns
-from trainer.service.wire import MAX_ARRAY, Flag, Kind, Message, Status, decode, encode
+from trainer.service.wire import MAX_ARRAY, Kind, Message, Status, decode, encode
 
 MAX_REQUEST = 64 << 20  #: bytes
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
@@ -184,7 +184,7 @@ class GraphServer:
             return answer
         start = time.perf_counter()
         try:
-            answer = self._frames(request, self._handlers.batch(request, work))
+            answer = encode(self._handlers.batch(request, work), self._max_answer)
         except Exception as error:  # whatever a batch raises belongs to the asker, not to this server
             self._desk.failed(job)
             return self._error(request, error)
@@ -194,14 +194,11 @@ class GraphServer:
     def _answer(self, request: Message, handler: Callable[[Message], Message]) -> list[Any]:
         start = time.perf_counter()
         try:
-            answer = self._frames(request, handler(request))
+            answer = encode(handler(request), self._max_answer)
         except Exception as error:  # as above
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
         return answer
-
-    def _frames(self, request: Message, answer: Message) -> list[Any]:
-        return encode(answer, self._max_answer, compress=bool(request.flags & Flag.COMPRESS))
 
     def _error(self, request: Message, error: Exception) -> list[Any]:
         """The reply to a request that failed."""

@@ -3,14 +3,12 @@
 A message is a list of frames. Frame 0, the head, holds the header, one descriptor per array, the records and the
 text of the kind (``protocol``), then the small arrays, each from a multiple of 8 bytes on. The further frames are the
 memory of the larger, C-contiguous arrays, ``CHUNK`` bytes in each but an array's last: libzmq takes a frame for a sign
-of life only once it is complete. Ids travel as int32 where they fit. Arrays of an answer may be compressed: first all
-lowest bytes of the items, then all second ones …, by zlib.
+of life only once it is complete. Ids travel as int32 where they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
         bytes of UTF-8 text u32 · flags u32 (``Flag``)
-each    dtype code u8 · ndim u8 · place u8 (0 frames, 1 head, 2 compressed in frames) · bytes when compressed u40 ·
-        shape 8 × u64 (0 beyond ndim)
+each    dtype code u8 · ndim u8 · 6 zero bytes · shape 8 × u64 (0 beyond ndim)
 ======  =====================================================================
 """
 
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
@@ -31,7 +28,7 @@ from trainer import slabs
 from trainer.arrays import Array, Ids
 from trainer.errors import WireError
 
-VERSION = 4
+VERSION = 5
 CHUNK = 1 << 20  #: bytes; no frame of an array is larger
 MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
 MAX_MESSAGE = 1 << 32  #: bytes of all arrays of a message
@@ -43,10 +40,9 @@ SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a frame 
 _MAGIC = b"GNFS"
 _HEADER = struct.Struct("<4sHBBQIIII")
 _MAX_NDIM = 8
-_DESCRIPTOR = struct.Struct(f"<BBB5s{_MAX_NDIM}Q")
+_DESCRIPTOR = struct.Struct(f"<BB6s{_MAX_NDIM}Q")
 _ALIGN = 8
-_IN_FRAMES, _IN_HEAD, _COMPRESSED = 0, 1, 2
-_COMPRESSION = 1  # zlib's fastest level
+_PAD = bytes(6)
 _INT32_MAX = np.iinfo(np.int32).max
 _DTYPES: tuple[npt.DTypeLike, ...] = (
     "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16",
@@ -81,9 +77,8 @@ class Flag(IntFlag):
 
     NONE = 0
     ROUTE = 1  #: for the whole graph: the server asks others for what it does not own
-    COMPRESS = 2  #: large arrays of the answer may be compressed
-    FLOAT16 = 4  #: floating-point rows of the answer may be rounded to float16 (``rounded``)
-    INT8 = 8  #: or to int8
+    FLOAT16 = 2  #: floating-point rows of the answer may be rounded to float16 (``rounded``)
+    INT8 = 4  #: or to int8
 
 
 class Status(IntEnum):
@@ -95,7 +90,7 @@ class Status(IntEnum):
 
 
 _KINDS = frozenset(Kind)
-_ALL_FLAGS = Flag.ROUTE | Flag.COMPRESS | Flag.FLOAT16 | Flag.INT8
+_ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
 
 
 @dataclass(frozen=True)
@@ -121,13 +116,10 @@ class Message:
         return Message(self.kind, Status.ERROR, self.request_id, (), text)
 
 
-def encode(
-    message: Message, max_array: int = MAX_ARRAY, request_id: int | None = None, compress: bool = False
-) -> list[Any]:
+def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None = None) -> list[Any]:
     """Frames to send: the head as bytes, then the larger arrays themselves, not copied when C-contiguous.
 
-    ``request_id`` replaces the message's own. ``compress`` the larger arrays where that makes them smaller, which
-    only answers may be. Raises ``WireError`` for what ``decode`` would refuse.
+    ``request_id`` replaces the message's own. Raises ``WireError`` for what ``decode`` would refuse.
     """
     text, records = message.text.encode(), message.records
     if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT or len(records) > MAX_RECORDS:
@@ -138,18 +130,17 @@ def encode(
     arrays = [_on_wire(array, max_array) for array in message.arrays]
     if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
         raise WireError(f"arrays of {total} bytes together are over {MAX_MESSAGE}; ask for fewer nodes at once")
-    packed = [_compressed(array) if compress and array.nbytes > SMALL else None for array in arrays]
     number = message.request_id if request_id is None else request_id
     header = _HEADER.pack(
         _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(records), len(text), message.flags
     )
-    head = bytearray(header + b"".join(map(_describe, arrays, packed)) + records + text)
+    head = bytearray(header + b"".join(map(_describe, arrays)) + records + text)
     frames: list[Any] = []
-    for array, blob in zip(arrays, packed, strict=True):
+    for array in arrays:
         if array.nbytes <= SMALL:
             head += bytes(-len(head) % _ALIGN) + array.tobytes()
         else:
-            memory = array.reshape(-1).view(np.uint8) if blob is None else blob
+            memory = array.reshape(-1).view(np.uint8)
             frames += (memory[begin : begin + CHUNK] for begin in range(0, len(memory), CHUNK))
     return [bytes(head), *frames]
 
@@ -166,18 +157,9 @@ def _on_wire(array: Array, max_array: int) -> Array:
     return np.asarray(array, dtype=dtype, order="C")
 
 
-def _compressed(array: Array) -> memoryview | None:
-    """None where it would not be smaller."""
-    planes = array.reshape(-1).view(np.uint8).reshape(-1, array.itemsize).T
-    blob = zlib.compress(np.ascontiguousarray(planes).data, _COMPRESSION)
-    return memoryview(blob) if len(blob) < array.nbytes else None
-
-
-def _describe(array: Array, blob: memoryview | None) -> bytes:
-    place = _COMPRESSED if blob is not None else _IN_HEAD if array.nbytes <= SMALL else _IN_FRAMES
-    packed = (0 if blob is None else len(blob)).to_bytes(5, "little")
+def _describe(array: Array) -> bytes:
     shape = array.shape + (0,) * (_MAX_NDIM - array.ndim)
-    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, place, packed, *shape)
+    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, _PAD, *shape)
 
 
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
@@ -201,8 +183,7 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
     text_at = records_at + records_len
     if text_at + text_len > len(head):
         raise WireError(f"a head of {len(head)} bytes; its fields need {text_at + text_len}")
-    limits = _Limits(max_array, max_message, status != Status.REQUEST)
-    arrays = _read_arrays(head, count, text_at + text_len, frames[1:], limits)
+    arrays = _read_arrays(head, count, text_at + text_len, frames[1:], max_array, max_message)
     try:
         text, records = head[text_at : text_at + text_len].decode(), head[records_at:text_at]
         size = sum(map(len, frames))
@@ -226,66 +207,48 @@ def head_of(frames: Sequence[Any]) -> Message:
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """What a received message may hold."""
-
-    array: int  #: bytes
-    message: int  #: bytes of all arrays
-    compressed: bool
-
-
-@dataclass(frozen=True)
 class _Described:
     """A received descriptor."""
 
     dtype: np.dtype[Any]
     shape: list[int]
     size: int  #: bytes of the array
-    place: int
-    sent: int  #: bytes on the wire
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that it takes besides the head; 0 for an array in the head."""
+        return 0 if self.size <= SMALL else -(-self.size // CHUNK)
 
 
 def _read_arrays(
-    head: bytes, count: int, end: int, frames: Sequence[Any], limits: _Limits
-) -> tuple[Array, ...]:  # fmt: skip
+    head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
+) -> tuple[Array, ...]:
     """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
-    described = [_read_descriptor(head, position, limits) for position in range(count)]
-    total, needed = sum(one.size for one in described), sum(map(_num_frames, described))
-    if total > limits.message or needed != len(frames):
-        raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {limits.message} and {needed} are right")
+    described = [_read_descriptor(head, position, max_array) for position in range(count)]
+    total, needed = sum(one.size for one in described), sum(one.num_frames for one in described)
+    if total > max_message or needed != len(frames):
+        raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {max_message} and {needed} are right")
     arrays, used = [], 0
     for one in described:
-        if one.place == _IN_HEAD:
+        if not one.num_frames:
             begin = end + -end % _ALIGN
             end = begin + one.size
             arrays.append(_array(head[begin:end], one).copy())  # writable
         else:
-            mine = frames[used : used + _num_frames(one)]
+            mine = frames[used : used + one.num_frames]
             used += len(mine)
-            memory = _joined(mine, one.sent)
-            arrays.append(_array(memory, one) if one.place == _IN_FRAMES else _decompressed(memory, one))
+            arrays.append(_array(_joined(mine, one.size), one))
     if end != len(head):
         raise WireError(f"a head of {len(head)} bytes; {end} were announced")
     return tuple(arrays)
 
 
-def _read_descriptor(head: bytes, position: int, limits: _Limits) -> _Described:
-    code, ndim, place, packed, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
-    if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]):
+def _read_descriptor(head: bytes, position: int, max_array: int) -> _Described:
+    code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
+    if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
         raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
     dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
-    size, compressed = _num_bytes(shape, dtype, limits.array), int.from_bytes(packed, "little")
-    if place == _COMPRESSED:
-        right = limits.compressed and size > SMALL and 0 < compressed < size
-    else:
-        right = place == (_IN_HEAD if size <= SMALL else _IN_FRAMES) and compressed == 0
-    if not right:
-        raise WireError(f"array {position}: {size} bytes at place {place}, {compressed} compressed")
-    return _Described(dtype, shape, size, place, compressed or size)
-
-
-def _num_frames(described: _Described) -> int:
-    return 0 if described.place == _IN_HEAD else -(-described.sent // CHUNK)
+    return _Described(dtype, shape, _num_bytes(shape, dtype, max_array))
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
@@ -315,18 +278,6 @@ def _array(buffer: Any, one: _Described) -> Array:
         return np.empty(one.shape, one.dtype)
     array = np.frombuffer(buffer, dtype=one.dtype)
     return (array if array.flags.aligned else array.copy()).reshape(one.shape)
-
-
-def _decompressed(memory: Any, one: _Described) -> Array:
-    stream = zlib.decompressobj()
-    try:
-        planes = stream.decompress(memory, one.size + 1)
-    except zlib.error as error:
-        raise WireError(f"an array that cannot be decompressed: {error}") from None
-    if len(planes) != one.size or not stream.eof or stream.unused_data:
-        raise WireError(f"{len(memory)} bytes do not decompress to {one.size}")
-    items = np.frombuffer(planes, np.uint8).reshape(one.dtype.itemsize, -1).T
-    return np.ascontiguousarray(items).view(one.dtype).reshape(one.shape)
 
 
 def narrow_ids(ids: Array) -> Array:

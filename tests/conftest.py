@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,12 @@ KERNELS = Path(os.environ.setdefault("GNNFLEET_KERNELS", str(REPOSITORY / ".gnnf
 
 for name in ("COLUMNS", "LINES"):  # not the terminal's, nor those that readline leaves to parallel workers
     os.environ.pop(name, None)
+
+for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+    # What `nohup make test &` has us ignore, processes that tests start would ignore, too. A handler that does nothing
+    # leaves the tests themselves as they were: it is not inherited.
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 settings.register_profile("here", deadline=None)  # a machine that does several things at once is slow at times
 settings.load_profile("here")

@@ -255,7 +255,7 @@ def show_plan(options: LaunchOptions) -> None:
     run_id = choose_run_id(config, options.run_id)
     made = offline_plan(config, run_id, options.own_command, serving=known_serving(config), to_train=True)
     if options.as_json:
-        from launcher.plan import to_json
+        from launcher.runfile import to_json
 
         click.echo(to_json(made))
     else:

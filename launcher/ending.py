@@ -44,7 +44,7 @@ class Ending:
             notes=(*self.followed.notes, *self.collected.notes),
             findings=tuple(self.findings()),
             stopped_by=self._asked_by() if state == "interrupted" and not self.followed.interrupted else "",
-            out_of_reach=excluded_names({node.node_rank: node.target for node in self.plan.nodes}, self._away()),
+            out_of_reach=excluded_names(self.plan.nodes, self._away()),
         )
 
     def clock_offset(self, k: int) -> float:

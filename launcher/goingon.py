@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
+
+from launcher.plan import NodePlan
 
 
-def host_of(target: str) -> str:
-    """The host of ``user@host:port`` or ``user@[v6]:port``."""
-    name = target.rpartition("@")[2]
-    bracketed = re.fullmatch(r"\[(.+)\](:\d+)?", name)
-    return bracketed[1] if bracketed else re.sub(r"^([^:]+):\d+$", r"\1", name)
-
-
-def excluded_names(targets: Mapping[int, str], away: Collection[int]) -> tuple[str, ...]:
-    """What ``--exclude`` takes for the nodes ``away``: their hosts, or logins where a host has other nodes too; () when
-    nobody would be left. ``targets``: logins of all nodes by node_rank."""
-    others = {k: target for k, target in targets.items() if k not in away}
+def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
+    """What ``--exclude`` takes for those of ``nodes`` whose node_rank is in ``away``: their hosts, or logins where a
+    host has other nodes too; () when nobody would be left."""
+    others = [node for node in nodes if node.node_rank not in away]
     if not others:
         return ()
-    staying = set(map(host_of, others.values()))
-    names = (host if (host := host_of(targets[k])) not in staying else targets[k] for k in sorted(away))
-    return tuple(name for name in dict.fromkeys(names) if name not in others.values())
+    staying, taken = {node.host for node in others}, {node.target for node in others}
+    lost = [node for node in nodes if node.node_rank in away]
+    names = (node.host if node.host not in staying else node.target for node in lost)
+    return tuple(name for name in dict.fromkeys(names) if name not in taken)
 
 
 def resume_command(run: str, exclude: Collection[str] = ()) -> str:

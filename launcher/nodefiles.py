@@ -11,7 +11,7 @@ from launcher.codefiles import code_files, relative
 from launcher.errors import node_label
 from launcher.manifest import PartitionFiles
 from launcher.nodespec import Job, NodeCommands
-from launcher.placement import Site, endpoint, node_target
+from launcher.placement import Site, endpoint, node_login, target_text
 from launcher.planned import PlannedFile, copied, generated
 from launcher.roles import ServingCluster
 from launcher.script import Command, Secret, render
@@ -29,7 +29,8 @@ class SharedFiles:
 def shared_files(job: Job) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
-    labels = tuple(node_label(site.node_rank, node_target(job.config, site.node)) for site in job.sites)
+    targets = (target_text(node_login(job.config, site.node)) for site in job.sites)
+    labels = tuple(node_label(site.node_rank, target) for site, target in zip(job.sites, targets, strict=True))
     roles, parts = [site.node.role for site in job.sites], [site.parts for site in job.sites]
     common = json.dumps({"labels": labels, "roles": roles, "parts": parts})[1:]
     return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), common)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import node_label
 from launcher.manifest import PartitionFiles
+from launcher.planned import Login
 from launcher.roles import ServingCluster, Standing, clients, gateways, holdings, lead, servers, serves
 from launcher.script import Command, quote
 
@@ -172,11 +173,14 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
     return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
 
 
-def node_target(config: ClusterConfig, node: NodeConfig) -> str:
-    """The node's login, or ``local``."""
-    if config.transport == "local":
-        return "local"
-    return node.login
+def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
+    """The node's login; None with ``transport: local``."""
+    return None if config.transport == "local" else Login(node.user, node.host, node.port)
+
+
+def target_text(login: Login | None) -> str:
+    """``user@host:port`` as far as given, or ``local``: how messages and tables name a node's machine."""
+    return str(login) if login else "local"
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:

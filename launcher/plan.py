@@ -6,14 +6,12 @@ connection. ``launch`` applies exactly this value; ``--dry-run`` prints it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.codefiles import CODE_ROOT
 from launcher.config import ClusterConfig, Role, login_text
@@ -29,10 +27,11 @@ from launcher.placement import (
     control_candidates,
     make_sites,
     master_candidates,
-    node_target,
+    node_login,
     session_name,
+    target_text,
 )
-from launcher.planned import PlannedFile
+from launcher.planned import Login, PlannedFile
 from launcher.roles import ServingCluster, Standing, carried_out, lead, left_out
 from launcher.script import Command, Secret
 from launcher.topology import Topology, decide
@@ -66,7 +65,7 @@ class NodePlan:
     """All that happens on one node."""
 
     node_rank: int
-    target: str  #: user@host:port, as a person would read it
+    login: Login | None  #: None: the launching machine itself (``transport: local``)
     nproc: int
     ranks: tuple[int, ...]
     devices: tuple[int, ...]
@@ -89,6 +88,16 @@ class NodePlan:
     home: str = ""  #: label of the graph server that a client asks first
     trainer_index: int | None = None  #: among the nodes that train: GROUP_RANK
     topology_bytes: int = 0  #: edges of parts that it does not hold, sent to it all the same
+
+    @property
+    def target(self) -> str:
+        """``user@host:port`` as far as the cluster file gives it, or ``local``."""
+        return target_text(self.login)
+
+    @property
+    def host(self) -> str:
+        """The host of the login, or ``local``."""
+        return self.login.host if self.login else "local"
 
     @property
     def label(self) -> str:
@@ -117,6 +126,10 @@ class LaunchPlan:
     serving: str = ""  #: the serving cluster whose clients the nodes are; '': they serve themselves
     version: int = 1  #: of cluster.json
     topology: Topology = Topology()  #: whether each node has the edges of all parts
+    dataset: str = ""  #: ``data.dataset``; '' where the file leaves it to the serving cluster
+    encrypted: bool = False  #: graph servers and clients talk by the keys in ``service.key``
+    own_command: bool = False  #: the ranks run the user's command; False: the bundled trainer
+    manifest: str = ""  #: sha256 of the ``manifest.json`` that is sent with the parts; '' where none are (yet)
 
     @property
     def serve_only(self) -> bool:
@@ -201,6 +214,10 @@ def make_plan(
         serving=config.data.serving or "",
         version=job.version,
         topology=job.topology,
+        dataset=config.data.dataset,
+        encrypted=job.encrypted,
+        own_command=own is not None,
+        manifest=usable.files[-1].sha256 if usable else "",
     )
 
 
@@ -243,11 +260,6 @@ def _method_words(config: ClusterConfig) -> list[str]:
     return [*words, *(["--rows", how.rows] if how.rows != "stored" else [])]
 
 
-def to_json(plan: LaunchPlan) -> str:
-    """The complete plan as indented JSON, secrets as ``***``."""
-    return json.dumps(_plain(plan), indent=1)
-
-
 def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(job, site)
     replicated = job.topology.replicated and bool(site.parts)
@@ -255,7 +267,7 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
     logs += [f"rank{rank}" for rank in site.ranks]
     return NodePlan(
         node_rank=site.node_rank,
-        target=node_target(job.config, site.node),
+        login=node_login(job.config, site.node),
         nproc=len(site.ranks),
         ranks=site.ranks,
         devices=site.node.devices,
@@ -335,15 +347,3 @@ def _shared_hosts(config: ClusterConfig) -> list[str]:
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
     return [f"{host} carries {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in nodes.items() if ranks[1:]]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Secret):
-        return str(value)
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value

@@ -1,4 +1,4 @@
-"""A file that a plan wants on a node."""
+"""Values inside a plan: a file that it wants on a node, and the login of a node."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.codefiles import file_sha256
+from launcher.config import login_text
+
+
+@dataclass(frozen=True)
+class Login:
+    """How SSH reaches a node, as far as the cluster file says; the rest is for ssh_config to say."""
+
+    user: str | None
+    host: str
+    port: int | None
+
+    def __str__(self) -> str:
+        return login_text(self.user, self.host, self.port)
 
 
 @dataclass(frozen=True)

@@ -133,9 +133,9 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
     """What holds for all nodes; without ``full``, commands in words."""
     if plan.partition:
         first = f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
-        yield "first, here", first if full else _partition_words(plan.partition)
+        yield "first, here", first if full else _partition_words(plan, plan.partition)
     if work := next((node.trainer for node in plan.nodes if node.trainer), None):
-        yield "trains", _training_words(work, plan.world_size)
+        yield "trains", _training_words(plan, work)
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
@@ -152,21 +152,21 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
             yield "nodes", _FOLDED
 
 
-def _partition_words(partition: Command) -> str:
+def _partition_words(plan: LaunchPlan, partition: Command) -> str:
     """``synthetic is cut into 3 parts (metis) in parts/toy``."""
     named = _options(partition.argv)
-    graph = named.get("--source", named["--dataset"])
-    parts = count(int(named["--num-parts"]), "part")
+    graph = named.get("--source", plan.dataset)
+    parts = count(plan.num_parts, "part")
     return f"{graph} is cut into {parts} ({named['--method']}) in {named['--out']}, unless they are there"
 
 
-def _training_words(work: Command, world_size: int) -> str:
+def _training_words(plan: LaunchPlan, work: Command) -> str:
     """``the bundled trainer: sage, fanouts 15,10,5, …`` or the own command."""
-    words = work.argv[work.argv.index("--") + 1 :] if "--" in work.argv else work.argv
-    if tuple(words[1:4]) != ("-m", "trainer", "train"):
-        return describe_command(Command(tuple(words)))
+    words = work.argv[work.argv.index("--") + 1 :]  # before it, the rank runner
+    if plan.own_command:
+        return describe_command(Command(words))
     named = _options(words)
-    batch = f"batches of {named['--batch-size']} seeds over {count(world_size, 'process', 'es')}"
+    batch = f"batches of {named['--batch-size']} seeds over {count(plan.world_size, 'process', 'es')}"
     shape = f"{named['--model']}, hidden {named['--hidden']}, fanouts {named['--fanouts']}"
     return f"the bundled trainer: {shape}, {batch}, {count(int(named['--epochs']), 'epoch')}"
 

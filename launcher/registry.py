@@ -19,7 +19,7 @@ from launcher.wholefile import write_whole
 
 Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
 NAME = "launch.json"
-_MARKS = (NAME, "run.json", "plan.json")  # a folder with one of them is a run's
+_MARKS = (NAME, "run.json")  # a folder with one of them is a run's
 BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which nothing of a run runs on its nodes
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -164,7 +164,7 @@ def never_ran(folder: Path) -> bool:
 
 def clear(folder: Path) -> None:
     """Remove what a launch that ``never_ran`` has left."""
-    for path in (folder / name for name in ("result.json", "events.jsonl", "run.json", "plan.json")):
+    for path in (folder / name for name in ("result.json", "events.jsonl", "run.json")):
         if path.is_file():
             path.unlink()
 

@@ -26,7 +26,6 @@ from launcher.offline import offline_plan
 from launcher.options import LaunchOptions, choose_run_id, run_folder
 from launcher.partitioning import ensure_parts
 from launcher.plan import LaunchPlan, NodeFacts, NodePlan, make_plan
-from launcher.planrecord import plan_record
 from launcher.planview import print_placement
 from launcher.preflight import run_preflight
 from launcher.preflight_table import node_ranges, print_findings
@@ -34,7 +33,7 @@ from launcher.progress import transfer_progress
 from launcher.registry import LaunchFile, Stage, clear, register, user_at_host
 from launcher.report import Metrics, RunReport, RunState
 from launcher.roles import carried_out
-from launcher.runfile import run_json, with_run_file
+from launcher.runfile import run_json, with_content, with_run_file
 from launcher.script import Secret
 from launcher.serving.attach import Attachment, attachment, check_ways
 from launcher.session import start_session
@@ -231,20 +230,9 @@ def new_token() -> Secret:
 
 def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
     """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
-    if not any(file.dest.endswith("/service.key") for node in plan.nodes for file in node.files):
+    if not plan.encrypted:
         return plan
-    content = key or Secret(json.dumps(new_key_pair()))
-    nodes = tuple(
-        replace(
-            node,
-            files=tuple(
-                replace(file, content=content, bytes=len(content)) if file.dest.endswith("/service.key") else file
-                for file in node.files
-            ),
-        )
-        for node in plan.nodes
-    )
-    return replace(plan, nodes=nodes)
+    return with_content(plan, "service.key", key or Secret(json.dumps(new_key_pair())))
 
 
 def carry_out(
@@ -256,7 +244,6 @@ def carry_out(
 ) -> RunReport:
     """Apply the plan: bring files, start, follow, collect, report."""
     print_placement(plan, job.console)
-    job.keep("plan.json", plan_record(plan))
     job.keep("run.json", run_json(plan))
     interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
     job.at("sync")

@@ -1,34 +1,41 @@
-"""``run.json``: the plan as it is kept with a run, on every node and here, for those who come back to it later.
+"""A plan as JSON: what ``--dry-run --json`` prints, and the ``run.json`` that is kept with a run.
 
-It holds the LaunchPlan without ``files`` and without environment variables that are secret.
+Both are made of a ``LaunchPlan`` by msgspec, field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan
+without the nodes' ``files``, the same on every node and in the operator's run folder.
 """
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import zlib
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from launcher.errors import FleetError
 from launcher.plan import LaunchPlan, NodePlan
-from launcher.planned import generated
-from launcher.script import Command, Secret
-from launcher.topology import Topology
+from launcher.planned import PlannedFile, generated
+from launcher.script import Secret
 
-FORMAT, VERSION = "gnnfleet-run", 1
+FORMAT, VERSION = "gnnfleet-run", 2
 _LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
+
+
+def to_json(plan: LaunchPlan) -> str:
+    """The complete plan as indented JSON, secrets as ``***``."""
+    return json.dumps(_builtins(plan), indent=1)
 
 
 def run_json(plan: LaunchPlan) -> str:
     """``plan`` as the text of a ``run.json``."""
     head = {"format": FORMAT, "version": VERSION, "run_id": plan.run_id}
-    text = json.dumps({**head, "plan": _plain(plan)})
+    values = _builtins(replace(plan, nodes=tuple(replace(node, files=()) for node in plan.nodes)))
+    text = json.dumps({**head, "plan": values})
     if len(text) <= _LARGE:
         return text + "\n"
-    packed = base64.b64encode(zlib.compress(json.dumps(_plain(plan)).encode())).decode()
+    packed = base64.b64encode(zlib.compress(json.dumps(values).encode())).decode()
     return json.dumps({**head, "packed": packed}) + "\n"
 
 
@@ -42,54 +49,36 @@ def read_run(text: str) -> LaunchPlan:
     if kind != (FORMAT, VERSION):
         raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
     try:
-        plan = json.loads(zlib.decompress(base64.b64decode(values["packed"]))) if "packed" in values else values["plan"]
-        return _launch_plan(plan)
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
-        raise FleetError(f"run.json is damaged: {error!r}") from None
+        packed = values.get("packed")
+        plan = json.loads(zlib.decompress(base64.b64decode(packed))) if packed else values.get("plan")
+        return msgspec.convert(plan, LaunchPlan)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise FleetError(f"run.json is damaged: {error}") from None
 
 
 def with_run_file(plan: LaunchPlan) -> LaunchPlan:
     """``plan`` with the content of the ``run.json`` that each node gets."""
-    content = run_json(plan)
-    files = {node.node_rank: generated(f"{node.run_dir}/run.json", content, mode=0o600) for node in plan.nodes}
-    nodes = tuple(
-        dataclasses.replace(
-            node,
-            files=tuple(
-                files[node.node_rank] if file.dest == files[node.node_rank].dest else file for file in node.files
-            ),
-        )
-        for node in plan.nodes
-    )
-    return dataclasses.replace(plan, nodes=nodes)
+    return with_content(plan, "run.json", run_json(plan))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, (LaunchPlan, NodePlan, Command, Topology)):
-        names = (field.name for field in dataclasses.fields(value))
-        return {name: _plain(getattr(value, name)) for name in names if name != "files"}
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items() if not isinstance(item, Secret)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
+def with_content(plan: LaunchPlan, name: str, content: str) -> LaunchPlan:
+    """``plan`` with ``content`` in the file ``name`` of each node's run folder, where the node has such a file."""
+
+    def filled(node: NodePlan, file: PlannedFile) -> PlannedFile:
+        is_it = file.dest == f"{node.run_dir}/{name}"
+        return generated(file.dest, content, mode=file.mode, secret=file.secret) if is_it else file
+
+    nodes = (replace(node, files=tuple(filled(node, file) for file in node.files)) for node in plan.nodes)
+    return replace(plan, nodes=tuple(nodes))
 
 
-def _launch_plan(values: Mapping[str, Any]) -> LaunchPlan:
-    nodes = tuple(map(_node_plan, values["nodes"]))
-    made: dict[str, Any] = {"nodes": nodes, "partition": _command(values["partition"])}
-    made |= {"topology": Topology(**values["topology"])} if "topology" in values else {}  # else of an older version
-    return LaunchPlan(**{**_tuples(values), **made})
+def _builtins(plan: LaunchPlan) -> dict[str, Any]:
+    """``plan`` as dicts, tuples, strings and numbers."""
+    values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
+    return values
 
 
-def _node_plan(values: Mapping[str, Any]) -> NodePlan:
-    commands = {name: _command(values[name]) for name in ("start", "server", "trainer")}
-    return NodePlan(**{**_tuples(values), **commands, "files": ()})
-
-
-def _command(values: Mapping[str, Any] | None) -> Command | None:
-    return None if values is None else Command(**_tuples(values))
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+def _plain(value: object) -> str:
+    """msgspec asks for what it does not know by itself: of all that plans hold, ``Secret``."""
+    assert isinstance(value, Secret), type(value)
+    return str(value)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
+from launcher.config import login_text
 from launcher.errors import FleetError
 from launcher.followed import Limits
 from launcher.plan import LaunchPlan, NodePlan
@@ -31,10 +30,10 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 def how_to_stop(node: NodePlan) -> str:
     """What a person types to stop this node by hand."""
     line = f"tmux kill-session -t '={node.session}'"  # without =, tmux takes a name that merely begins so
-    if node.target == "local":
+    if node.login is None:
         return f"To stop them: {line}"
-    with_port = re.fullmatch(r"(.*@)?\[?([^:]+|.+(?=\]))\]?:(\d+)", node.target)  # ssh takes no brackets
-    words = f"-p {with_port[3]} {with_port[1] or ''}{with_port[2]}" if with_port else node.target
+    port = f"-p {node.login.port} " if node.login.port else ""
+    words = port + login_text(node.login.user, node.login.host, None)  # ssh takes no brackets
     return f'To stop them: ssh {words} "{line}"'
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
 from launcher.fanout import on_nodes
-from launcher.goingon import host_of
 from launcher.operate.found import FoundRun, matching
 from launcher.operate.views import OpenRun
-from launcher.plan import LaunchPlan
+from launcher.plan import LaunchPlan, NodePlan
 from launcher.runfile import read_run
 from launcher.script import Command
 from launcher.transport import close_all, connect_all
@@ -52,7 +51,7 @@ def discovered(config: ClusterConfig, given: Path, run: str | None) -> Iterator[
         plan = _read_plan([one for one in seen if one.run_id == run_id], attempts)
         places = _places(plan, config, [one for one in seen if one.run_id == run_id])
         lines = {k: _line(attempts, places.get(k), plan, k) for k in range(len(plan.nodes))}
-        nodes = tuple(_login(config, places.get(k), plan.nodes[k].target) for k in range(len(plan.nodes)))
+        nodes = tuple(_login(config, places.get(k), plan.nodes[k]) for k in range(len(plan.nodes)))
         found = FoundRun(run_id, None, None, plan, replace(config, nodes=nodes), None, given)
         yield OpenRun(found, lines)
     finally:
@@ -125,7 +124,7 @@ def _places(plan: LaunchPlan, config: ClusterConfig, seen: list[Seen]) -> dict[i
     """
     logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
     hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
-    known = {node.node_rank: logins.get(node.target, hosts.get(host_of(node.target))) for node in plan.nodes}
+    known = {node.node_rank: logins.get(node.target, hosts.get(node.host)) for node in plan.nodes}
     places = {node_rank: place for node_rank, place in known.items() if place is not None}
     for one in sorted(seen, key=lambda one: one.host in places.values()):  # hosts that are no other node first
         places.setdefault(one.node_rank, one.host)
@@ -141,5 +140,5 @@ def _line(
     return attempts[place]
 
 
-def _login(config: ClusterConfig, place: int | None, target: str) -> NodeConfig:
-    return config.nodes[place] if place is not None else NodeConfig(host=host_of(target))
+def _login(config: ClusterConfig, place: int | None, node: NodePlan) -> NodeConfig:
+    return config.nodes[place] if place is not None else NodeConfig(host=node.host)

@@ -40,8 +40,7 @@ class FoundRun:
         """Whether it runs an own command, as far as can be told from here."""
         if self.launch is not None:
             return bool(self.launch.own_command)
-        trainer = self.plan.nodes[self.plan.lead].trainer if self.plan else None
-        return self.plan is not None and (trainer is None or "-m trainer train" not in " ".join(trainer.argv))
+        return self.plan is not None and self.plan.own_command
 
     @property
     def plan_is_missing(self) -> bool:
@@ -167,7 +166,7 @@ def read_config_of(folder: Path) -> ClusterConfig | None:
 def _given_folder(folder: Path) -> Path:
     if is_run_folder(folder):
         return folder
-    what = "holds no run (no launch.json, run.json or plan.json)" if folder.is_dir() else "is no folder"
+    what = "holds no run (no launch.json or run.json)" if folder.is_dir() else "is no folder"
     raise UsageError(f"{folder} {what}; `gnnfleet runs` lists the runs known here")
 
 

@@ -180,8 +180,8 @@ def _after(found: FoundRun, state: State, away: Sequence[NodeView] = (), *, coll
 def _resume(found: FoundRun, away: Sequence[NodeView]) -> tuple[str, ...]:
     if found.folder is None or not (found.folder / "checkpoints" / "last.pt").is_file():
         return ()
-    targets = {node.node_rank: node.target for node in found.plan.nodes} if found.plan else {}
-    return (resume_command(found.words, excluded_names(targets, {view.node.node_rank for view in away})),)
+    nodes = found.plan.nodes if found.plan else ()
+    return (resume_command(found.words, excluded_names(nodes, {view.node.node_rank for view in away})),)
 
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:

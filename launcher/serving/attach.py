@@ -113,8 +113,7 @@ def _for_run(cluster: Described, encrypted: bool) -> ServingCluster:
 
 def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
     """Raises UsageError when the config names another dataset than the one that is served."""
-    words = found.plan.partition.argv if found.plan and found.plan.partition else ()
-    served = words[words.index("--dataset") + 1] if "--dataset" in words else ""
+    served = found.plan.dataset if found.plan and found.plan.partition else ""  # else the parts were made elsewhere
     wanted = config.data.dataset
     if served and wanted and served != wanted:
         raise UsageError(f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out")
@@ -145,8 +144,7 @@ def known_serving(config: ClusterConfig) -> ServingCluster | None:
         return None
     plan, nodes = found.plan, found.config.nodes
     servers = tuple(_planned(node, nodes[node.node_rank].host) for node in plan.nodes if node.parts)
-    encrypted = any("--key-file" in node.server.argv for node in plan.nodes if node.server)
-    return ServingCluster(plan.run_id, plan.num_parts, servers, encrypted)
+    return ServingCluster(plan.run_id, plan.num_parts, servers, plan.encrypted)
 
 
 def _planned(node: NodePlan, host: str) -> GraphServer:
@@ -190,12 +188,8 @@ def _places(told: str) -> list[int]:
 def leave(found: FoundRun) -> list[str]:
     """A run that its launcher had left has ended: take back the key that let it in; what stands against it."""
     plan, config = found.plan, found.config
-    if plan is None or config is None or not plan.serving or not _has_key(plan):
+    if plan is None or config is None or not plan.serving or not plan.encrypted:
         return []
     if found.launch is not None and found.launch.stage == "end" and not found.launch.detached:
         return []  # its launcher has taken it back
     return detach(plan.serving, config, found.config_given or Path("its cluster file"), found.run_id)
-
-
-def _has_key(plan: LaunchPlan) -> bool:
-    return any("GNNFLEET_SERVICE_KEY" in node.trainer.env for node in plan.nodes if node.trainer)

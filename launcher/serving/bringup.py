@@ -82,7 +82,7 @@ def _why_ended(view: NodeView, lines: Mapping[int, Transport]) -> str:
 
 
 def _log(node: NodePlan) -> str:
-    where = "" if node.target == "local" else f"{node.target}:"
+    where = "" if node.login is None else f"{node.target}:"
     return f"{where}{node.run_dir}/logs/server.log"
 
 

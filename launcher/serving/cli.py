@@ -143,7 +143,7 @@ def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str, console
     check_run_id(name, "--name")
     plan = offline_plan(wanted_cluster(config), name, serve_only=True)
     if options.as_json:
-        from launcher.plan import to_json
+        from launcher.runfile import to_json
 
         click.echo(to_json(plan))
     else:

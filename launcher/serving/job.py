@@ -11,7 +11,6 @@ from launcher.config import ClusterConfig
 from launcher.events import EventLog
 from launcher.options import LaunchOptions
 from launcher.plan import LaunchPlan
-from launcher.planrecord import plan_record
 from launcher.registry import Stage, register
 from launcher.report import RunState
 from launcher.run import Job
@@ -50,7 +49,6 @@ class ServeJob(Job):
         """Before anything is started, so that it can be found again."""
         parts = replace(self.config.data, num_parts=None)  # the plan tells; more nodes than parts is no mistake here
         self.keep("config.yml", to_yaml(replace(self.config, data=parts)))
-        self.keep("plan.json", plan_record(plan))
         self.keep("run.json", run_json(plan))
         register(self.run_id, self.folder)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.config import ClusterConfig, NodeConfig
 from launcher.errors import UsageError
-from launcher.placement import node_target
-from launcher.plan import LaunchPlan
+from launcher.placement import node_login, target_text
+from launcher.plan import LaunchPlan, NodePlan
 from launcher.roles import serving_config
 
 
@@ -46,7 +45,7 @@ def roster_of(plan: LaunchPlan, known: ClusterConfig | None, wanted: ClusterConf
 
     A node is known by its login, several on one machine by their order.
     """
-    names = _numbered([node_target(wanted, node) for node in wanted.nodes])
+    names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
     left = dict(zip(names, wanted.nodes, strict=True))
     nodes: list[NodeConfig] = []
     joined: list[int] = []
@@ -54,7 +53,7 @@ def roster_of(plan: LaunchPlan, known: ClusterConfig | None, wanted: ClusterConf
     absent: list[int] = []
     for node, name in zip(plan.nodes, _numbered([node.target for node in plan.nodes]), strict=True):
         listed = left.pop(name, None)
-        nodes.append(listed or _config_of(node.node_rank, node.target, known))
+        nodes.append(listed or _config_of(node, known))
         if not node.parts:
             (joined if listed else absent).append(node.node_rank)
         elif listed is None:
@@ -74,15 +73,13 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
     return numbered
 
 
-def _config_of(node_rank: int, target: str, known: ClusterConfig | None) -> NodeConfig:
+def _config_of(node: NodePlan, known: ClusterConfig | None) -> NodeConfig:
     """How a node that the file lists no more was reached."""
-    if known is not None and node_rank < len(known.nodes):
-        return known.nodes[node_rank]
-    found = re.fullmatch(r"(?:(?P<user>.+)@)?(?:\[(?P<v6>.+)\]|(?P<host>[^:]+|.+))(?::(?P<port>\d+))?", target)
-    if target == "local" or found is None:
+    if known is not None and node.node_rank < len(known.nodes):
+        return known.nodes[node.node_rank]
+    if node.login is None:
         return NodeConfig("localhost", role="server")
-    port = int(found["port"]) if found["port"] else None
-    return NodeConfig(found["v6"] or found["host"], port, found["user"], role="server")
+    return NodeConfig(node.login.host, node.login.port, node.login.user, role="server")
 
 
 def shares(held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int) -> dict[int, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from launcher.serving.job import ServeJob
 from launcher.serving.renewed import final_plan, text_of
 from launcher.serving.roster import only_holders, shares, too_few, wanted_cluster
 from launcher.serving.settle import stop_gone, tell_others
-from launcher.serving.standing import Standings, check_goes_on, encrypts, standing
+from launcher.serving.standing import Standings, check_goes_on, standing
 from launcher.serving.there import newest
 from launcher.serving.turns import own_turn
 from launcher.transport.base import Transport
@@ -185,7 +185,7 @@ def _bring(job: ServeJob, found: Standings, part: LaunchPlan, lines: Mapping[int
     """All files of the nodes to start; what their last servers have left is cleared away."""
     for k in lines:
         if k in found.seen and found.plan is not None:
-            clear_node(found.plan.nodes[k], lines[k], keeps_key=encrypts(part))
+            clear_node(found.plan.nodes[k], lines[k], keeps_key=part.encrypted)
     job.at("sync")
     bring_files(job, part, lines)
     guests = {path: text for one in found.seen.values() for path, text in one.files.items() if "/" in path}

@@ -162,13 +162,8 @@ def check_goes_on(found: Standings, wanted: ClusterConfig, name: str) -> None:
             f"of parts or how they are cut differ); {instead}"
         )
     now = {"service.key" in found.seen[k].files for k in found.alive}
-    if now and encrypts(offline_plan(found.roster.config, name, serve_only=True)) not in now:
+    if now and offline_plan(found.roster.config, name, serve_only=True).encrypted not in now:
         is_on = "encrypted" if True in now else "not encrypted"
         raise UsageError(
             f"run.encrypt: serving cluster {name} runs and is {is_on}, this config wants it otherwise; {instead}"
         )
-
-
-def encrypts(plan: LaunchPlan) -> bool:
-    """Whether the graph servers of ``plan`` ask for keys."""
-    return any(file.dest.endswith("/service.key") for node in plan.nodes for file in node.files)

@@ -41,7 +41,7 @@ def make_node(top: Path, node_rank: int, files: list[PlannedFile], data_dir: Pat
     run_dir = f"{work}/runs/r1/node{node_rank}"
     return NodePlan(
         node_rank=node_rank,
-        target="local",
+        login=None,
         nproc=1,
         ranks=(node_rank,),
         devices=(),

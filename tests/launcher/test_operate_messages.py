@@ -18,6 +18,7 @@ from launcher.cli import run
 from launcher.errors import UnreachableError
 from launcher.node.procs import look
 from launcher.operate import views
+from launcher.planned import Login
 from launcher.registry import user_at_host
 from operate_kit import MadeRun
 
@@ -86,7 +87,7 @@ def done_while_collecting(made: MadeRun) -> None:
 
 
 def host_lost(made: MadeRun) -> None:
-    nodes = tuple(replace(node, target=f"gnn{node.node_rank + 1}") for node in made.plan.nodes)
+    nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in made.plan.nodes)
     made.plan = replace(made.plan, nodes=nodes)
     first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
     note = "node1 (gnn2): its files could not be fetched (no answer within 10 s); they stay there in /w/runs/r1/node1"

@@ -17,6 +17,7 @@ from launcher.operate.history import Entry
 from launcher.operate.status import Status, rendered
 from launcher.operate.verdict import Verdict
 from launcher.operate.views import NodeView
+from launcher.planned import Login
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -31,17 +32,19 @@ def printed(what: RenderableType, width: int) -> list[str]:
     return lines
 
 
-def status_of(target: str, **more: Any) -> Status:
-    nodes = [replace(make_node(Path("/w"), k, []), target=f"{target}{k}") for k in range(2)]
+def status_of(host: str, user: str | None = None, **more: Any) -> Status:
+    nodes = [replace(make_node(Path("/w"), k, []), login=Login(user, f"{host}{k}", None)) for k in range(2)]
     state = {"state": "training", "time": 100.0, "ranks": {"0": {**STEP, **more}, "1": STEP}}
     views = {k: NodeView(node, state, now=101.5) for k, node in enumerate(nodes)}
     found = FoundRun("r1", None, None, make_launch(nodes), None, None)
     return Status(found, Verdict("running", "run r1 trains"), views)
 
 
-@pytest.mark.parametrize("target", ["gnn", "alice.liddell@gnn-machine-of-the-institute.example.org"])
-def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(target: str) -> None:
-    _, titles, first, second = printed(rendered(status_of(target)), 80)
+@pytest.mark.parametrize(
+    ("host", "user"), [("gnn", None), ("gnn-machine-of-the-institute.example.org", "alice.liddell")]
+)
+def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(host: str, user: str | None) -> None:
+    _, titles, first, second = printed(rendered(status_of(host, user)), 80)
     assert titles.split()[:5] == ["node", "rank", "state", "epoch", "step"]
     assert second.startswith("node1 (") and " 1 " in second and " training " in second
     assert " 12  1234/40000" in first

@@ -23,9 +23,10 @@ from launcher.codefiles import CODE_ROOT, code_digest
 from launcher.config import NodeConfig, RunConfig, TrainConfig
 from launcher.nodespec import train_flags
 from launcher.placement import candidate_ports, interpreter
-from launcher.plan import LaunchPlan, to_json
+from launcher.plan import LaunchPlan
 from launcher.planview import print_placement, print_plan
 from launcher.roles import part_block
+from launcher.runfile import to_json
 from launcher.script import Command, render
 from launcher.stopping import how_to_stop
 from launcher.yaml_schema import load_config

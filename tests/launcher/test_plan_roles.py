@@ -23,12 +23,11 @@ from launcher.errors import UsageError
 from launcher.findings import GraphSize
 from launcher.live.board import Board
 from launcher.memory import base_memory, batch_memory
-from launcher.plan import LaunchPlan, NodePlan, to_json
+from launcher.plan import LaunchPlan, NodePlan
 from launcher.planfold import fold_nodes, own_values
-from launcher.planrecord import plan_record
 from launcher.planview import _node_rows, print_plan
 from launcher.roles import Standing, carried_out, holdings, left_out
-from launcher.runfile import read_run, run_json
+from launcher.runfile import read_run, run_json, to_json
 from launcher.script import Secret
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
@@ -230,7 +229,7 @@ def test_records_of_a_plan_with_roles(serve_only: bool) -> None:
     assert [(node.role, node.trainer is None, node.ranks) for node in kept.nodes] == [
         (node.role, node.trainer is None, node.ranks) for node in plan.nodes
     ]
-    assert kept.serve_only == serve_only and TOKEN.reveal() not in plan_record(plan) + to_json(plan)
+    assert kept.serve_only == serve_only and TOKEN.reveal() not in run_json(plan) + to_json(plan)
     board = Board.of(kept)
     assert len(board.ranks) == plan.world_size and board.fraction() is None
 

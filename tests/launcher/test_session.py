@@ -61,7 +61,7 @@ def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...
     start = Command(argv, {"MARK": "a b"}, str(folder.path), setup)
     return NodePlan(
         node_rank=k,
-        target="local",
+        login=None,
         nproc=1,
         ranks=(0,),
         devices=(),

@@ -16,9 +16,9 @@ from launcher.findings.base import GraphSize
 from launcher.manifest import PartFile, PartitionFiles
 from launcher.memory import cache_memory
 from launcher.node.packages import graph_size
-from launcher.plan import LaunchPlan, to_json
+from launcher.plan import LaunchPlan
 from launcher.planview import print_plan
-from launcher.runfile import read_run, run_json
+from launcher.runfile import read_run, run_json, to_json
 from launcher.yaml_schema import load_config
 from plan_kit import PRODUCTS, cluster, facts_of, parts_folder, plan_of
 

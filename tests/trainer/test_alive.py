@@ -16,15 +16,14 @@ from trainer.load.prefetch import ordered_ahead
 from trainer.load.seeds import RankLayout
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.ranks import Ranks
+from trainer.ranks import RankGroup, Ranks
 from trainer.train.epoch import train_epoch
 from trainer.train.evaluate import evaluate
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
 
-ALONE = Team(Ranks(), torch.device("cpu"))
+ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
 
 class Result:

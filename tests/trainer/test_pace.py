@@ -20,16 +20,15 @@ from trainer.batch import Batch
 from trainer.errors import TrainingError
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.ranks import Ranks
+from trainer.ranks import RankGroup, Ranks
 from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.pace import Pace
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ALONE = Team(Ranks(), torch.device("cpu"))
+ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
 SLOW_RANK = """
 import os, sys, time, torch, torch.distributed as dist, trainer

@@ -149,14 +149,14 @@ from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
+from trainer.ranks import RankGroup
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = DistributedDataParallel(Sleeps(forward=0.05 * rank))
-team = Team(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
+group = RankGroup(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
 optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
 with MetricsLog(Path({folder!r}), rank) as log:
-    report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, team, log)
+    report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, group, log)
     log.write("epoch", **report.line)
 dist.barrier()
 """

@@ -11,16 +11,15 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.arrays import Array, Ids
+from trainer.arrays import Ids
 from trainer.errors import SettingsError
-from trainer.exchange import wire_device
 from trainer.load.induced import Ends
 from trainer.load.prefetch import ordered_ahead
+from trainer.ranks import RankGroup, Ranks
 from trainer.sample.subgraph import SeedSet
 from trainer.schema import HOMO_EDGE, HOMO_NODE
 
@@ -47,14 +46,14 @@ def saint_norm(
     Numbers and formulas are torch_geometric's. A collective call where the loader's ranks are a process group.
     Raises ``ServiceError``, and ``SettingsError`` for a file or folder that cannot be read or written.
     """
-    team = _Team(loader.rank, loader.layout.world_size)
+    group = _sharing(loader)
     key = _identity(loader, ends, coverage)
     path = None if save_dir is None else Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
     kept = None if path is None else _read(path, key)
-    if team.all(kept is not None):
+    if all(group.gather(kept is not None)):
         assert kept is not None
         return kept
-    norm, num_subgraphs = _estimated(loader, ends, coverage, team)
+    norm, num_subgraphs = _estimated(loader, ends, coverage, group)
     if path is not None:
         _write(path, key, norm)
     if log:
@@ -62,10 +61,10 @@ def saint_norm(
     return norm
 
 
-def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, team: _Team) -> tuple[Norm, int]:
+def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, group: RankGroup) -> tuple[Norm, int]:
     """Subgraphs are drawn in rounds of one epoch's over all ranks, until they have enough nodes."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
-    nodes, edges = np.zeros(num_nodes, np.int32), np.zeros(len(ends.src), np.int32)
+    nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends.src), dtype=torch.int32)
     sampler = loader.graph.sampler(loader.settings, {})
 
     def found(number: int) -> tuple[Ids, Ids]:
@@ -75,48 +74,36 @@ def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, team: _Team
 
     o, graph, num_subgraphs, total = loader.options, loader.graph, 0, 0
     work = ordered_ahead(
-        found, count(team.rank, team.size), threads=graph.threads(o.threads, o.prefetch), ahead=o.prefetch,
+        found, count(group.rank, group.size), threads=graph.threads(o.threads, o.prefetch), ahead=o.prefetch,
         deadline=graph.patience(o.deadline, loader.num_requests),
     )  # fmt: skip
     while total < num_nodes * coverage:
         own = 0
-        for _ in range(len(loader) * loader.layout.world_size // team.size):
+        for _ in range(len(loader) * loader.layout.world_size // group.size):
             node_ids, edge_ids = next(work)
-            nodes[node_ids] += 1
-            edges[edge_ids] += 1
+            nodes.numpy()[node_ids] += 1
+            edges.numpy()[edge_ids] += 1
             own += len(node_ids)
-        total += int(team.sum(np.array([own]))[0])
+        total += int(group.sum(torch.tensor([own])))
         num_subgraphs += len(loader) * loader.layout.world_size
-    return _norm_of(team.sum(nodes), team.sum(edges), ends, num_subgraphs), num_subgraphs
+    return _norm_of(group.sum(nodes), group.sum(edges), ends, num_subgraphs), num_subgraphs
 
 
-def _norm_of(nodes: Array, edges: Array, ends: Ends, num_subgraphs: int) -> Norm:
+def _norm_of(nodes: Tensor, edges: Tensor, ends: Ends, num_subgraphs: int) -> Norm:
     """From how many of the subgraphs each node and edge was in."""
-    node, edge = torch.from_numpy(nodes).float(), torch.from_numpy(edges).float()
+    node, edge = nodes.float(), edges.float()
     ratio = (node[torch.from_numpy(ends.src)] / edge).clamp(0, 1e4)
     ratio[ratio.isnan()] = 0.1
     node[node == 0] = 0.1
     return Norm(num_subgraphs / node / len(node), ratio)
 
 
-class _Team:
+def _sharing(loader: GraphSAINTSampler) -> RankGroup:
     """The ranks that share the work: those of the process group if they are the loader's, else this one alone."""
-
-    def __init__(self, rank: int, world_size: int):
-        group = dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
-        self.rank, self.size = (rank, world_size) if group else (0, 1)
-
-    def sum(self, values: Array) -> Array:
-        """Over the ranks, elementwise."""
-        if self.size == 1:
-            return values
-        total = torch.from_numpy(values).to(wire_device())
-        dist.all_reduce(total)
-        return np.asarray(total.cpu().numpy())
-
-    def all(self, mine: bool) -> bool:
-        """Whether it holds on all ranks."""
-        return int(self.sum(np.array([mine], np.int64))[0]) == self.size
+    world_size = loader.layout.world_size
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
+        return RankGroup.of_process(Ranks(loader.rank, world_size))
+    return RankGroup(Ranks())
 
 
 def _identity(loader: GraphSAINTSampler, ends: Ends, coverage: int) -> str:

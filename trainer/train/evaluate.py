@@ -10,9 +10,9 @@ from torch import nn
 
 from trainer.errors import TrainingError
 from trainer.load.device import feed
+from trainer.ranks import RankGroup
 from trainer.train.epoch import Batches, closed_after
 from trainer.train.task import Task
-from trainer.train.team import Team
 
 EVAL_EPOCH = 0  #: training counts from 1; always the same samples, so that scores can be compared
 
@@ -27,14 +27,14 @@ class Score:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Score:
+def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -> Score:
     """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result.
 
     Raises ``TrainingError`` when the loss is NaN.
     """
     model.eval()
-    bring = feed(team.device)
-    sums = torch.zeros(3, dtype=torch.float64, device=team.device)
+    bring = feed(group.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
     with closed_after(batches.epoch(EVAL_EPOCH)) as own:
         for batch in own:
             batch = bring(batch)
@@ -43,7 +43,7 @@ def evaluate(model: nn.Module, task: Task, batches: Batches, team: Team) -> Scor
             sums[1] += task.loss_sum(out, batch)
             sums[2] += batch.num_seeds
             del batch, out  # before the next one is asked for, so that its memory can be used again
-    correct, loss, seeds = team.sum(sums.cpu()).tolist()
+    correct, loss, seeds = group.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
     return Score(correct / seeds, loss / seeds, int(seeds))

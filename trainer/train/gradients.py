@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.train.team import Team
+from trainer.ranks import RankGroup
 
 #: Values of a model up to which DistributedDataParallel exchanges its gradients in one go at the end of the backward
 #: pass: its first bucket is one MiB.
@@ -44,19 +44,19 @@ class MeanGradients:
         return [part.view_as(weight) for part, weight in zip(parts, self._weights, strict=True)]
 
 
-def averaged(model: nn.Module, team: Team) -> tuple[nn.Module, Callable[[], None] | None]:
+def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
     """The model to train, and what makes its gradients means over ranks after each backward pass; None: that pass does.
 
     All ranks call this.
     """
-    if team.size == 1:
+    if group.size == 1:
         return model, None
-    looks = team.gather(_look(model))
-    if looks[0] and looks == [looks[0]] * team.size:
-        return model, MeanGradients(model, team.size)
+    looks = group.gather(_look(model))
+    if looks[0] and looks == [looks[0]] * group.size:
+        return model, MeanGradients(model, group.size)
     from torch.nn.parallel import DistributedDataParallel  # says what differs between ranks
 
-    return DistributedDataParallel(model, process_group=team.gradients, find_unused_parameters=False), None
+    return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=False), None
 
 
 def _look(model: nn.Module) -> list[tuple[int, ...]]:

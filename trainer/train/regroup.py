@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.errors import PeerError, TrainingError
-from trainer.ranks import Ranks
-from trainer.train.team import (
-    Team,
+from trainer.ranks import (
+    RankGroup,
+    Ranks,
     check_backend,
     gradient_group,
-    join_team,
+    join_ranks,
     lost_peer,
     not_met,
     patience,
@@ -83,16 +83,16 @@ class GoOn:
 
 
 def with_team(
-    work: Callable[[Team], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
+    work: Callable[[RankGroup], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
 ) -> T:
     """``work`` done with all ranks, and with ``go_on`` again with those that are left each time some are lost.
 
-    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_team``.
+    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_ranks``.
     """
     if go_on is not None and ranks.world_size > 1:
         check_backend(ranks, device, backend)
         return _Survivor(ranks, device, backend, timeout, go_on).run(work)
-    with join_team(ranks, device, backend, timeout) as team:
+    with join_ranks(ranks, device, backend, timeout) as team:
         result = work(team)
         team.barrier()
     return result
@@ -144,7 +144,7 @@ class _Survivor:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
         self.store, self.watch = _run_store(ranks, timeout), _Watch(go_on)
 
-    def run(self, work: Callable[[Team], T]) -> T:
+    def run(self, work: Callable[[RankGroup], T]) -> T:
         """``work`` with one team after the other, until one has done it."""
         members = self.go_on.newest() or Members(0, tuple(range(self.ranks.world_size)))
         with self.watch:
@@ -155,7 +155,7 @@ class _Survivor:
         _destroy_groups()
         return ended.result
 
-    def _attempt(self, work: Callable[[Team], T], members: Members) -> _Done[T] | PeerError:
+    def _attempt(self, work: Callable[[RankGroup], T], members: Members) -> _Done[T] | PeerError:
         """What ``work`` returns, or why the team has broken; whatever holds on to its groups ends with this call."""
         try:
             result = work(self._meet(members))
@@ -181,14 +181,14 @@ class _Survivor:
             time.sleep(_POLL)
         raise reason
 
-    def _meet(self, members: Members) -> Team:
+    def _meet(self, members: Members) -> RankGroup:
         """All ranks of a team, connected."""
         if self.ranks.rank not in members.ranks:
             raise NoWayOn(f"{self.ranks} was taken for lost, and the others went on without it")
         self.watch.guard(members)
         self.store.delete_key(_done(self.ranks.rank))
         self._await_arrival(members)
-        team = Team(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
+        team = RankGroup(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
         if team.size == 1:
             return team
         _, wires = wires_made_by(lambda: self._connect(members, team), self.ranks.master_port)
@@ -198,7 +198,7 @@ class _Survivor:
             self.watch.guard(members, wires.cut, gradients.abort)
         return replace(team, gradients=gradients)
 
-    def _connect(self, members: Members, team: Team) -> None:
+    def _connect(self, members: Members, team: RankGroup) -> None:
         store = PrefixStore(f"team{members.generation}", self.store)
         limit = timedelta(seconds=min(_CONNECT, self.timeout))
         dist.init_process_group("gloo", store=store, rank=team.rank, world_size=team.size, timeout=limit)

@@ -21,13 +21,13 @@ from trainer.load.convert import as_tensor
 from trainer.load.open import Graph
 from trainer.load.seeds import RankLayout
 from trainer.nn.facts import LayerNeed
+from trainer.ranks import RankGroup
 from trainer.sample.multi_hop import RelabelTables, cut_block, sample_multi_hop
 from trainer.sample.subgraph import SampleSettings, SeedSet
 from trainer.sample.types import RowRequest
 from trainer.schema import EdgeType, NodeType
 from trainer.train.shares import LayerRows, Range, Shares
 from trainer.train.stack import LayerStack
-from trainer.train.team import Team
 
 EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
 
@@ -49,7 +49,7 @@ class WholeGraph:
 
     graph: Graph
     layout: RankLayout
-    team: Team
+    group: RankGroup
     scratch: Path  #: folder for the rows of layers; 4 bytes * own nodes * width for each of two layers
     nodes_at_once: int = 4096
     weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in sampling by it
@@ -73,11 +73,11 @@ class WholeGraph:
         """One layer for all own nodes of one type; ranks with fewer chunks go on with empty ones."""
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
-        for place in range(max(self.team.gather(len(chunks)))):
+        for place in range(max(self.group.gather(len(chunks)))):
             ids = chunks[place] if place < len(chunks) else np.empty(0, np.int64)
             out = self._compute(stack, number, need, self._chunk(of, ids, need), before)[of].cpu().numpy()
             if rows is None:
-                rows = self._file(f"layer{number}-{of}", self.shares[of].owned(self.team.rank), out.shape[1])
+                rows = self._file(f"layer{number}-{of}", self.shares[of].owned(self.group.rank), out.shape[1])
             rows[done : done + len(out)] = out
             done += len(out)
         return LayerRows(self.shares[of], np.empty((0, 0), np.float32) if rows is None else rows)
@@ -85,7 +85,7 @@ class WholeGraph:
     def _compute(
         self, stack: LayerStack, number: int, need: LayerNeed, chunk: Chunk, before: Computed
     ) -> Mapping[NodeType, Tensor]:
-        device = self.team.device
+        device = self.group.device
         if number == 0:
             rows = stack.begin(self._features(chunk).to(device))
         else:
@@ -137,7 +137,7 @@ class WholeGraph:
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
         """Own nodes in pieces that fit into memory, in the order of own rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
-        for piece in self.shares[of].own(self.team.rank):
+        for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
             number = np.floor(np.cumsum(cost) - cost / 2).astype(np.int64)
             cuts = np.flatnonzero(np.diff(number)) + 1
@@ -163,5 +163,5 @@ class WholeGraph:
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(
-            self.scratch / f"rank{self.team.rank}-{name}.npy", mode="w+", dtype=np.float32, shape=(count, width)
+            self.scratch / f"rank{self.group.rank}-{name}.npy", mode="w+", dtype=np.float32, shape=(count, width)
         )

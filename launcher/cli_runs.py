@@ -137,7 +137,7 @@ def profile(ctx: click.Context, **values: Any) -> None:
     if as_json:
         click.echo(json.dumps(profiled.to_json(run, found), indent=1))
     else:
-        profiled.show_profile(run, found, console)
+        profiled.show_profile(found, console)
     for line in missing_words(missing, run.found.needed_plan):
         click.secho(line, fg="yellow", err=True)
     ctx.exit(1 if missing else 0)

@@ -1,4 +1,4 @@
-"""Bring logs, outcomes, metrics, the last checkpoint and own scripts' output from the nodes into the run folder."""
+"""Bring logs, outcomes, metrics, the last checkpoint, TensorBoard events and own output from the nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL = 1 << 20  # bytes; such files come all in one answer
 _ROOM = 32 << 20  # bytes of small files in one answer
 #: node's file → place here
 _WANTED = (
-    r"(logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|"
+    r"(logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
     r"events\.jsonl|state\.json|result\.json)"
 )
 
@@ -88,6 +88,7 @@ def _have(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
         f"logs/node{node_rank}": "logs",
         f"outcomes/node{node_rank}": "outcomes",
         f"output/node{node_rank}": "output",
+        "tensorboard": "tensorboard",  # a folder for each rank
     }
     found = {}
     for top, there in tops.items():
@@ -108,7 +109,7 @@ def _place(node_rank: int, path: str) -> str:
     if path.startswith("output/"):
         return f"output/node{node_rank}/{path.removeprefix('output/')}"
     top, _, name = path.rpartition("/")
-    return path if top == "checkpoints" else f"{top or 'logs'}/node{node_rank}/{name}"
+    return path if path.startswith(("checkpoints/", "tensorboard/")) else f"{top or 'logs'}/node{node_rank}/{name}"
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:

@@ -19,7 +19,6 @@ from launcher.hostranges import fold
 from launcher.operate.found import FoundRun
 from launcher.operate.history import Entry, entry_of
 from launcher.plan import LaunchPlan
-from launcher.profile import KINDS
 from launcher.report import Metrics, read_metrics
 from launcher.yaml_schema import to_yaml
 
@@ -116,7 +115,7 @@ def figures_of(found: FoundRun) -> RunFigures:
         " ".join(found.launch.own_command) if found.launch else "",
         _parts_of(found.plan),
         _versions(found.folder / "events.jsonl", found.plan),
-        read_metrics(files),
+        read_metrics(files).analysed(),
     )
 
 
@@ -153,7 +152,8 @@ def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     yield from _told("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
     rates = (sum(run.metrics.throughput().values()) or None for run in runs)
     yield from _told("speed", "seeds/s", rates, "rate", "more")
-    yield from _told("speed", "from other hosts, an epoch", map(_remote_bytes, runs), "bytes", "less")
+    received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
+    yield from _told("speed", "from other hosts, an epoch", received, "bytes", "less")
     for title, name in (("others' rows cached", "hit_rate"), ("others' rows held", "held_rate")):
         shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
         yield from _told("speed", title, shares, "share", "more" if name == "hit_rate" else "")
@@ -163,8 +163,8 @@ def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
     """Seconds of a step, means over ranks; kinds that take under 0.5 % everywhere are left out."""
     profiles = [run.metrics.profile for run in runs]
     yield from _told("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
-    for kind in KINDS:
-        if any(profile and profile.share(kind) >= 0.005 for profile in profiles):
+    for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
+        if any(profile and profile.share[kind] >= 0.005 for profile in profiles):
             yield Row("step", kind, tuple(profile and profile.spent[kind] for profile in profiles), "spent")
 
 
@@ -274,17 +274,6 @@ def _parsed(line: str) -> dict[str, Any]:
     except ValueError:  # cut short by a killed launcher
         return {}
     return event if isinstance(event, dict) else {}
-
-
-def _remote_bytes(run: RunFigures) -> float | None:
-    """Of an epoch, over all ranks."""
-    profile = run.metrics.profile
-    if profile and profile.whole:
-        return profile.traffic("remote_bytes")
-    epochs: dict[int, float] = {}
-    for line in run.metrics.of_kind("epoch"):
-        epochs[line["epoch"]] = epochs.get(line["epoch"], 0.0) + line.get("remote_bytes", 0)
-    return _mean_of(epochs)
 
 
 def _mean_of(by_epoch: Mapping[int, float]) -> float | None:

@@ -204,6 +204,7 @@ class TrainConfig:
     seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on the val split every so many epochs; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Write a checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
+    tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard on each host.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
         "Batches alive per process, the one in use among them; at least one more than sampler_threads.", 2, at_least=1

@@ -1,223 +1,155 @@
-"""Where a run's time goes, over all ranks, by their metrics lines (docs/ARCHITECTURE.md, "Metrics lines")."""
+"""Where a run's time goes: the document of ``python -m trainer profile --json``, read and printed.
+
+The trainer analyses the metrics lines that it has written; the launcher, which never imports it, runs it as a program.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from launcher.errors import FleetError
 from launcher.words import count, spans
 
-KINDS = ("sample", "remote", "gather", "copy", "forward", "backward", "reduce", "optimizer", "other")
-LOADING = KINDS[:3]  #: waiting for batches
-_SHOWN = 0.005  # share of a step from which on a kind has a column
+_CODE = Path(__file__).resolve().parents[1]  # where the trainer lies, too
+_TIMEOUT = 600.0  # seconds; a minute of one rank's lines takes it about a millisecond
+_NOTABLE = 0.005  # share of a step from which on a kind has a column
 _GAP = "  "
-
-Line = Mapping[str, Any]
+_DETAILS = ("ranks", "advice")  # of the document's "time", left out of result.json
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank's means. ``spent`` and ``behind`` have seconds by kind: of a step, and of the sampler threads' work on a
-    batch, hidden behind training or not."""
+    """One rank's means over the epochs counted."""
 
     rank: int
+    node: int | None
     step_s: float
-    spent: Mapping[str, float]
-    behind: Mapping[str, float]
-    traffic: Mapping[str, float]  #: of an epoch: remote_bytes, rows, remote_rows, cached_rows, held_rows
-    predicted: Mapping[str, Any] = field(default_factory=dict)  #: its ``predict`` line; {} without one
+    spent: Mapping[str, float]  #: seconds of a step by kind
 
     @property
-    def own_s(self) -> float:
-        """Of a step, without waiting for other ranks."""
-        return self.step_s - self.spent["reduce"]
-
-    def share(self, *kinds: str) -> float:
-        """Of a step, 0 to 1."""
-        return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
+    def name(self) -> str:
+        return rank_name(self.rank, self.node)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A run's ranks, one at least."""
+    """Where the time of a step goes; a run's ranks, one at least. Bytes are those of an epoch over all ranks."""
 
-    ranks: tuple[RankProfile, ...]
     epochs: tuple[int, ...]  #: counted, ascending
     whole: bool  #: whole epochs; else the steps of the only one so far
+    step_s: float  #: mean over ranks, as ``spent`` and ``share``
+    spent: Mapping[str, float]  #: seconds of a step by kind
+    share: Mapping[str, float]  #: of a step by kind, 0 to 1
+    most_remote: RankProfile  #: the rank that waits longest for other hosts
+    remote_bytes: float | None  #: None where no epoch is whole
+    predicted: float | None  #: the same as the ranks expected it; None where one of them told nothing
+    predicted_without_cache: float | None
+    why_less: str  #: why fewer bytes came than predicted; '' where that is not so, or not known
+    hit_rate: float | None  #: of the rows that other hosts own, those cached; None without any such rows
+    held_rate: float | None  #: of the same rows, those still held from the last batches
+    ranks: tuple[RankProfile, ...]
+    advice: tuple[str, ...]  #: what would make steps shorter, the weightiest sentence first
+    summary: Mapping[str, Any]  #: for result.json
 
-    @property
-    def step_s(self) -> float:
-        """Mean over ranks."""
-        return sum(rank.step_s for rank in self.ranks) / len(self.ranks)
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """Seconds of a step by kind, mean over ranks."""
-        return {kind: sum(rank.spent[kind] for rank in self.ranks) / len(self.ranks) for kind in KINDS}
-
-    def share(self, *kinds: str) -> float:
-        """Of a step, mean over ranks."""
-        return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
-
-    @property
-    def most_remote(self) -> RankProfile:
-        """The rank that waits longest for other hosts."""
-        return max(self.ranks, key=lambda rank: rank.spent["remote"])
-
-    def traffic(self, name: str) -> float:
-        """Of an epoch, over all ranks."""
-        return sum(rank.traffic.get(name, 0.0) for rank in self.ranks)
-
-    def predicted(self, name: str) -> float | None:
-        """The same as the ranks expected it; None where one of them told nothing."""
-        values = [_number(rank.predicted.get(name)) for rank in self.ranks]
-        return None if None in values else sum(value or 0.0 for value in values)
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Of the rows that other hosts own, those answered by the cache; None without any such rows."""
-        return self._of_remote_rows("cached_rows")
-
-    @property
-    def held_rate(self) -> float | None:
-        """Of the same rows, those that had come for the batches just before and were still held."""
-        return self._of_remote_rows("held_rows")
-
-    @property
-    def less_than_predicted(self) -> str:
-        """Why fewer bytes came than predicted; '' where that is not so, or not known."""
-        expected, got = self.predicted("remote_bytes"), self.traffic("remote_bytes")
-        if not self.whole or not expected or got > 0.9 * expected or not self.held_rate:
-            return ""
-        return "of an epoch that begins with nothing held; later ones still have the rows of the last batches"
-
-    def _of_remote_rows(self, name: str) -> float | None:
-        remote = self.traffic("remote_rows")
-        return self.traffic(name) / remote if remote else None
-
-    def to_json(self) -> dict[str, Any]:
-        """For result.json; bytes and rows are those of an epoch."""
-        told = {
-            "epochs": list(self.epochs),
-            "step_s": round(self.step_s, 6),
-            "spent": {kind: round(value, 6) for kind, value in self.spent.items()},
-            "share": {kind: round(self.share(kind), 4) for kind in KINDS},
-            "most_remote": {"rank": self.most_remote.rank, "seconds": round(self.most_remote.spent["remote"], 6)},
-            "remote_bytes": round(self.traffic("remote_bytes")),
-            "predicted": {name: self.predicted(name) for name in ("remote_bytes", "remote_bytes_without_cache")},
-            "hit_rate": None if self.hit_rate is None else round(self.hit_rate, 4),
-            "held_rate": None if self.held_rate is None else round(self.held_rate, 4),
-        }
-        return told if self.whole else {**told, "remote_bytes": None}
-
-
-def read_profile(lines: Iterable[Line]) -> Profile | None:
-    """Of all ranks' lines, in any order between ranks; None where they tell no ``spent``, as those of older versions.
-
-    Counted are whole epochs but the first, which compiles; the first where there is no other; else its steps so far.
-    """
-    seen: dict[int, _Seen] = {}
-    for line in lines:
-        rank, kind = line.get("rank"), line.get("kind")
-        if isinstance(rank, int) and kind in ("step", "epoch", "predict"):
-            seen.setdefault(rank, _Seen()).take(kind, line)
-    told = {rank: one for rank, one in sorted(seen.items()) if one.epochs or one.steps}
-    whole = any(one.epochs for one in told.values())
-    ranks = [(one, one.profile(rank, whole)) for rank, one in told.items() if one.epochs or not whole]
-    if not ranks:
-        return None
-    epochs = {epoch for one, _ in ranks for epoch in one.counted(whole)}
-    return Profile(tuple(rank for _, rank in ranks), tuple(sorted(epochs)), whole)
-
-
-@dataclass
-class _Seen:
-    """What one rank has told: its epochs, and its steps, a lap to each of several."""
-
-    epochs: dict[int, Line] = field(default_factory=dict)
-    steps: dict[int, list[Line]] = field(default_factory=dict)  # of the newest epoch alone
-    predicted: Line = field(default_factory=dict)
-
-    def take(self, kind: str, line: Line) -> None:
-        epoch = line.get("epoch")
-        if kind == "predict":
-            self.predicted = line
-        elif _tells(line) and isinstance(epoch, int):
-            if kind == "epoch":
-                self.epochs[epoch] = line
-            elif not self.epochs:  # else they are not needed, and there may be millions
-                self.steps.setdefault(epoch, []).append(line)
-
-    def counted(self, whole: bool) -> list[int]:
-        return (sorted(self.epochs)[1:] or sorted(self.epochs)) if whole else sorted(self.steps)
-
-    def profile(self, rank: int, whole: bool) -> RankProfile:
-        lines = [self.epochs[epoch] for epoch in self.counted(whole)] if whole else _all(self.steps.values())
-        weights = [1.0 if whole else _number(_part(line, "traffic").get("batches")) or 1.0 for line in lines]
-        return RankProfile(
-            rank,
-            _mean(((_number(line.get("step_s")) or 0.0) for line in lines), weights),
-            {kind: _mean((_value(line, "spent", kind) for line in lines), weights) for kind in KINDS},
-            {kind: _mean((_value(line, "behind", kind) for line in lines), weights) for kind in LOADING},
-            _traffic(lines),
-            self.predicted,
+    @classmethod
+    def of(cls, time: Mapping[str, Any]) -> Profile:
+        """From ``time`` of the document."""
+        ranks = tuple(RankProfile(one["rank"], one["node"], one["step_s"], one["spent"]) for one in time["ranks"])
+        return cls(
+            epochs=tuple(time["epochs"]),
+            most_remote=next(rank for rank in ranks if rank.rank == time["most_remote"]["rank"]),
+            predicted=time["predicted"]["remote_bytes"],
+            predicted_without_cache=time["predicted"]["remote_bytes_without_cache"],
+            ranks=ranks,
+            advice=tuple(time["advice"]),
+            summary={name: value for name, value in time.items() if name not in _DETAILS},
+            **{
+                name: time[name]
+                for name in ("whole", "step_s", "spent", "share", "remote_bytes", "why_less", "hit_rate", "held_rate")
+            },
         )
 
 
-def _traffic(lines: list[Line]) -> dict[str, float]:
-    names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
-    return {name: sum(_value(line, "traffic", name) for line in lines) / len(lines) for name in names}
+@dataclass(frozen=True)
+class RankTraffic:
+    """What one rank received, over all epochs."""
+
+    rank: int
+    node: int | None
+    sums: Mapping[str, float]  #: remote_bytes, rows, remote_rows, cached_rows, held_rows
+    by_host: Mapping[int, Mapping[str, float]]  #: the same but ``rows`` by the node asked
+
+    @property
+    def name(self) -> str:
+        return rank_name(self.rank, self.node)
 
 
-def _all(lists: Iterable[list[Line]]) -> list[Line]:
-    return [line for lines in lists for line in lines]
+@dataclass(frozen=True)
+class Analysis:
+    """Of the metrics lines of a run."""
+
+    profile: Profile | None = None  #: None where they do not say where time went
+    traffic: tuple[RankTraffic, ...] = ()  #: of ranks with an epoch line
 
 
-def _tells(line: Line) -> bool:
-    spent = line.get("spent")
-    return isinstance(spent, Mapping) and all(_number(spent.get(kind)) is not None for kind in KINDS)
+def analyse(files: Iterable[Path], topology: str = "", *, own: bool = False) -> Analysis:
+    """Run the trainer's analysis of metrics files; those in ``node<k>/`` are of that node.
+
+    topology: of the plan, '' where not known; own: an own command ran. Raises FleetError when the program fails.
+    """
+    paths = [str(file.absolute()) for file in files]
+    if not paths:
+        return Analysis()
+    words = [*(["--topology", topology] if topology else []), *(["--script"] if own else [])]
+    argv = [sys.executable, "-m", "trainer", "profile", "--json", *words, *paths]
+    path = os.pathsep.join(filter(None, (str(_CODE), os.environ.get("PYTHONPATH"))))
+    try:
+        done = subprocess.run(
+            argv, cwd=_CODE, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=_TIMEOUT, check=True, start_new_session=True,  # Ctrl-C is the launcher's to heed
+        )  # fmt: skip
+        told = json.loads(done.stdout)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[-1]
+        raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {last}") from error
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {error}") from error
+    return Analysis(Profile.of(told["time"]) if told["time"] else None, tuple(map(_traffic, told["traffic"])))
 
 
-def _part(line: Line, name: str) -> Mapping[str, Any]:
-    part = line.get(name)
-    return part if isinstance(part, Mapping) else {}
+def _traffic(values: dict[str, Any]) -> RankTraffic:
+    sums = {name: value for name, value in values.items() if name not in ("rank", "node", "by_host")}
+    return RankTraffic(values["rank"], values["node"], sums, {one.pop("node"): one for one in values["by_host"]})
 
 
-def _value(line: Line, part: str, name: str) -> float:
-    return _number(_part(line, part).get(name)) or 0.0
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _mean(values: Iterable[float], weights: list[float]) -> float:
-    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-
-
-def print_profile(profile: Profile, console: Console, node_of: Mapping[int, int]) -> None:
-    """The table, the longest wait for other hosts, and bytes; ``node_of``: node_rank by rank."""
-    for line in profile_lines(profile, node_of):
+def print_profile(profile: Profile, console: Console) -> None:
+    """Print the table, the longest wait for other hosts, and bytes."""
+    for line in profile_lines(profile):
         console.print(Text(line), soft_wrap=True)
 
 
-def profile_lines(profile: Profile, node_of: Mapping[int, int]) -> Iterator[str]:
+def profile_lines(profile: Profile) -> Iterator[str]:
     """The same as texts."""
     ranks, epochs = count(len(profile.ranks), "rank"), "epoch" if len(profile.epochs) == 1 else "epochs"
     which = f"{epochs} {spans(profile.epochs)}" + ("" if profile.whole else " so far")
     yield f"where a step's {milliseconds(profile.step_s)} go, mean of {ranks}, {which}:"
     yield from _table(profile)
     most = profile.most_remote
-    if most.spent["remote"]:
-        told = f"{milliseconds(most.spent['remote'])} of its {milliseconds(most.step_s)} a step"
-        told += f" ({most.share('remote'):.0%})"
-        yield f"longest wait for other hosts: {rank_name(most.rank, node_of)}, {told}"
-    if profile.whole and (profile.traffic("remote_bytes") or profile.hit_rate is not None):
+    if seconds := most.spent["remote"]:
+        told = f"{milliseconds(seconds)} of its {milliseconds(most.step_s)} a step ({seconds / most.step_s:.0%})"
+        yield f"longest wait for other hosts: {most.name}, {told}"
+    if profile.remote_bytes or (profile.whole and profile.hit_rate is not None):
         yield "from other hosts: " + _bytes(profile)
 
 
@@ -226,18 +158,17 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def rank_name(rank: int, node_of: Mapping[int, int]) -> str:
-    """``node1/rank3``."""
-    return f"node{node_of[rank]}/rank{rank}" if rank in node_of else f"rank{rank}"
+def rank_name(rank: int, node: int | None) -> str:
+    """``node1/rank3``; ``rank3`` where the node is not known."""
+    return f"rank{rank}" if node is None else f"node{node}/rank{rank}"
 
 
 def _table(profile: Profile) -> Iterator[str]:
     """A column for each kind that takes some of a step."""
-    spent = profile.spent
-    shown = [kind for kind in KINDS if profile.share(kind) >= _SHOWN]
+    shown = {kind: seconds for kind, seconds in profile.spent.items() if profile.share[kind] >= _NOTABLE}
     columns = [
         ("", "ms", "share"),
-        *((kind, f"{1000 * spent[kind]:.1f}", f"{profile.share(kind):.0%}") for kind in shown),
+        *((kind, f"{1000 * seconds:.1f}", f"{profile.share[kind]:.0%}") for kind, seconds in shown.items()),
     ]
     widths = [max(map(len, column)) for column in columns]
     for cells in zip(*columns, strict=True):
@@ -247,11 +178,11 @@ def _table(profile: Profile) -> Iterator[str]:
 
 def _bytes(profile: Profile) -> str:
     """``12.3 MB an epoch, 12.1 MB predicted (40.2 MB without the cache)``, and where the rows of others came from."""
-    text = f"{decimal(round(profile.traffic('remote_bytes')))} an epoch"
-    expected, bare = profile.predicted("remote_bytes"), profile.predicted("remote_bytes_without_cache")
-    if expected is not None:
-        text += f", {decimal(round(expected))} predicted"
-        text += " of one that begins with nothing held" if profile.less_than_predicted else ""
+    text = f"{decimal(round(profile.remote_bytes or 0))} an epoch"
+    if profile.predicted is not None:
+        text += f", {decimal(round(profile.predicted))} predicted"
+        text += " of one that begins with nothing held" if profile.why_less else ""
+        bare = profile.predicted_without_cache
         text += f" ({decimal(round(bare))} without the cache)" if bare is not None else ""
     cached, held = profile.hit_rate, profile.held_rate
     if cached is not None and held is not None:

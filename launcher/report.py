@@ -19,8 +19,7 @@ from launcher.errors import FleetError
 from launcher.goingon import resume_command
 from launcher.outcome import Outcome
 from launcher.ownend import last_loss, output_lines
-from launcher.profile import Profile, print_profile, read_profile
-from launcher.tensorboard import write_events
+from launcher.profile import Profile, analyse, print_profile
 from launcher.wholefile import appearing, write_whole
 from launcher.words import spans
 
@@ -37,7 +36,7 @@ class Metrics:
 
     lines: tuple[Mapping[str, Any], ...] = ()
     files: tuple[Path, ...] = ()  #: of all ranks, whole
-    profile: Profile | None = None  #: where their time went; None where they do not tell
+    profile: Profile | None = None  #: where their time went; None where they do not tell, or before ``analysed``
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         return [line for line in self.lines if line.get("kind") == kind]
@@ -48,10 +47,14 @@ class Metrics:
         found = self.of_kind("result")
         return found[-1] if found else {}
 
+    def analysed(self) -> Metrics:
+        """With ``profile``; raises FleetError when the analysis fails."""
+        return replace(self, profile=analyse(self.files).profile)
+
     def summary(self) -> dict[str, Any]:
         """For result.json: accuracies, epoch times, where the time went, and each rank's mean seeds per second."""
         result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
-        result |= {"profile": self.profile.to_json()} if self.profile else {}
+        result |= {"profile": dict(self.profile.summary)} if self.profile else {}
         speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
         return {**result, "seeds_per_s": speed} if speed else result
 
@@ -135,14 +138,21 @@ class RunReport:
 
 
 def written(report: RunReport) -> RunReport:
-    """``report``, in its folder now; with a note where the disk does not take it, as its words still count."""
+    """Analyse the metrics, write the report's files; returns it with notes on what failed, as its words still count."""
+    report = _analysed(report)
     try:
         report.write()
-        write_events(report.folder, report.metrics.files, metrics_lines(report.metrics.files))
     except OSError as error:
         note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
         return replace(report, notes=(*report.notes, note))
     return _with_html(report)
+
+
+def _analysed(report: RunReport) -> RunReport:
+    try:
+        return replace(report, metrics=report.metrics.analysed())
+    except FleetError as error:
+        return replace(report, notes=(*report.notes, str(error)))
 
 
 def _with_html(report: RunReport) -> RunReport:
@@ -177,7 +187,7 @@ def read_metrics(files: Iterable[Path]) -> Metrics:
     """Merge metrics files by time; a last line cut short by a killed writer is left out."""
     files = tuple(files)
     lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
-    return Metrics(lines, files, read_profile(lines))
+    return Metrics(lines, files)
 
 
 def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
@@ -248,7 +258,7 @@ def _print_done(report: RunReport, console: Console) -> None:
         told = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
         console.print(told, soft_wrap=True)
     if report.metrics.profile:
-        print_profile(report.metrics.profile, console, _nodes_of(report.outcomes))
+        print_profile(report.metrics.profile, console)
     result = report.metrics.result
     for split in ("test", "val"):
         if result.get(f"{split}_accuracy") is not None:

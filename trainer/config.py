@@ -61,6 +61,7 @@ class TrainSettings:
     seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
     eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
     checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
+    tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting("Batches alive per process; at least one more than sampler_threads.", 2, at_least=1)
     device_cache: str = setting(

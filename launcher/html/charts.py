@@ -8,7 +8,7 @@ from typing import Any
 from launcher.html.page import Chart
 from launcher.html.record import RunRecord
 from launcher.html.series import Point, Series, number
-from launcher.profile import KINDS, Profile, rank_name
+from launcher.profile import Profile, rank_name
 
 _SINGLE = 12  # ranks that get a line each; more are a heat map
 _BAR = 22  # pixels of a row
@@ -72,13 +72,15 @@ def speed_chart(record: RunRecord) -> Chart | None:
     by_rank = _speeds(record.series)
     title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": _ticks(by_rank.values())}
     if len(by_rank) <= _SINGLE:
-        data = [_line(rank_name(rank, record.node_of), points, marks=True) for rank, points in by_rank.items()]
+        data = [
+            _line(rank_name(rank, record.node_of.get(rank)), points, marks=True) for rank, points in by_rank.items()
+        ]
         if not any(len(points) > 1 for points in by_rank.values()):
             return _seconds_speed(record) or _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
         return _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
     epochs = sorted({x for points in by_rank.values() for x, _ in points})
     z = [[dict(points).get(epoch) for epoch in epochs] for points in by_rank.values()]
-    names = [rank_name(rank, record.node_of) for rank in by_rank]
+    names = [rank_name(rank, record.node_of.get(rank)) for rank in by_rank]
     bar = {"title": {"text": "seeds/s"}}
     return Chart("speed", title, [_heat(epochs, names, z, bar)], {"xaxis": axis}, _height(len(names)))
 
@@ -87,16 +89,16 @@ def _seconds_speed(record: RunRecord) -> Chart | None:
     """Of the first epoch, by the clock."""
     start = record.started
     data = [
-        _line(rank_name(rank, record.node_of), [(t - start, value) for t, value in points])
+        _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
         for rank, points in list(record.series.speed.items())[:_SINGLE]
     ]
     axis = {"title": {"text": "seconds since the launch"}}
     return _chart("speed", "Throughput of each rank", data, {"xaxis": axis, "yaxis": _seeds_axis()})
 
 
-def spent_chart(profile: Profile, node_of: Mapping[int, int]) -> Chart:
+def spent_chart(profile: Profile) -> Chart:
     """A bar for each rank: milliseconds of a mean step by what the loop was at."""
-    names = [rank_name(rank.rank, node_of) for rank in profile.ranks]
+    names = [rank.name for rank in profile.ranks]
     data = [
         {
             "type": "bar",
@@ -104,11 +106,11 @@ def spent_chart(profile: Profile, node_of: Mapping[int, int]) -> Chart:
             "name": _KIND_WORDS.get(kind, kind),
             "y": names,
             "x": [1000 * rank.spent[kind] for rank in profile.ranks],
-            "marker": {"color": _KIND_COLOURS[kind]},
+            "marker": {"color": _KIND_COLOURS.get(kind)},
             "hovertemplate": "%{y}<br>%{x:.2f} ms",
         }
-        for kind in KINDS
-        if profile.share(kind) >= 0.001
+        for kind, share in profile.share.items()
+        if share >= 0.001
     ]
     layout = {
         "barmode": "stack",

@@ -14,6 +14,7 @@ from launcher.errors import FleetError
 from launcher.html.series import Series, read_series
 from launcher.operate.found import FoundRun, known_here, read_folder
 from launcher.outcome import Outcome
+from launcher.profile import Analysis, analyse
 from launcher.report import metrics_lines
 
 LOG_LINES = 60  #: last lines of a log that are shown
@@ -29,6 +30,7 @@ class RunRecord:
 
     found: FoundRun
     series: Series
+    analysis: Analysis  #: of its metrics; empty for an earlier run
     events: tuple[Event, ...]  #: in order of time
     outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run goes on
     first: Outcome | None  #: the first cause
@@ -64,23 +66,35 @@ class RunRecord:
         return {rank: node.node_rank for node in plan.nodes for rank in node.ranks} if plan else {}
 
 
-def read_record(folder: Path, *, runs_dirs: Sequence[Path] = (), ancestors: int = _ANCESTORS) -> RunRecord:
-    """What ``folder`` tells; raises FleetError when a file in it is damaged."""
+def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
+    """What ``folder`` tells; raises FleetError when a file in it is damaged, or its metrics cannot be analysed."""
     found = read_folder(folder)
+    topology = found.plan.topology.choice if found.plan else ""
+    analysis = analyse(_metrics_files(folder), topology, own=found.own)
+    return _read(found, analysis, folder, runs_dirs, _ANCESTORS)
+
+
+def _metrics_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("logs/node*/metrics-rank*.jsonl"))
+
+
+def _read(
+    found: FoundRun, analysis: Analysis, folder: Path, runs_dirs: Sequence[Path], ancestors: int
+) -> RunRecord:  # fmt: skip
     result = found.result or {}
     outcomes = (
         tuple(filter(None, (_outcome(one) for node in result["nodes"] for one in node["outcomes"]))) if result else ()
     )
     first = _outcome(result.get("first_failure"))
-    files = sorted(folder.glob("logs/node*/metrics-rank*.jsonl"))
     return RunRecord(
         found,
-        read_series(metrics_lines(files)),
+        read_series(metrics_lines(_metrics_files(folder))),
+        analysis,
         tuple(sorted(_events(folder / "events.jsonl"), key=lambda event: float(event["t"]))),
         outcomes,
         first,
         _last_lines(folder / first.log_name) if first else (),
-        _manifest(folder),
+        _manifest(found),
         _earlier(found, [folder.parent, *runs_dirs], ancestors),
     )
 
@@ -91,7 +105,7 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
     if folder is None or folder == found.folder:
         return ()
     try:
-        record = read_record(folder, runs_dirs=runs_dirs, ancestors=ancestors - 1)
+        record = _read(read_folder(folder), Analysis(), folder, runs_dirs, ancestors - 1)
     except FleetError:  # an earlier run's damage is no matter of this one
         return ()
     return (*record.earlier, record)
@@ -130,21 +144,10 @@ def _last_lines(path: Path) -> tuple[str, ...]:
     return tuple(deque(text.splitlines(), LOG_LINES))
 
 
-def _manifest(folder: Path) -> Mapping[str, Any] | None:
+def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
     """The one that was sent, if it still lies where it was read from."""
-    for file in _planned(folder / "plan.json"):
-        if str(file.get("dest")).endswith("/manifest.json") and file.get("source"):
-            source = Path(str(file["source"]))
-            data = source.read_bytes() if source.is_file() else b""
-            same = hashlib.sha256(data).hexdigest() == file.get("sha256")
-            return dict(json.loads(data)) if same else None
-    return None
-
-
-def _planned(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The files that plan.json lists."""
-    try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        yield from (file for node in plan["nodes"] for file in node["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
-        return
+    if found.plan is None or found.config is None or not found.plan.manifest:
+        return None
+    source = Path(found.config.data.folder).expanduser() / "manifest.json"
+    data = source.read_bytes() if source.is_file() else b""
+    return dict(json.loads(data)) if hashlib.sha256(data).hexdigest() == found.plan.manifest else None

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from rich.filesize import decimal
 
-from launcher.advice import advice
 from launcher.aftermath import aftermath_of
 from launcher.html.charts import accuracy_chart, all_of, bars, loss_chart, resumed_at, speed_chart, spent_chart
 from launcher.html.page import Block, Fact, Lines, ReportPage, Section, Table, Tone, Words
@@ -147,14 +146,13 @@ def _no_epochs(record: RunRecord, drawn: bool) -> str:
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
-    profile = record.series.profile
+    profile = record.analysis.profile
     if profile is None:
         return
     epochs = f"{'epoch' if len(profile.epochs) == 1 else 'epochs'} {spans(profile.epochs)}"
     so_far = "" if profile.whole or record.state != "running" else " so far"
-    yield spent_chart(profile, record.node_of)
-    topology = record.found.plan.topology.choice if record.found.plan else ""
-    yield Words((f"Means over {epochs}{so_far}.", *advice(profile, record.node_of, topology, own=record.found.own)))
+    yield spent_chart(profile)
+    yield Words((f"Means over {epochs}{so_far}.", *profile.advice))
 
 
 def _parts(record: RunRecord) -> Iterator[Block]:

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.profile import Profile, read_profile
-
 POINTS = 1500  #: of one curve; a page with more is slow, and nobody sees them
 
 Line = Mapping[str, Any]
@@ -26,8 +24,6 @@ class Series:
     accuracy: Mapping[str, tuple[Point, ...]] = field(default_factory=dict)  #: split → (epoch, fraction)
     speed: Mapping[int, tuple[Point, ...]] = field(default_factory=dict)  #: rank → (seconds since the epoch, seeds/s)
     epochs: tuple[Line, ...] = ()  #: epoch lines of all ranks
-    kinds: Mapping[str, Line] = field(default_factory=dict)  #: the last line of each kind
-    profile: Profile | None = None
 
     @property
     def epochs_done(self) -> int:
@@ -72,8 +68,6 @@ class _Seen:
     evals: dict[str, dict[float, float]] = field(default_factory=dict)
     speed: dict[int, _Curve] = field(default_factory=dict)
     epochs: list[Line] = field(default_factory=list)
-    kinds: dict[str, Line] = field(default_factory=dict)
-    told: list[Line] = field(default_factory=list)  # what a profile is made of
 
     def take(self, line: Line) -> None:
         kind, rank = line.get("kind"), line.get("rank")
@@ -85,9 +79,6 @@ class _Seen:
             epoch, accuracy = number(line.get("epoch")), number(line.get("accuracy"))
             if epoch is not None and accuracy is not None:
                 self.evals.setdefault(str(line.get("split")), {})[epoch] = accuracy
-        elif kind == "predict":
-            self.told.append(line)
-        self.kinds[str(kind)] = {name: value for name, value in line.items() if name != "step_loss"}
 
     def series(self) -> Series:
         steps = [point for epoch in sorted(self.steps) for point in mean_over_ranks(self.steps[epoch])]
@@ -96,15 +87,12 @@ class _Seen:
             epoch, loss = number(line.get("epoch")), number(line.get("loss"))
             if epoch is not None and loss is not None:
                 mean.setdefault(epoch, loss)
-        last = [line for line in self.told if line.get("kind") != "step" or not self.epochs]
         return Series(
             tuple(thinned(self.losses + steps)),
             tuple(sorted(mean.items())),
             {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(self.epochs),
-            self.kinds,
-            read_profile(last),
         )
 
     def _step(self, rank: int, line: Line) -> None:
@@ -115,8 +103,6 @@ class _Seen:
         if epoch is not None and step is not None and loss is not None:
             x = epoch - 1 + (step + 1) / max(1.0, number(line.get("steps")) or 1.0)
             self._step_loss(int(epoch), rank, (x, loss))
-        if not self.epochs:
-            self.told.append(line)
 
     def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
         """Of one rank's seeds: shown only where no line tells the loss over all ranks."""
@@ -140,9 +126,7 @@ class _Seen:
             self.losses += thinned(points)
             if len(self.losses) > 20 * POINTS:
                 self.losses = thinned(self.losses)
-        kept = {name: value for name, value in line.items() if name != "step_loss"}
-        self.epochs.append(kept)
-        self.told = [each for each in self.told if each.get("kind") != "step"] + [kept]
+        self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
 
 
 def mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:

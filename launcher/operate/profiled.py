@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from launcher.advice import advice
 from launcher.errors import FleetError
 from launcher.operate.showlogs import collected_logs
 from launcher.operate.views import OpenRun
-from launcher.plan import LaunchPlan
-from launcher.profile import Profile, print_profile, read_profile
-from launcher.report import metrics_lines
+from launcher.profile import Profile, analyse, print_profile
 
 _LAST = 2000  # lines of each rank of a running node; at most one a second is written
 _FILES = "metrics-rank*.jsonl"
@@ -24,7 +22,9 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
     """The profile, and why which nodes are missing in it; raises FleetError where no rank tells."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
-    profile = read_profile(_lines(run, plan, missing))
+    with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
+        files = list(_metrics_files(run, Path(folder), missing))
+        profile = analyse(files, plan.topology.choice, own=run.found.own).profile
     if profile is None:
         why = "; ".join(f"{plan.nodes[k].label}: {words}" for k, words in sorted(missing.items()))
         raise FleetError(
@@ -34,46 +34,33 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
     return profile, missing
 
 
-def show_profile(run: OpenRun, profile: Profile, console: Console) -> None:
-    """Table and advice."""
-    plan = run.found.needed_plan
-    print_profile(profile, console, nodes_of(plan))
-    for line in advice(profile, nodes_of(plan), plan.topology.choice, own=run.found.own):
+def show_profile(profile: Profile, console: Console) -> None:
+    """Print table and advice."""
+    print_profile(profile, console)
+    for line in profile.advice:
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
 def to_json(run: OpenRun, profile: Profile) -> dict[str, Any]:
     """For ``--json``."""
-    plan = run.found.needed_plan
-    told = advice(profile, nodes_of(plan), plan.topology.choice, own=run.found.own)
-    return {"run_id": run.found.run_id, **profile.to_json(), "advice": told}
+    return {"run_id": run.found.run_id, **profile.summary, "advice": list(profile.advice)}
 
 
-def nodes_of(plan: LaunchPlan) -> dict[int, int]:
-    """node_rank by rank."""
-    return {rank: node.node_rank for node in plan.nodes for rank in node.ranks}
-
-
-def _lines(run: OpenRun, plan: LaunchPlan, missing: dict[int, str]) -> Iterator[Mapping[str, Any]]:
-    """Metrics lines of all ranks; nodes whose files are not all here are asked for their last ones."""
+def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
+    """Metrics files of all ranks; of nodes whose files are not all here the last lines, written below ``folder``."""
     away = []
-    for node in plan.nodes:
-        folder = collected_logs(run.found, node.node_rank)
-        if folder is None:
+    for node in run.found.needed_plan.nodes:
+        logs = collected_logs(run.found, node.node_rank)
+        if logs is None:
             away.append(node.node_rank)
         else:
-            yield from metrics_lines(sorted(folder.glob(_FILES)))
+            yield from sorted(logs.glob(_FILES))
     views = run.look(away, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if away else {}
     for k, view in views.items():
         if view.unreachable:
             missing[k] = view.unreachable
-        for lines in view.lines.values():
-            yield from filter(None, map(_parsed, lines))
-
-
-def _parsed(text: str) -> Mapping[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:  # an own script's
-        return None
-    return line if isinstance(line, dict) else None
+        for name, lines in view.lines.items():
+            file = folder / f"node{k}" / Path(name).name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            yield file

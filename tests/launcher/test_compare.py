@@ -15,7 +15,7 @@ from launcher.config import ClusterConfig, DataConfig, NodeConfig, TrainConfig
 from launcher.operate.found import read_folder
 from launcher.registry import LaunchFile
 from launcher.yaml_schema import to_yaml
-from test_profile import lines_of
+from metrics_kit import lines_of
 
 CONFIG = ClusterConfig(
     nodes=(NodeConfig("gnn1"), NodeConfig("gnn2")),
@@ -156,7 +156,7 @@ speed
   others' rows held           0%        0%
 
 where a step's time goes
-  a step                      120 ms *  9 s
+  a step                      120 ms *  9.08 s
   sample                      4 ms      4 ms
   remote                      12 ms     12 ms
   gather                      2 ms      2 ms

@@ -1,35 +1,69 @@
-"""What would make a run's steps shorter, as far as its own figures tell."""
+"""What would make a run's steps shorter, as far as its own figures say: which key of the config, or what else."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from statistics import median
 
+from rich.filesize import decimal
+
+from trainer.train.metrics import KINDS, LOADING
 from trainer.train.recorded import RankRecord, Record
 
-NOTABLE = 0.1  #: share of a step from which on a kind is worth a word
-_UNEVEN = 1.15  #: times the own work of the rank in the middle
+NOTABLE = 0.1  #: share of a step from which on a kind is worth a line
+_UNEVEN = 1.15  #: times the own work of the rank that waits
 _OFF = 0.1  #: of a prediction
 
 
 @dataclass(frozen=True)
-class Advice:
-    share: float  #: of a step that is at stake
-    text: str
+class _Names:
+    """What can be changed to make a step shorter, as it is called where it is changed."""
+
+    cache: str
+    prefetch: str
+    threads: str
+    ahead: str
+    batch: str
+    copy: str
+    model: str
 
 
-def advice(record: Record, most: int = 3) -> list[str]:
-    """The weightiest lines first."""
-    found = sorted(_found(record), key=lambda item: -item.share)
-    return [item.text for item in found[:most]] or [
-        f"no kind but forward and backward takes {NOTABLE:.0%} of a step on any rank"
-    ]
+_BUNDLED = _Names(
+    "a larger data.cache",
+    "a larger train.prefetch",
+    "train.sampler_threads",
+    "train.prefetch",
+    "train.batch_size",
+    "pinned memory and a copy stream (the bundled trainer has both)",
+    "fewer train.hidden or train.fanouts, or train.precision: bfloat16 where the processor has it",
+)
+_SCRIPT = _Names(
+    "more rows kept here (graph.cache_rows)",
+    "more batches under way (prefetch of the loader)",
+    "sampler threads (num_workers of the loader)",
+    "prefetch of the loader",
+    "batch_size of the loader",
+    "pinned memory, a copy stream",
+    "a smaller model or fewer neighbours in the script, or bfloat16 where the processor has it",
+)
 
 
-def keeping_up(rank: RankRecord) -> str | None:
-    """When a loop waits because its sampler threads cannot keep up: what they would need."""
+def advice(record: Record, topology: str = "", *, script: bool = False) -> list[str]:
+    """Sentences, the weightiest first.
+
+    topology: ``data.topology`` of the run, '' where not known; script: a script of one's own trains, which reads no
+    ``train.*`` keys.
+    """
+    names = _SCRIPT if script else _BUNDLED
+    found = [*_remote(record, topology, names), *_loading(record, names), *_reduce(record, names)]
+    found += [*_copy(record, names), *_rest(record), *_model(record, names), *_prediction(record)]
+    lines = [text for _, text in sorted(found, key=lambda item: -item[0])]
+    return lines or [f"no single kind of work but the model's own takes {NOTABLE:.0%} of a step"]
+
+
+def keeping_up(rank: RankRecord, names: _Names = _BUNDLED) -> str | None:
+    """What sampler threads would need that cannot keep up with the training loop; None where they can."""
     rest = rank.step_s - rank.wait_s
     if rank.wait_s < NOTABLE * rank.step_s or rank.work_s <= rest or rest <= 0:
         return None
@@ -38,102 +72,92 @@ def keeping_up(rank: RankRecord) -> str | None:
     return (
         f"a batch takes a sampler thread {_s(rank.work_s)} (sampling {_s(rank.behind['sample'])}, other hosts"
         f" {_s(rank.behind['remote'])}, gathering {_s(rank.behind['gather'])}), the rest of a step {_s(rest)}:"
-        f" {enough} threads {need} keep up (sampler_threads, prefetch)"
+        f" {enough} threads {need} keep up ({names.threads}, {names.ahead})"
     )
 
 
-def _found(record: Record) -> Iterator[Advice]:
-    yield from _loading(record)
-    yield from _reduce(record)
-    yield from _model(record)
-    yield from _rest(record)
-    yield from _prediction(record)
-
-
-def _loading(record: Record) -> Iterator[Advice]:
-    remote = max(record.ranks, key=lambda rank: rank.share("remote"))
-    local = max(record.ranks, key=lambda rank: rank.share("sample", "gather"))
-    needs = keeping_up(local)
-    if (share := remote.share("remote")) >= NOTABLE:
-        yield Advice(share, f"remote wait is {_at(remote, 'remote')}{_traffic(remote)}{_then(keeping_up(remote))}")
-        needs = None if local is remote else needs  # once is enough
-    if (share := local.share("sample", "gather")) >= NOTABLE:
-        yield Advice(share, f"waiting for sampling and gathering is {_at(local, 'sample', 'gather')}{_then(needs)}")
-
-
-def _traffic(rank: RankRecord) -> str:
-    """Where its rows come from, and what would bring fewer bytes."""
-    text = f": a batch brings {_bytes(rank.traffic['remote_bytes'])} from other hosts"
-    remote, cached = rank.part("remote_rows", "rows"), rank.part("cached_rows", "remote_rows")
-    if remote is not None:
-        text += f", who own {remote:.0%} of its {rank.traffic['rows']:,.0f} rows"
-    if cached is not None:
-        held = rank.part("held_rows", "remote_rows") or 0.0
-        text += f"; of those {cached:.0%} were cached (data.cache), {held:.0%} held from the last batches"
-    return text
-
-
-def _reduce(record: Record) -> Iterator[Advice]:
-    worst = max(record.ranks, key=lambda rank: rank.share("reduce"))
-    if (share := worst.share("reduce")) < NOTABLE or len(record.ranks) == 1:
+def _remote(record: Record, topology: str, names: _Names) -> Iterator[tuple[float, str]]:
+    worst = _worst(record, "remote")
+    if worst.share("remote") < NOTABLE:
         return
-    slow, middle = max(record.ranks, key=lambda rank: rank.own_s), median(rank.own_s for rank in record.ranks)
-    text = f"waiting for other ranks is {_at(worst, 'reduce')}"
-    if slow.own_s > _UNEVEN * middle or (len(record.ranks) == 2 and slow.own_s > _UNEVEN * worst.own_s):
-        kind = max(slow.spent, key=lambda name: slow.spent[name] - record.mean.spent[name] if name != "reduce" else -1)
+    means = ["data.topology: replicated (edges of all parts on each host)"] if topology == "partitioned" else []
+    rate = record.rate("cached_rows")
+    had = "" if rate is None else f" (it had {rate:.0%} of the rows that others own)"
+    means += [f"{names.cache}{had}", "run.wire_rows: float16 or int8", names.prefetch]
+    again = worst is _worst(record, "sample", "gather") and worst.share("sample", "gather") >= NOTABLE
+    needs = None if again else keeping_up(worst, names)  # which ``_loading`` says of the same rank
+    text = f"{_at(worst, 'remote')} is waiting for other hosts: {', '.join(means)}"
+    yield worst.share("remote"), text + (f"; {needs}" if needs else "")
+
+
+def _loading(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+    worst = _worst(record, "sample", "gather")
+    if worst.share("sample", "gather") < NOTABLE:
+        return
+    words = "sampling" if worst.spent["sample"] >= worst.spent["gather"] else "gathering rows"
+    needs = keeping_up(worst, names) or f"more {names.threads}, {names.prefetch}, or cores that are not shared"
+    text = f"{_at(worst, 'sample', 'gather')} is waiting for batches, most of it {words}: {needs}"
+    yield worst.share("sample", "gather"), text
+
+
+def _reduce(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+    worst, slow = _worst(record, "reduce"), max(record.ranks, key=lambda rank: rank.own_s)
+    if worst.share("reduce") < NOTABLE:
+        return
+    text = f"{_at(worst, 'reduce')} is waiting for other ranks"
+    if slow.own_s > _UNEVEN * worst.own_s:
+        kind = max((kind for kind in KINDS if kind != "reduce"), key=lambda kind: slow.spent[kind] - worst.spent[kind])
         text += (
-            f"; rank {slow.rank} has most work of its own, {_s(slow.own_s)} a step against {_s(worst.own_s)} of rank"
-            f" {worst.rank}, the difference mostly in {kind}"
+            f": the hosts, or their work, are unequal, {slow.name} takes {_s(slow.own_s)} of its own for a step and"
+            f" this one {_s(worst.own_s)}, the difference mostly in {kind}"
         )
     else:
-        text += "; the ranks' own work is even, so it is the line: a larger batch_size reduces less often"
-    yield Advice(share, text)
-
-
-def _model(record: Record) -> Iterator[Advice]:
-    mean = record.mean
-    share, loading = mean.share("forward", "backward"), mean.share(*mean.behind)
-    if share >= 0.5 and loading < NOTABLE:
-        yield Advice(
-            share,
-            f"forward and backward are {share:.0%} of a step ({_s(share * mean.step_s)}), waiting for batches"
-            f" {loading:.0%}: what is left to gain is in the model (hidden, fanouts, precision) and in more processes",
+        text += (
+            f", though none takes much longer for its own work than its {_s(worst.own_s)}: a slow network, or steps too"
+            f" short; a larger {names.batch} has fewer of them"
         )
+    yield worst.share("reduce"), text
 
 
-def _rest(record: Record) -> Iterator[Advice]:
+def _copy(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+    worst = _worst(record, "copy")
+    if worst.share("copy") >= NOTABLE:
+        text = f"{_at(worst, 'copy')} is copying batches to the device: {names.copy}, fewer columns, or float16 rows"
+        yield worst.share("copy"), text
+
+
+def _rest(record: Record) -> Iterator[tuple[float, str]]:
     for kind, about in (
-        ("copy", "batches to the device"),
         ("optimizer", "the update of the weights"),
         ("other", "what the loop does besides: metrics, snapshots, a script's own code"),
     ):
-        worst = max(record.ranks, key=lambda rank: rank.share(kind))
-        if (share := worst.share(kind)) >= NOTABLE:
-            yield Advice(share, f"{kind} ({about}) is {_at(worst, kind)}")
+        worst = _worst(record, kind)
+        if worst.share(kind) >= NOTABLE:
+            yield worst.share(kind), f"{_at(worst, kind)} is {kind} ({about})"
 
 
-def _prediction(record: Record) -> Iterator[Advice]:
-    for rank in record.ranks:
-        expected, got = rank.bytes_predicted, rank.traffic["remote_bytes"]
-        if expected and abs(got / expected - 1) > _OFF:
-            why = " of an epoch that begins with nothing held" if got < expected and rank.traffic["held_rows"] else ""
-            text = f"rank {rank.rank} receives {_bytes(got)} a batch, {_bytes(expected)} were predicted{why}"
-            yield Advice(0.0, text)
-            return
+def _model(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+    """Of the rank that the others wait for."""
+    slow = max(record.ranks, key=lambda rank: rank.own_s)
+    if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
+        yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
+
+
+def _prediction(record: Record) -> Iterator[tuple[float, str]]:
+    expected, got = record.predicted("remote_bytes"), record.traffic("remote_bytes")
+    if record.whole and expected and abs(got / expected - 1) > _OFF:
+        text = f"{decimal(round(got))} an epoch came from other hosts, {decimal(round(expected))} were predicted"
+        yield 0.0, f"{text} {record.why_less}".rstrip()
+
+
+def _worst(record: Record, *kinds: str) -> RankRecord:
+    return max(record.ranks, key=lambda rank: rank.share(*kinds))
 
 
 def _at(rank: RankRecord, *kinds: str) -> str:
-    seconds = sum(rank.spent[kind] for kind in kinds)
-    return f"{rank.share(*kinds):.0%} of a step on rank {rank.rank} ({_s(seconds)})"
-
-
-def _then(text: str | None) -> str:
-    return f"; {text}" if text else ""
+    seconds = _s(sum(rank.spent[kind] for kind in kinds))
+    return f"{rank.share(*kinds):.0%} of a step on {rank.name} ({seconds} of {_s(rank.step_s)})"
 
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e6:.3g} MB"

@@ -8,9 +8,12 @@ import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from trainer.train.tensorboard import TensorBoard
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
@@ -26,7 +29,8 @@ class MetricsLog:
     Raises ``SettingsError`` when it cannot.
     """
 
-    def __init__(self, run_dir: Path, rank: int):
+    def __init__(self, run_dir: Path, rank: int, tensorboard: bool = False):
+        """tensorboard: also write scalars below ``run_dir``/tensorboard."""
         path = run_dir / f"metrics-rank{rank}.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -37,6 +41,11 @@ class MetricsLog:
         self._next_step = 0.0
         self._progress_path = run_dir / f"progress-rank{rank}"
         self._progress: io.FileIO | None = None
+        self._tensorboard: TensorBoard | None = None
+        if tensorboard:
+            from trainer.train.tensorboard import TensorBoard
+
+            self._tensorboard = TensorBoard(run_dir, rank)
         self.write("start")
 
     def write(self, kind: str, **values: Any) -> None:
@@ -44,6 +53,8 @@ class MetricsLog:
         line = {"t": round(time.time(), 3), "kind": kind, "rank": self.rank, **values}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.add(line)
 
     def at(self, epoch: int, step: int, phase: str) -> None:
         """Overwrite the progress file; as cheap as a system call, so it may be done several times a step.
@@ -72,5 +83,7 @@ class MetricsLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._progress is not None:
             self._progress.close()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
+from trainer.errors import SettingsError
 from trainer.train.advice import advice
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.recorded import RankRecord, Record, read_record
+from trainer.train.recorded import RankLines, RankRecord, Record, read_lines, record_of
 
+VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
 _WIDTH = 110  # of what is not shown in a terminal
 
 
@@ -37,25 +37,47 @@ class _Epochs(click.ParamType):
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--epochs", type=_Epochs(), help="One, or a range as 2-5; default: all but the first.")
-def profile(run_dir: Path, epochs: Container[int] | None) -> None:
+@click.option("--topology", default="", help="data.topology of the run, which the advice goes by; default: not known.")
+@click.option("--script", is_flag=True, help="A script of one's own trained: the advice names no train.* keys.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead.")
+def profile(paths: tuple[Path, ...], epochs: Container[int] | None, topology: str, script: bool, as_json: bool) -> None:
     """Show where a run's time goes, per rank, and what would help.
 
-    RUN_DIR: the --run-dir of train, or the folder of a launch, also while it runs.
+    PATHS: the --run-dir of train, or the folder of a launch, also while it runs; or metrics files of ranks.
     """
-    show(read_record(run_dir, epochs))
+    lines = read_lines(paths)
+    record = record_of(lines, epochs)
+    told = advice(record, topology, script=script) if record else []
+    if as_json:
+        print(json.dumps(document(lines, record, told)))
+    elif record is None:
+        raise SettingsError(
+            f"no epoch or step line in {', '.join(map(str, paths))} tells where time went: nothing was trained yet, or"
+            " for less than a second, or by a script whose StepLog was not given its loader"
+        )
+    else:
+        show(record, told)
 
 
-def show(record: Record, console: Console | None = None) -> None:
-    """Tables and advice."""
+def document(lines: Mapping[int, RankLines], record: Record | None, told: list[str]) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    time = record.to_json() | {"advice": told} if record else None
+    return {"version": VERSION, "time": time, "traffic": [rank.to_json() for rank in lines.values() if rank.epochs]}
+
+
+def show(record: Record, told: list[str]) -> None:
+    """Print tables and advice."""
+    from rich.console import Console  # which takes longer to import than all the rest
+
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
-    console = console or Console(width=max(width, 80), highlight=False)
+    console = Console(width=max(width, 80), highlight=False)
     console.print(_title(record), soft_wrap=True)
     console.print(_steps(record))
     console.print(_behind(record))
-    for line in advice(record):
-        console.print(f"- {line}", soft_wrap=True)
+    for line in told:
+        console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
 def _title(record: Record) -> str:
@@ -66,7 +88,7 @@ def _title(record: Record) -> str:
     return f"{epochs}{left_out}: {steps} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
-def _steps(record: Record) -> Table:
+def _steps(record: Record) -> Any:
     """Milliseconds of a step by kind."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
@@ -76,7 +98,7 @@ def _steps(record: Record) -> Table:
     return table
 
 
-def _behind(record: Record) -> Table:
+def _behind(record: Record) -> Any:
     """The sampler threads' work on a batch, hidden behind training or not, and where its rows came from."""
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("behind it, per batch: milliseconds of a sampler thread, rows, MB received", heads)
@@ -97,7 +119,10 @@ def _rows(rank: RankRecord) -> tuple[str, ...]:
     )
 
 
-def _table(title: str, heads: tuple[str, ...]) -> Table:
+def _table(title: str, heads: tuple[str, ...]) -> Any:
+    from rich import box
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
     for head in heads:
         table.add_column(head, justify="left" if head == "rank" else "right", no_wrap=True)

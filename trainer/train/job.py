@@ -71,8 +71,11 @@ class _Run(ExitStack):
     def _prepare(self, team: Team) -> tuple[Fit, Callable[[Team], dict[str, BatchLoader]]]:
         graph = team.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
         check_same_partition(graph, team)
-        metrics = team.agree(lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank)))
+        metrics = team.agree(lambda: self.enter_context(self._metrics_log()))
         return _prepare(self.job, graph, team, metrics, self.goes_on)
+
+    def _metrics_log(self) -> MetricsLog:
+        return MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard)
 
 
 def _prepare(

@@ -1,4 +1,4 @@
-"""Files of this machine that appear whole or not at all."""
+"""Atomic writes on this machine: a file appears whole or not at all. ``node/`` has its own, for hosts without this."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ _unfinished: set[Path] = set()
 
 
 @contextmanager
-def appearing(dest: Path) -> Iterator[BinaryIO]:
-    """A file written beside ``dest`` that takes its place only when the block ends well; parents are made."""
+def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
+    """A file written beside ``dest`` that takes its place only when the block ends well; parents are made.
+
+    ``mode``: permissions of the file, from its first byte on; None: as the umask has it.
+    """
     dest.parent.mkdir(parents=True, exist_ok=True)
     beside = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
     _unfinished.add(beside)
     try:
-        with beside.open("wb") as out:
+        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode or 0o666), "wb") as out:
+            if mode is not None:
+                os.fchmod(out.fileno(), mode)
             yield out
         beside.replace(dest)
     finally:
@@ -30,14 +35,12 @@ def appearing(dest: Path) -> Iterator[BinaryIO]:
 
 @atexit.register
 def remove_unfinished() -> None:
-    """Of threads that the program's end overtakes."""
+    """Remove what threads have begun to write when the program ends."""
     for path in tuple(_unfinished):
         path.unlink(missing_ok=True)
 
 
 def write_whole(dest: Path, text: str, *, private: bool = False) -> None:
-    """``dest`` with ``text`` in UTF-8; ``private``: for this user's eyes only, as it may hold his environment."""
-    with appearing(dest) as out:
-        if private:
-            os.fchmod(out.fileno(), 0o600)
+    """Write ``text`` in UTF-8 to ``dest``; ``private``: readable by this user only, as it may hold secrets."""
+    with appearing(dest, mode=0o600 if private else None) as out:
         out.write(text.encode())

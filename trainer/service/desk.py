@@ -26,7 +26,6 @@ MAX_CLIENTS = 4096
 PATIENCE = 2.0  #: seconds for which all others wait for a client whose batch does not fit beside theirs
 FORGET = 60.0  #: seconds until a client without work is forgotten
 _RECENT = 32
-_CREDIT = 4  #: batches that a client with work under way may lag behind the others, and catch up
 
 Work = TypeVar("Work")
 
@@ -163,8 +162,7 @@ class BatchDesk(Generic[Work]):
             return f"{len(client.queue)} batches of this client ({client.name.name}) wait already"
         client.take_sent(job.peer)
         if not client.queue:
-            behind = 0 if client.idle else _CREDIT * max(client.recent, default=0)
-            client.tag = max(client.tag, self._virtual - behind)
+            client.tag = max(client.tag, self._virtual)
         client.push(job)
         self._busy[client.name.number] = client
         self._client_of[job.peer] = client.name.number

@@ -24,7 +24,7 @@ from trainer.service.gateway import Gateway
 from trainer.store.part import PartStore, open_parts
 
 if TYPE_CHECKING:
-    from trainer.load.expected import Prediction
+    from trainer.load.cache_policy import Prediction
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,15 @@ class Graph:
         size: str = "10%", node_type: NodeType | None = None, replace: bool = False,
         attrs: Mapping[NodeType, Sequence[str]] | None = None,
     ) -> Prediction | None:  # fmt: skip
-        """Keep on this host those rows of others that batches of ``split`` are most likely to ask for.
+        """Keep on this host those rows of others that batches of ``split`` request most.
+
+        Some batches are sampled in advance, and the rows that they would gather are counted.
 
         fanouts, replace: as the loader has them; batch_size: seeds per step and rank; size: a share of the rows of
         other hosts, or bytes as ``512MB``; node_type: of the seeds; attrs: of the nodes, default: all. Returns what
-        this rank is expected to receive in an epoch; None where there is nothing to keep (``load.keep``). All
-        processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what does not fit
-        the graph, ``ServiceError`` for hosts that do not answer.
+        this rank is expected to receive in an epoch; None where all parts are here, or graph servers send whole
+        batches. All processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what
+        does not fit the graph, ``ServiceError`` for hosts that do not answer.
         """
         return _cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
 
@@ -193,7 +195,7 @@ def open_graph(
 
 
 def _cache_rows(graph: Graph, *what: Any) -> Prediction | None:
-    from trainer.load.own_cache import cache_rows  # needs torch
+    from trainer.load.cache_fill import cache_rows  # needs torch
 
     return cache_rows(graph, *what)
 

@@ -6,7 +6,7 @@ Networks with Probabilistic Neighborhood Expansion Analysis and Caching", MLSys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,118 +37,38 @@ class InEdges:
         return cls(counts, edges)
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """The in-edges by one type of targets that lie next to each other."""
-
-    edge_type: EdgeType
-    first: int  #: global id of the first target
-    indptr: Array  #: int64 [targets + 1] into ``sources``
-    sources: Array  #: int32|int64 global ids
-
-
-@dataclass(frozen=True)
-class Visits:
-    """What a batch is likely to visit."""
-
-    chances: Chances  #: to be in the batch
-    asked: tuple[float, ...]  #: for each of the given blocks, how many of its rows are asked for neighbours
-    drawn: tuple[float, ...]  #: how many edges they answer with
-
-
 def visit_probabilities(
     graph: Dataset | InEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
 ) -> Chances:
     """The chance of each node to be in a batch, type -> float32 [num_nodes], when each seed is with ``chance``.
 
-    See ``expected_visits``. Edge types without fanouts are not followed.
+    A target newly visited draws min(1, fanout / in-degree) of its in-edges; visits are taken as independent, so a
+    node's chance to be visited in a hop is 1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges. Exact on
+    trees; nodes that cycles lead back to come out somewhat too likely. Edge types without fanouts are not followed;
+    weights and times are not looked at. Memory: 16 bytes per node, and 8 per target of each edge type.
     """
     graph = InEdges.of(graph) if isinstance(graph, Dataset) else graph
-    begin = {of: np.zeros(count, np.float32) for of, count in graph.num_nodes.items()}
-    for of, ids in seeds.items():
-        begin[of][ids] = chance
-    blocks = [RowBlock(of, 0, *edges) for of, edges in graph.edges.items()]
     hops = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.edges, tuple(fanouts))
-    return expected_visits(blocks, begin, hops).chances
-
-
-def expected_visits(
-    blocks: Sequence[RowBlock], seeds: Chances, fanouts: Mapping[EdgeType, Sequence[int]], *, replace: bool = False,
-    again: bool = False, add_up: Callable[[npt.NDArray[np.float32]], None] | None = None,
-) -> Visits:  # fmt: skip
-    """What a batch visits that has each node for a seed with the chance ``seeds`` gives it, type -> [num_nodes].
-
-    A target newly visited asks min(1, fanout / in-degree) of its in-edges; visits are taken as independent, so a
-    node's chance to be visited in a hop is 1 - prod(1 - p min(1, fanout / in-degree)) over its out-edges. Exact on
-    trees; nodes that cycles lead back to come out somewhat too likely. With ``again`` the nodes known before ask anew
-    where a later hop has a larger fanout, as for exact blocks. Weights and times are not looked at.
-
-    ``blocks`` may be some rows only: ``add_up`` then adds to an array, in place, those of whoever has the other
-    rows, and is called in the same order everywhere. Memory: 16 bytes per node.
-    """
-    visited = {of: values.copy() for of, values in seeds.items()}
-    fresh = {of: values.copy() for of, values in seeds.items()}
-    asking = [_Asking(block, tuple(fanouts.get(block.edge_type, ())), replace, again) for block in blocks]
-    for hop in range(max((len(values) for values in fanouts.values()), default=0)):
-        for one in asking:
-            one.ask(fresh[one.block.edge_type[2]], hop)
-        for of, values in visited.items():
-            if not any(edge_type[0] == of and hop < len(hops) for edge_type, hops in fanouts.items()):
-                fresh[of][:] = 0
-                continue
-            log_missed = np.zeros(len(values))
-            for one in asking:
-                if one.block.edge_type[0] == of:
-                    one.spread(log_missed, hop)
-            told = log_missed.astype(np.float32)
-            del log_missed
-            if add_up is not None:
-                add_up(told)
-            _arrive(told, values, fresh[of])
-    return Visits(visited, tuple(one.asked for one in asking), tuple(one.drawn for one in asking))
-
-
-class _Asking:
-    """The rows of a block hop by hop."""
-
-    def __init__(self, block: RowBlock, fanouts: tuple[int, ...], replace: bool, again: bool):
-        self.block, self.replace = block, replace
-        self.asked = self.drawn = 0.0
-        self._fanouts = [float(fanout) if fanout >= 0 else _ALL for fanout in fanouts]
-        self._grow = again and self._fanouts != sorted(self._fanouts, reverse=True)
-        self._levels: list[npt.NDArray[np.float32]] = []  #: newly visited at each hop; only where fanouts grow
-        self._share = np.zeros(len(block.indptr) - 1, np.float32)  #: chance of each in-edge to have been drawn so far
-        self._before = np.zeros_like(self._share)
-
-    def ask(self, fresh: npt.NDArray[np.float32], hop: int) -> None:
-        """Take in who is newly visited, [num_nodes] of the target type."""
-        if hop >= len(self._fanouts):
-            return
-        block, own = self.block, fresh[self.block.first :][: len(self._share)]
-        self._before[:] = self._share
-        if self._grow:
-            self._levels.append(own.copy())
-            self._share[:] = 0
-        levels = self._levels if self._grow else [own]
-        widest = self._fanouts[hop]
-        repeats = self._grow and hop > 0 and widest > max(self._fanouts[:hop])
-        for level in range(hop, hop - len(levels), -1):
-            widest = max(widest, self._fanouts[level])
-            asked, drawn = _ask(
-                read_only(block.indptr), read_only(levels[level - hop - 1]), widest, self.replace, self._share
-            )
-            if level == hop or repeats:
-                self.asked, self.drawn = self.asked + asked, self.drawn + drawn
-
-    def spread(self, log_missed: npt.NDArray[np.float64], hop: int) -> None:
-        """Add, for each source, the logarithm of the chance that none of its targets draws it in this hop."""
-        if hop < len(self._fanouts):
-            block = self.block
-            first = block.first if block.edge_type[0] == block.edge_type[2] else -1
-            _spread(
-                read_only(block.indptr), read_only(block.sources), read_only(self._before), read_only(self._share),
-                first, log_missed,
+    visited = {of: np.zeros(count, np.float32) for of, count in graph.num_nodes.items()}
+    for node_type, ids in seeds.items():
+        visited[node_type][ids] = chance
+    fresh = {of: values.copy() for of, values in visited.items()}
+    drawn = {of: np.zeros(len(indptr) - 1, np.float32) for of, (indptr, _) in graph.edges.items()}
+    for hop in range(max((len(values) for values in hops.values()), default=0)):
+        followed = {of: values[hop] for of, values in hops.items() if of in graph.edges and hop < len(values)}
+        log_missed = {of: np.zeros(len(visited[of])) for of in {edge_type[0] for edge_type in followed}}
+        for of, fanout in followed.items():
+            indptr, sources = graph.edges[of]
+            _draw(
+                read_only(indptr), read_only(sources), read_only(fresh[of[2]]), float(fanout) if fanout >= 0 else _ALL,
+                of[0] == of[2], drawn[of], log_missed[of[0]],
             )  # fmt: skip
+        for node_type, values in visited.items():
+            if node_type in log_missed:
+                _arrive(log_missed[node_type], values, fresh[node_type])
+            else:
+                fresh[node_type][:] = 0
+    return visited
 
 
 def _in_edges(edge_index: Array, num_targets: int) -> tuple[Array, Array]:
@@ -168,37 +88,25 @@ def _fill(sources: Array, targets: Array, cursor: Array, by_target: Array) -> No
 
 
 @njit()
-def _ask(indptr: Array, fresh: Array, fanout: float, replace: bool, share: Array) -> tuple[float, float]:
-    """Add to ``share`` the chance of a row's edges to be drawn; how many rows ask for how many edges."""
-    rows = edges = 0.0
-    for row in range(len(fresh)):
-        degree = indptr[row + 1] - indptr[row]
-        if fresh[row] > 0 and fanout > 0:
-            rows += fresh[row]
-            if degree > 0:
-                picked = min(1.0, fanout / degree)
-                edges += fresh[row] * degree * picked
-                if replace and fanout < np.inf:
-                    edges += fresh[row] * (fanout - degree * picked)
-                    picked = 1.0 - (1.0 - 1.0 / degree) ** fanout
-                share[row] += fresh[row] * picked
-    return rows, edges
+def _draw(
+    indptr: Array, sources: Array, fresh: Array, fanout: float, same_type: bool, drawn: Array, log_missed: Array
+) -> None:
+    """Add to ``drawn``, float32 [rows], the chance of each of a row's in-edges to be drawn in this hop.
 
-
-@njit()
-def _spread(indptr: Array, sources: Array, before: Array, share: Array, first: int, log_missed: Array) -> None:
-    """From ``before`` the shares have grown to ``share``, which adds to ``log_missed`` of their sources.
-
-    first: global id of row 0 where sources are of the targets' type, else -1: what asks for itself has been
-    visited already.
+    Adds to ``log_missed`` of their sources the logarithm of the chance that the row draws none of them in this hop
+    either. A node that draws itself (where sources are of the targets' type) has been visited already.
     """
-    for row in range(len(share)):
-        if share[row] > before[row] and before[row] < 1:
+    for row in range(len(drawn)):
+        degree = indptr[row + 1] - indptr[row]
+        before = drawn[row]
+        if fresh[row] > 0 and fanout > 0 and degree > 0:
+            drawn[row] += fresh[row] * min(1.0, fanout / degree)
+        if drawn[row] > before and before < 1:
             factor = -np.inf
-            if share[row] < 1:
-                factor = np.log1p(-np.float64(share[row])) - np.log1p(-np.float64(before[row]))
+            if drawn[row] < 1:
+                factor = np.log1p(-np.float64(drawn[row])) - np.log1p(-np.float64(before))
             for slot in range(indptr[row], indptr[row + 1]):
-                if first < 0 or sources[slot] != first + row:
+                if not same_type or sources[slot] != row:
                     log_missed[sources[slot]] += factor
 
 

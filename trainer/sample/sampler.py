@@ -84,7 +84,8 @@ class SubgraphSampler:
         return self.multi_hop(seeds, self.settings, key)
 
     def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
-        """What ``sample`` gathers. Raises ``ServiceError``."""
+        """What ``sample`` gathers; the cost is that of sampling. Raises ``ServiceError``."""
+        self.access.take_cost()
         subgraph = self.subgraph(seeds, key)
         return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
 

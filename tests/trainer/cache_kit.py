@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from trainer.cost import Cost
 from trainer.load.loader import BatchLoader, LoaderSettings
 from trainer.load.open import Graph
@@ -64,11 +62,6 @@ class Threads:
         found = list(self.meeting.values)
         self.meeting.barrier.wait()
         return found
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        total = sum(self.gather(values.clone()))
-        values.copy_(total)
-        return values
 
     def agree(self, work: Callable[[], Any]) -> Any:
         result = work()

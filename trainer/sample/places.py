@@ -13,12 +13,12 @@ import numpy.typing as npt
 from trainer.arrays import Array, Ids, read_only
 from trainer.compiled import njit
 from trainer.sample import kernels
+from trainer.sample.position_tables import MOST_HASHED, free_slots, shift_of, slot_of
 
 _jit = njit(boundscheck=False)
 
 _NO_SLOTS: Any = read_only(np.empty(0, np.int32))
-_NO_KEYS: Any = read_only(np.empty(0, np.int64))
-_MULTIPLIER = 0x9E3779B97F4A7C15 >> 1  #: of 63 bits; the upper ones of a product with it are well mixed
+_S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,16 @@ class Placed:
 
 @dataclass(frozen=True)
 class IdIndex:
-    """Finds ids among those of several arrays, as an open hash table."""
+    """Finds ids among those of several arrays, by a hash table. Ids of 2**32 and more are never found."""
 
-    keys: Ids  #: int64 [a power of two] ids, -1 where none is
-    found: npt.NDArray[np.int32]  #: int32, beside each id its place in the arrays strung together
+    slots: npt.NDArray[np.uint64]  #: uint64 [a power of two] as of ``HashTable``: the place in the concatenated arrays
     ends: Ids  #: int64 [arrays] where each array ends there
 
     @classmethod
     def of(cls, arrays: Sequence[Ids]) -> IdIndex:
         """The place in the last array that holds an id counts. A quarter to half of the table is used."""
-        size = 1 << max(4, int(2 * sum(map(len, arrays))).bit_length())
-        return cls(np.full(size, -1), np.empty(size, np.int32), cls.ends_of(()))._entered(arrays)
+        bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
+        return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
 
     @staticmethod
     def ends_of(arrays: Sequence[Ids]) -> Ids:
@@ -55,21 +54,21 @@ class IdIndex:
     def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
         """A copy that has these, too; None where they do not fit."""
         total = int(self.ends[-1]) if len(self.ends) else 0
-        if 2 * (total + sum(map(len, arrays))) > len(self.keys):
+        if 2 * (total + sum(map(len, arrays))) > len(self.slots):
             return None
-        return replace(self, keys=self.keys.copy(), found=self.found.copy())._entered(arrays)
+        return replace(self, slots=self.slots.copy())._entered(arrays)
 
     def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
-        """Enters them into its own tables."""
+        """Enters them into its own table."""
         ends = [int(self.ends[-1])] if len(self.ends) else [0]
         for ids in arrays:
-            _enter(read_only(ids), ends[-1], self.keys, self.found)
+            _enter(read_only(ids), ends[-1], self.slots)
             ends.append(ends[-1] + len(ids))
         known = np.array([*self.ends, *ends[1:]], np.int64)
-        return IdIndex(read_only(self.keys), read_only(self.found), read_only(known))
+        return IdIndex(read_only(self.slots), read_only(known))
 
 
-NO_INDEX = IdIndex(_NO_KEYS, _NO_SLOTS, _NO_KEYS)
+NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.int64)))
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def locate(
     counts = np.zeros(max(int(of_part.max(initial=0)) + 1, codes.first_host), np.int64)
     wrong = _locate(
         read_only(ids), read_only(offsets), read_only(of_part), codes.cached, codes.first_host,
-        _NO_SLOTS if slots is None else read_only(slots), held.keys, held.found, held.ends, source, row, counts,
+        _NO_SLOTS if slots is None else read_only(slots), held.slots, held.ends, source, row, counts,
     )  # fmt: skip
     if wrong >= 0 or len(ids) == 0:
         return wrong, {}
@@ -154,10 +153,10 @@ def _as_words(array: Array) -> Array:
 
 @_jit
 def _locate(
-    ids: Any, offsets: Any, of_part: Any, cached: int, first_host: int, slots: Any, keys: Any, found: Any, ends: Any,
+    ids: Any, offsets: Any, of_part: Any, cached: int, first_host: int, slots: Any, held: Any, ends: Any,
     source: Any, row: Any, counts: Any,
 ) -> int:  # fmt: skip
-    part = 0  # ids of a part tend to lie together
+    part, shift = 0, shift_of(held)  # ids of a part tend to lie together
     for i in range(len(ids)):
         number = ids[i]
         if not (0 <= part < len(offsets) - 1 and offsets[part] <= number < offsets[part + 1]):
@@ -170,8 +169,8 @@ def _locate(
         else:
             if len(slots) and slots[number] >= 0:
                 code, place = cached, slots[number]
-            elif len(keys):
-                place = _find(keys, found, number)
+            elif len(held):
+                place = _find(held, shift, number)
                 if place >= 0:
                     code, begin = cached + 1, 0
                     while place >= ends[code - cached - 1]:
@@ -207,22 +206,16 @@ def _bring_together(source: Any, row: Any, begins: Any, at: Any, rows: Any) -> N
 
 
 @_jit
-def _enter(ids: Any, begin: int, keys: Any, found: Any) -> None:
-    mask = len(keys) - 1
+def _enter(ids: Any, begin: int, held: Any) -> None:
+    shift = shift_of(held)
     for i in range(len(ids)):
-        place = ((ids[i] * _MULTIPLIER) >> 20) & mask
-        while keys[place] >= 0 and keys[place] != ids[i]:
-            place = (place + 1) & mask
-        keys[place], found[place] = ids[i], begin + i
+        if ids[i] < MOST_HASHED:
+            held[slot_of(ids[i], held, shift)] = np.uint64(ids[i]) << _S32 | np.uint64(begin + i + 1)
 
 
 @_jit
-def _find(keys: Any, found: Any, number: int) -> int:
-    """What stands beside ``number``, -1 if it is not there."""
-    mask = len(keys) - 1
-    place = ((number * _MULTIPLIER) >> 20) & mask
-    while keys[place] >= 0:
-        if keys[place] == number:
-            return found[place]
-        place = (place + 1) & mask
-    return -1
+def _find(held: Any, shift: Any, number: Any) -> Any:
+    """The place of ``number``, -1 if it is not there."""
+    if number >= MOST_HASHED:
+        return -1
+    return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

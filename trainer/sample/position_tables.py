@@ -87,7 +87,7 @@ class HashTable:
     """
 
     def __init__(self) -> None:
-        self._slots = _free_slots(_FIRST_BITS)
+        self._slots = free_slots(_FIRST_BITS)
         self._used = 0  #: ids in it, at most
 
     @property
@@ -122,23 +122,24 @@ class HashTable:
     def _make_room(self, more: int) -> None:
         """For so many ids besides those it has."""
         if len(self._slots) < 2 * (self._used + more):
-            larger = _free_slots((2 * (self._used + more) - 1).bit_length())
+            larger = free_slots((2 * (self._used + more) - 1).bit_length())
             _copy(self._slots, larger)
             self._slots = larger
 
 
-def _free_slots(bits: int) -> npt.NDArray[np.uint64]:
+def free_slots(bits: int) -> npt.NDArray[np.uint64]:
+    """An empty hash table with ``2**bits`` slots."""
     return np.zeros(1 << bits, np.uint64)
 
 
 @_jit
 def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local: Any, new: Any) -> Any:
     """As ``PositionTable.relabel``, from ``src[begin]`` on until ``room`` were new: (where it stopped, how many)."""
-    shift, last = _shift(slots), len(src) - 1
+    shift, last = shift_of(slots), len(src) - 1
     found, i = 0, begin
     while i <= last and found < room:
         prefetch(slots, _home(src[min(i + _IDS_AHEAD, last)], shift))
-        slot = _slot_of(src[i], slots, shift)
+        slot = slot_of(src[i], slots, shift)
         entry = slots[slot]
         unseen = entry == _EMPTY  # written either way: whether a node is new cannot be foretold
         position = np.int64(entry & _LOW) + np.int64(unseen) * (first_new + found + 1)
@@ -152,23 +153,23 @@ def _relabel(src: Any, begin: int, slots: Any, first_new: int, room: int, local:
 
 @_jit
 def _enter(seeds: Any, slots: Any) -> None:
-    shift = _shift(slots)
+    shift = shift_of(slots)
     for i in range(len(seeds)):
-        slot = _slot_of(seeds[i], slots, shift)
+        slot = slot_of(seeds[i], slots, shift)
         if slots[slot] == _EMPTY:
             slots[slot] = np.uint64(seeds[i]) << _S32 | np.uint64(i + 1)
 
 
 @_jit
 def _copy(slots: Any, larger: Any) -> None:
-    shift = _shift(larger)
+    shift = shift_of(larger)
     for k in range(len(slots)):
         if slots[k] != _EMPTY:
-            larger[_slot_of(slots[k] >> _S32, larger, shift)] = slots[k]
+            larger[slot_of(slots[k] >> _S32, larger, shift)] = slots[k]
 
 
 @_jit
-def _slot_of(node: Any, slots: Any, shift: Any) -> Any:
+def slot_of(node: Any, slots: Any, shift: Any) -> Any:
     """Where the node is, or would go."""
     slot, mask = _home(node, shift), len(slots) - 1
     while (slots[slot] != _EMPTY) & (slots[slot] >> _S32 != np.uint64(node)):
@@ -183,7 +184,7 @@ def _home(node: Any, shift: Any) -> Any:
 
 
 @_jit
-def _shift(slots: Any) -> Any:
+def shift_of(slots: Any) -> Any:
     """What leaves as many bits of 64 as number the slots."""
     bits = 0
     while (1 << bits) < len(slots):

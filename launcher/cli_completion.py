@@ -31,8 +31,7 @@ def completion(shell: Shell | None) -> None:
     """
     from click.shell_completion import get_completion_class
 
-    from launcher.cli import gnnfleet
-
+    gnnfleet = click.get_current_context().find_root().command
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     made = get_completion_class(name) if name in ("bash", "zsh", "fish") else None
     if made is None:

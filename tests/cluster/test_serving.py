@@ -27,6 +27,8 @@ from trainer.train.job import loader_settings
 from trainer.train.setup import trained_model
 
 LONG = 5000  # epochs
+#: On this machine: tests/launcher/test_serving_local.py.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,6 @@ def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list
     assert toy.served_batches()["alone"] >= len(curve) * len(CLIENTS)
 
 
-@pytest.mark.slow
 def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
     cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
 ) -> None:
@@ -85,7 +86,6 @@ def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
     assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_outlives_the_servers_it_began_with(cluster: NetCluster, toy: ServingHosts, curve: list[float]) -> None:
     """One host is lost and repaired, a third one joins, and then both first ones are lost."""

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.offline import offline_plan
 from launcher.yaml_schema import load_config
-from launching import REPOSITORY, launch, local_config
+from launching import REPOSITORY, Launched, launch, local_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,13 +21,9 @@ def private_tmux(tmp_path_factory):
         yield
 
 
-def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_workdirs):
+def test_two_local_nodes_train_and_give_the_loss_curve_of_one(local_runs: dict[str, Launched]) -> None:
     """One part and process, and two of each: the same losses to 1e-4 relative, because of the same samples."""
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    one = launch(local_config(folders[0], [1], local_workdirs))
-    two = launch(local_config(folders[1], [1, 1], local_workdirs, data={"partition": {"method": "metis"}}))
+    one, two = local_runs["one"], local_runs["two"]
     assert one.status == 0, one.output
     assert two.status == 0, two.output
     assert len(one.step_losses()) == 4
@@ -116,6 +112,7 @@ def test_own_script_finds_its_rank_and_its_part(own_script_run):
             assert rows == [f"part{part}"], "a node holds the features of its own part only"
 
 
+@pytest.mark.slow  # tests/trainer/test_examples.py runs the script, and own_script_run launches one
 def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):
     config = local_config(tmp_path, [1, 1], local_workdirs)
     done = launch(config, "--", "python", str(REPOSITORY / "examples/train_mine.py"), "--epochs", "2")

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from golden_kit import check_messages
+from golden_kit import check_lines
 from launcher import follow as follow_module
 from launcher import nodeline
 from launcher.conduct import Going, View, left_alone
@@ -208,9 +208,9 @@ CASES: dict[str, Callable[[Path], str]] = {
 
 
 def test_messages(tmp_path: Path) -> None:
-    said = []
+    said = {}
     for how, provoke in CASES.items():
         folder = tmp_path / str(len(said))
         folder.mkdir()
-        said.append((how, re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))))
-    check_messages("launch", said)
+        said[how] = re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))
+    check_lines("launch", said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from regroup_kit import Loss, run_with_losses, run_without_losses, trained_seeds, write_team
-from train_kit import REPOSITORY, curve, job, metrics, write_parts
+from train_kit import curve, job, metrics, write_parts
 from trainer.config import TrainJob
 from trainer.errors import PeerError
 from trainer.ranks import RankGroup, Ranks
@@ -35,15 +34,6 @@ LOSSES = {
     "in mid-epoch, then while they regroup": (3, [Loss(2, epoch=2, step=5), Loss(1, moment="rejoin")]),
     "before they meet, then before they train": (3, [Loss(1, moment="start"), Loss(2, moment="open")]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def path_of_forked_ranks() -> Iterator[None]:
-    """What the process that ranks are forked from needs to import."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from train_kit import (
-    REPOSITORY,
-    Ended,
-    finish,
-    free_port,
-    job,
-    start_rank,
-    write_parts,
-)
+from train_kit import Ended, finish, free_port, job, run_script, start_rank, write_parts
 from trainer.config import TrainJob
 from trainer.errors import PeerError, SettingsError
 from trainer.ranks import Ranks, join_ranks, pick_device
@@ -109,29 +99,21 @@ with join_ranks(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
 """
 
 
-def settle(how: str) -> list[str]:
+def settle(how: str, cwd: Path) -> list[str]:
     """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late."""
-    port = str(free_port())
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-c", SETTLING, how]
-    ranks = [
-        subprocess.Popen(argv, env={**env, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in ("0", "1")
-    ]
-    return [line for rank in ranks for line in finish(rank, 60).output.splitlines()]
+    return [line for ended in run_script(["-c", SETTLING, how], 2, cwd) for line in ended.output.splitlines()]
 
 
-def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
-    said = [line.split(maxsplit=3) for line in settle("reads")]
+def test_no_rank_ends_before_the_others_have_read_its_reason(tmp_path: Path) -> None:
+    said = [line.split(maxsplit=3) for line in settle("reads", tmp_path)]
     times = {(word, rank): float(at) for word, rank, at, *_ in said if word in ("read", "raised")}
     assert times["raised", "0"] >= times["read", "1"]
     reasons = {rank: rest[0] for word, rank, _, *rest in said if word == "raised"}
     assert reasons["0"] == "no such part" and reasons["1"].endswith("): no such part")
 
 
-def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
-    said = [line.split(maxsplit=3) for line in settle("dies")]
+def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died(tmp_path: Path) -> None:
+    said = [line.split(maxsplit=3) for line in settle("dies", tmp_path)]
     assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
 
 

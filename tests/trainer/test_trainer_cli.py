@@ -138,14 +138,8 @@ def test_a_programming_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
         main(["train", "--parts", "parts"])
 
 
-def test_help_lists_every_command_and_needs_no_torch() -> None:
-    code = (
-        "import sys; from trainer.cli import main\n"
-        "try: main(['train', '--help'])\n"
-        "finally: print('torch loaded:', 'torch' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert "--sampler-threads" in ended.stdout and "torch loaded: False" in ended.stdout
+def test_help_lists_every_command() -> None:
+    assert "--sampler-threads" in CliRunner().invoke(cli, ["train", "--help"]).output
     listed = CliRunner().invoke(cli, ["--help"]).output
     assert all(f"  {name} " in listed for name in ("infer", "inspect", "partition", "serve", "train", "verify"))
 

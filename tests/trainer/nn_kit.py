@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,17 +30,6 @@ class Config:
     fanouts: tuple[int, ...] = (15, 10, 5)
     seed: int = 0
     precision: str = "float32"
-
-
-@contextmanager
-def one_thread():
-    """Many small steps: on a busy machine threads that wait for each other cost far more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def homogeneous(in_dim=5, num_classes=4):

@@ -12,7 +12,6 @@ from torch_geometric.nn import GCN
 
 import graphs
 from load_kit import hetero_data, homo_data, opened, parts_of
-from nn_kit import one_thread
 from partitions import store_of
 from samplers_kit import TWO_HOSTS, edges_between, no_edges, odd_data, planted, small_data, triples
 from trainer import DistClusterLoader
@@ -199,7 +198,6 @@ def test_what_makes_no_sense_is_refused():
         DistClusterLoader(opened(store))
 
 
-@one_thread()
 def test_a_gcn_learns_on_joined_clusters():
     data = planted()
     torch.manual_seed(0)

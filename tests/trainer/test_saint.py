@@ -12,7 +12,6 @@ from torch_geometric.loader import GraphSAINTEdgeSampler, GraphSAINTNodeSampler,
 from torch_geometric.nn import GraphConv
 
 from load_kit import content, hetero_data, homo_data, parts_of
-from nn_kit import one_thread
 from samplers_kit import (
     TWO_HOSTS,
     assert_same_everywhere,
@@ -259,7 +258,6 @@ def test_what_makes_no_sense_is_refused():
 
 
 @kinds
-@one_thread()
 def test_a_model_learns_with_normalised_messages_and_loss(kind):
     data = planted()
     torch.manual_seed(0)

@@ -37,8 +37,8 @@ check: $(INSTALLED) ## ruff, mypy, generated documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python -c 'from launcher.docs import config_page; print(config_page(), end="")' | diff docs/config.md - || \
-	  { echo "docs/config.md is not up to date: $(BIN)/python -m launcher.docs"; exit 1; }
+	@$(BIN)/python -c 'from launcher.config.reference import config_page; print(config_page(), end="")' | diff docs/config.md - || \
+	  { echo "docs/config.md is not up to date: $(BIN)/python -m launcher.config.reference"; exit 1; }
 
 size: $(INSTALLED) ## files, lines, short files and import circles of each package
 	@$(BIN)/python tests/code_size.py $(ARGS)

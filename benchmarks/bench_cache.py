@@ -22,18 +22,18 @@ if __name__ == "__main__":
 import torch
 
 from table import Row, show
-from trainer.cost import Cost
-from trainer.load.cache_fill import fill_cache
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
+from trainer.core.batch_cost import Cost
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.remote_access import CacheSize
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.cache_fill import fill_cache
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.ranks import RankGroup, Ranks
-from trainer.reach import CacheSize
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import RowRequest
-from trainer.store.part import open_parts
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import RowRequest
+from trainer.store.part_store import open_parts
 from trainer.train.setup import batch_plan
 
 CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"

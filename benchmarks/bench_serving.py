@@ -25,7 +25,7 @@ from peers.envs import GLT, peer_python
 from peers.jobs import Done, Job, private_loopback, run_job
 from peers.plain import plain_graph
 from table import Row, show
-from trainer.service.keys import CurveKeys, write_key_file
+from trainer.service.curve_keys import CurveKeys, write_key_file
 
 HERE = Path(__file__).resolve().parent
 GLT_JOB = HERE / "peers/glt_job.py"

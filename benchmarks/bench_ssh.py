@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.fanout import on_nodes
-from launcher.placement import run_dir
-from launcher.plan import make_plan
-from launcher.preflight import run_preflight
-from launcher.session import start_session
+from launcher.plan.build import make_plan
+from launcher.plan.placement import run_dir
+from launcher.preflight.preflight import run_preflight
+from launcher.run.tmux_session import start_session
 from launcher.transport import Transport, close_all, connect_all
 from netns import Host, NetCluster, unavailable
 from table import Row

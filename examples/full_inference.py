@@ -17,11 +17,11 @@ import torch
 from common import arguments, opened, say, total
 from node_classification import train
 
-from trainer.nn.facts import LayerNeed
-from trainer.ranks import RankGroup, Ranks
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.train.whole import WholeGraph
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.nn.graph_facts import LayerNeed
+from trainer.sampler.types import RowRequest
+from trainer.train.layerwise_inference import WholeGraph
 
 
 class Layers:

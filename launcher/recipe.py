@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise
+
 WHEELS = "https://download.pytorch.org/whl/"
 
 

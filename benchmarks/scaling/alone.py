@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.load.loader import BatchLoader
-from trainer.load.open import open_graph
-from trainer.load.seeds import RankLayout
-from trainer.ranks import RankGroup, Ranks
+from trainer.core.batch import Batch
+from trainer.core.memory import keep_freed_memory
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.loader.block_loader import BatchLoader
+from trainer.loader.open import open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.train.epoch import AnyBatch, train_epoch
 from trainer.train.job import loader_settings
-from trainer.train.memory import keep_freed_memory
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.settings import TrainSettings
 from trainer.train.setup import make_model
 from trainer.train.task import node_classification, pick_target
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.findings.devices import MOST_USED
-from launcher.init.look import Environment, Gpu, Look
-from launcher.init.wish import Wish
+from launcher.init.discover import Environment, Gpu, Look
+from launcher.init.request import Wish
+from launcher.preflight.check_devices import MOST_USED
 
 Choice = dict[int, Environment | None]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from launcher.init.choose import Choice, free
+from launcher.init.discover import Environment, Look, Looked
 from launcher.init.graph import GraphDraft
 from launcher.init.lines import Line, render, value
-from launcher.init.look import Environment, Look, Looked
 from launcher.init.own import signed
 from launcher.init.refused import reason
-from launcher.init.wish import Wish
-from launcher.node.words import size
+from launcher.init.request import Wish
+from launcher.node.describe import size
 from launcher.recipe import OWN_VENV
 from launcher.words import count
 

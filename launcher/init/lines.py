@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 COLUMN = 40
+
 WIDTH = 118
 
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from launcher.errors import HostKeyError, NodeError
-from launcher.findings.base import login_words
-from launcher.init.wish import Wish, config_of
+from launcher.init.request import Wish, config_of
+from launcher.preflight.finding import login_words
 
 _NAMED = 3  #: hosts whose logins are written out
 

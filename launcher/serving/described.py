@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.config.roles import GraphServer
 from launcher.errors import FleetError, node_label
-from launcher.roles import GraphServer
 from launcher.words import count, spans
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from launcher.config import ClusterConfig
-from launcher.events import EventLog
-from launcher.options import LaunchOptions
-from launcher.plan import LaunchPlan
-from launcher.registry import Stage, register
-from launcher.report import RunState
-from launcher.run import Job
-from launcher.runfile import run_json
-from launcher.yaml_schema import to_yaml
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig
+from launcher.plan.build import LaunchPlan
+from launcher.plan.serialize import run_json
+from launcher.report.events import EventLog
+from launcher.report.report import RunState
+from launcher.report.run_folder import Stage, register
+from launcher.run.launch import Job
+from launcher.run.options import LaunchOptions
 
 
 class ServeJob(Job):

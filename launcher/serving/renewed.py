@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from launcher.codefiles import code_digest
-from launcher.config import ClusterConfig
-from launcher.partitioning import ensure_parts
-from launcher.plan import LaunchPlan, NodeFacts, NodePlan, make_plan
-from launcher.planned import PlannedFile, generated
-from launcher.registry import user_at_host
-from launcher.roles import Standing
-from launcher.run import new_token, with_service_key
-from launcher.runfile import with_run_file
-from launcher.script import Secret
+from launcher.command import Secret
+from launcher.config.roles import Standing
+from launcher.config.schema import ClusterConfig
+from launcher.plan.build import LaunchPlan, NodeFacts, NodePlan, make_plan
+from launcher.plan.codefiles import code_digest
+from launcher.plan.model import PlannedFile, generated
+from launcher.plan.partition import ensure_parts
+from launcher.plan.serialize import with_run_file
+from launcher.report.run_folder import user_at_host
+from launcher.run.launch import new_token, with_service_key
 from launcher.serving.described import read_described
 from launcher.serving.job import ServeJob
-from launcher.serving.standing import Standings
+from launcher.serving.reconcile import Standings
 
 
 def final_plan(

@@ -10,21 +10,21 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.config import ClusterConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, UsageError
-from launcher.interrupts import Interrupts
-from launcher.offline import offline_plan
-from launcher.options import LaunchOptions, check_run_id
-from launcher.plan import LaunchPlan, NodeFacts
-from launcher.run import bring_files, passed_preflight
-from launcher.serving.bringup import bring_up, clear_node
+from launcher.plan.build import LaunchPlan, NodeFacts
+from launcher.plan.offline import offline_plan
+from launcher.run.interrupts import Interrupts
+from launcher.run.launch import bring_files, passed_preflight
+from launcher.run.options import LaunchOptions, check_run_id
+from launcher.serving.cluster_state import newest
 from launcher.serving.described import Described, parts_words, read_described, server_lines
 from launcher.serving.job import ServeJob
+from launcher.serving.membership import only_holders, shares, too_few, wanted_cluster
+from launcher.serving.reconcile import Standings, check_goes_on, standing
 from launcher.serving.renewed import final_plan, text_of
-from launcher.serving.roster import only_holders, shares, too_few, wanted_cluster
 from launcher.serving.settle import stop_gone, tell_others
-from launcher.serving.standing import Standings, check_goes_on, standing
-from launcher.serving.there import newest
+from launcher.serving.start_stop import bring_up, clear_node
 from launcher.serving.turns import own_turn
 from launcher.transport.base import Transport
 from launcher.words import count

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from launcher.errors import FleetError, TransportError
 from launcher.fanout import on_nodes
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.registry import user_at_host
-from launcher.serving.there import NodeThere
-from launcher.session import stop_session
-from launcher.stopping import STOP_EXTRA, how_to_stop
+from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.report.run_folder import user_at_host
+from launcher.run.stopping import STOP_EXTRA, how_to_stop
+from launcher.run.tmux_session import stop_session
+from launcher.serving.cluster_state import NodeThere
 from launcher.transport.base import Transport
 
 Lines = Mapping[int, Transport | TransportError]
+
 _TOLD = ("run.json", "cluster.json")  # the last one is what servers look at
 
 

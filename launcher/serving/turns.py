@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from launcher.command import Command
 from launcher.errors import FleetError, TransportError
 from launcher.fanout import on_nodes
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.registry import user_at_host
-from launcher.script import Command
-from launcher.serving.there import remove_files
+from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.report.run_folder import user_at_host
+from launcher.serving.cluster_state import remove_files
 from launcher.transport.base import Transport
 
 _TIMEOUT = 30.0
+
 #: $1 file, $2 who, $3 run folder. Exit status 9: somebody else's turn, with who on stdout; 8: a supervisor works there,
 #: as its heartbeat of each second shows. A file left by a dead launcher counts for an hour.
 _TAKE = """
@@ -25,6 +26,7 @@ fi
 [ ! -e "$3/result.json" ] && beat=$(stat -c %Y "$3/state.json" 2>/dev/null) || exit 0
 [ $(($(date +%s) - beat)) -gt 4 ] || { rm -- "$1"; exit 8; }
 """
+
 _TAKEN, _STARTED = 9, 8
 
 

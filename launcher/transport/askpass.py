@@ -14,6 +14,7 @@ from launcher.transport.login import Credentials
 _SCRIPT = """#!/bin/sh
 case "$1" in *{about}*) read -r answer < {pipe}; printf '%s\\n' "$answer";; *) exit 1;; esac
 """
+
 _EMPTY_ANSWERS = 8
 
 

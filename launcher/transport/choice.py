@@ -7,9 +7,9 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import ClusterConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
-from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 from launcher.transport.line import NeedsOpenSsh
 from launcher.transport.login import Credentials

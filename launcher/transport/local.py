@@ -14,14 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from launcher.command import Command, shell_line
 from launcher.errors import CommandTimeout, RemoteFileError
-from launcher.script import Command, shell_line
+from launcher.files import appearing
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 from launcher.transport.lines import LineSplitter
 from launcher.transport.talks import PipeTalk
-from launcher.wholefile import appearing
 
 _CHUNK = 1 << 20
+
 _KILL_AFTER = 1.0  # seconds a stopped command gets between SIGTERM and SIGKILL
 
 

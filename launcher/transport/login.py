@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import paramiko
 
-from launcher.script import Secret
+from launcher.command import Secret
 from launcher.transport.hop import Hop
 from launcher.transport.keys import Identity, identities, is_locked, open_agent
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
-from launcher.script import Command
 from launcher.transport import askpass
 from launcher.transport.channel import Remote
 from launcher.transport.hop import Hop
@@ -33,10 +33,15 @@ from launcher.transport.sessions import STALL, SessionTransport
 from launcher.transport.sshconfig import find_way, is_home_of_passwd, labelled, ssh_argv, ssh_program
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+
 _READY = b"gnnfleet-ready"
+
 _CHECK_TIMEOUT = 5.0
+
 _END_WAIT = 1.0
+
 _AGAIN = 0.2
+
 _QUIET = {
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",
@@ -46,9 +51,12 @@ _QUIET = {
     "RemoteCommand": "none",
     "RequestTTY": "no",
 }
+
 _KEPT = {"ControlMaster": "yes", "ControlPersist": "no", "ServerAliveInterval": "15", "ServerAliveCountMax": "3"}
+
 # without a proxy that works, a client that is refused a session cannot open a line of its own
 _THROUGH = {"ControlMaster": "no", "ProxyCommand": "false", "BatchMode": "yes", "LogLevel": "ERROR"}
+
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
 
 

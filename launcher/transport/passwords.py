@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import click
 
-from launcher.config import ClusterConfig, NodeConfig
+from launcher.command import Secret
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import TransportError, UsageError
-from launcher.script import Secret
 from launcher.transport.keys import is_locked
 from launcher.transport.login import Credentials
 from launcher.transport.sshconfig import find_way

@@ -13,27 +13,34 @@ from pathlib import Path
 
 import paramiko
 
+from launcher.command import Command
 from launcher.errors import CommandTimeout, RemoteFileError, TransportError
-from launcher.script import Command
+from launcher.files import appearing
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 from launcher.transport.channel import Remote, ignore
+from launcher.transport.line import LINE_ERRORS
 from launcher.transport.lines import LineSplitter
-from launcher.transport.ssherrors import LINE_ERRORS, line_error
+from launcher.transport.ssherrors import line_error
 from launcher.transport.talks import ChannelTalk
-from launcher.wholefile import appearing
 
 # sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
 _COMMAND_SLOTS = 6
+
 _SFTP_SLOTS = 2
+
 STALL = 60.0  # seconds without progress after which a transfer is given up
+
 _STOP_TIMEOUT = 5.0
+
 # bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
 # SIGKILL a second later
 _KILL = (
     'kill -TERM -- "-$0" 2>/dev/null || kill -TERM "$0"; '
     'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
 )
+
 _CHUNK = 32768  # the largest SFTP packet every server takes
+
 _READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
 
 

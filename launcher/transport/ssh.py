@@ -9,9 +9,9 @@ import time
 
 import paramiko
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.command import Command, Secret
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused
-from launcher.script import Command, Secret
 from launcher.transport.channel import Remote, RemoteCommand
 from launcher.transport.hop import Hop
 from launcher.transport.keys import is_locked, key_problem
@@ -22,7 +22,9 @@ from launcher.transport.sshconfig import find_way, labelled
 from launcher.transport.ssherrors import connect_error, relabelled, was_dropped
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+
 _PROXY_ATTEMPTS = 3  # a ProxyCommand that ends says nothing of why
+
 _END_WAIT = 1.0
 
 

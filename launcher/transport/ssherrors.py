@@ -11,10 +11,10 @@ from paramiko.ssh_exception import NoValidConnectionsError
 
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, PasswordRefused, TransportError, UnreachableError
 from launcher.transport.hop import Hop
-from launcher.transport.line import LINE_ERRORS, HopFailed
+from launcher.transport.line import HopFailed
 from launcher.transport.login import LoginRefused
 
-__all__ = ["LINE_ERRORS", "connect_error", "line_error", "relabelled", "was_dropped"]
+__all__ = ["connect_error", "line_error", "relabelled", "was_dropped"]
 
 
 def connect_error(failed: HopFailed, way: tuple[Hop, ...], timeout: float, node_rank: int | None) -> TransportError:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from netns import REPOSITORY, Host, NetCluster
-from trainer.errors import ServerGone
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE
+from trainer.core.errors import ServerGone
+from trainer.core.schema import HOMO_NODE
+from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.places import ServerPlace
 

@@ -18,12 +18,12 @@ from netns import NetCluster
 from operator_kit import end_processes, run_processes
 from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts, wait_until
 from terminal import Terminal
-from trainer.config import TrainSettings
-from trainer.errors import ServiceError
-from trainer.load.loader import BatchLoader
-from trainer.service.keys import CurveKeys, read_key_file, write_key_file
+from trainer.core.errors import ServiceError
+from trainer.loader.block_loader import BatchLoader
+from trainer.service.curve_keys import CurveKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import loader_settings
+from trainer.train.settings import TrainSettings
 from trainer.train.setup import trained_model
 
 LONG = 5000  # epochs

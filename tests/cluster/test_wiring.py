@@ -13,11 +13,11 @@ from unittest import mock
 
 import pytest
 
-from launcher import wiring
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.placement import make_sites
-from launcher.plan import NodeFacts
-from launcher.preflight import PreflightReport, run_preflight
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.plan.build import NodeFacts
+from launcher.plan.placement import make_sites
+from launcher.preflight import connectivity
+from launcher.preflight.preflight import PreflightReport, run_preflight
 from launcher.transport import close_all, connect_all
 from netns import Host, Machine, NetCluster, ip
 
@@ -36,7 +36,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not answer here within a second never will."""
-    monkeypatch.setattr(wiring, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 
 def config_of(hosts: list[Host], **of_data: str) -> ClusterConfig:

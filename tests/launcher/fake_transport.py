@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.command import Command
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
-from launcher.nodecall import MARKER, join_request, parsed, split_request
-from launcher.script import Command
+from launcher.node.programs.agent import MARKER
+from launcher.nodecall import join_request, parsed, split_request
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
@@ -210,7 +211,7 @@ class FakeTalk(Talk):
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What node/wire.py of a healthy node replies; ``closed(source, target, address, port)`` says why a way is shut."""
+    """What node/programs/network.py of a healthy node replies; ``closed(source, target, address, port)`` says why a way is shut."""
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":

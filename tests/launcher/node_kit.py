@@ -70,7 +70,7 @@ class RunFolder:
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Ranks of an own command, as ``launcher.nodespec`` has them started."""
+        """Ranks of an own command, as ``launcher.plan.commands`` has them started."""
         runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}

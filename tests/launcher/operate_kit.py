@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
-from launcher.plan import LaunchPlan
-from launcher.registry import LaunchFile, Stage, register
-from launcher.runfile import run_json
-from launcher.script import Command
-from launcher.yaml_schema import to_yaml
+from launcher.command import Command
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.plan.build import LaunchPlan
+from launcher.plan.serialize import run_json
+from launcher.report.run_folder import LaunchFile, Stage, register
 from node_kit import NODE, PYTHON, ROOT, RunFolder, wait_until
 from run_kit import make_launch, make_node
 

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.planned import PlannedFile, copied, generated
-from launcher.script import Command, Secret
+from launcher.command import Command, Secret
+from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.plan.model import PlannedFile, copied, generated
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import run
-from launcher.compare import Comparison, compare, figures_of
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, TrainConfig
-from launcher.operate.found import read_folder
-from launcher.registry import LaunchFile
-from launcher.yaml_schema import to_yaml
+from launcher.cli.main import run
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, TrainConfig
+from launcher.report.compare import Comparison, compare, figures_of
+from launcher.report.found import read_folder
+from launcher.report.run_folder import LaunchFile
 from metrics_kit import lines_of
 
 CONFIG = ClusterConfig(

@@ -10,8 +10,8 @@ from textwrap import indent
 import pytest
 
 from golden_kit import check_messages
-from launcher import cli
-from launcher.node.lease import Lease, LeaseError, describe, held, take, thing, this_process
+from launcher.cli import main
+from launcher.node.leases import Lease, LeaseError, describe, held, take, thing, this_process
 
 DATA = "data: {dataset: synthetic}\n"
 FILES = {
@@ -73,7 +73,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def plan(text: str, words: list[str]) -> str:
         Path("cluster.yml").write_text(text.rstrip() + "\n" + DATA)
-        status = cli.run(["plan", "--config", "cluster.yml", *words])
+        status = main.run(["plan", "--config", "cluster.yml", *words])
         return f"{capsys.readouterr().err.strip()}\n(exit status {status})"
 
     yield plan

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from launcher.collect import Collected
-from launcher.ending import Ending
-from launcher.followed import Followed, Lost
-from launcher.planned import Login
-from launcher.report import Metrics, RunReport
+from launcher.plan.model import Login
+from launcher.report.ending import Ending
+from launcher.report.followed import Followed, Lost
+from launcher.report.report import Metrics, RunReport
+from launcher.sync.collect import Collected
 from run_kit import make_launch, make_node
 
 FOLDER = Path("/nowhere")

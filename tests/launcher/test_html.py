@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import run
-from launcher.html.made import write_html
-from launcher.html.record import read_record
-from launcher.html.render import figure, render
-from launcher.html.sections import report_page
-from launcher.html.series import POINTS, read_series
-from launcher.html.watch import ReportServer, Shown
-from launcher.outcome import Outcome
+from launcher.cli.main import run
+from launcher.manage.watch_report import ReportServer, Shown
+from launcher.report.html.made import write_html
+from launcher.report.html.record import read_record
+from launcher.report.html.render import figure, render
+from launcher.report.html.sections import report_page
+from launcher.report.html.series import POINTS, read_series
+from launcher.report.outcome import Outcome
 from operate_kit import MadeRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"

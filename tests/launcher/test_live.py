@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.live.board import Board
-from launcher.live.table import clock, render
-from launcher.logs import LiveLog
-from launcher.plan import LaunchPlan
-from launcher.planned import Login
+from launcher.plan.build import LaunchPlan
+from launcher.plan.model import Login
+from launcher.run.live_log import LiveLog
+from launcher.run.live_state import Board
+from launcher.run.live_table import clock, render
 from run_kit import make_launch, make_node
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.offline import offline_plan
-from launcher.yaml_schema import load_config
+from launcher.config.loader import load_config
+from launcher.plan.offline import offline_plan
 from launching import REPOSITORY, Launched, launch, local_config
 
 

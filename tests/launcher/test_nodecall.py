@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from launcher import nodecall
+from launcher.command import Command
 from launcher.errors import CommandTimeout, NodeCallError
 from launcher.nodecall import NodeAgent, bundle, call
-from launcher.script import Command
 from launcher.transport.local import LocalTransport
 
 HERE = Command((sys.executable,))
@@ -35,7 +35,7 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for node programs of the test's own, beside the agent."""
-    shutil.copy(Path(nodecall.__file__).parent / "node/agent.py", tmp_path)
+    shutil.copy(Path(nodecall.__file__).parent / "node/programs/agent.py", tmp_path)
     monkeypatch.setattr(nodecall, "_PROGRAMS", tmp_path)
     nodecall.program_source.cache_clear()
     bundle.cache_clear()

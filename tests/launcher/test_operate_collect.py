@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.collect import collect
 from launcher.errors import UnreachableError
+from launcher.sync.collect import collect
 from launcher.transport.base import OnBytes
 from launcher.transport.local import LocalTransport
 from run_kit import make_launch, make_node

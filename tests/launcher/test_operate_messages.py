@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from golden_kit import check_messages
-from launcher.cli import run
+from launcher.cli.main import run
 from launcher.errors import UnreachableError
+from launcher.manage import node_views
 from launcher.node.procs import look
-from launcher.operate import views
-from launcher.planned import Login
-from launcher.registry import user_at_host
+from launcher.plan.model import Login
+from launcher.report.run_folder import user_at_host
 from operate_kit import MadeRun
 
 NOT_YET = time.time() + 3600  #: of a heartbeat, whose age does not depend on how long these tests take
@@ -202,6 +202,6 @@ def test_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def lose(patch: pytest.MonkeyPatch, away: tuple[int, ...]) -> None:
-    connect_all = views.connect_all
+    connect_all = node_views.connect_all
     errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in away}
-    patch.setattr(views, "connect_all", lambda config: {**connect_all(config), **errors})
+    patch.setattr(node_views, "connect_all", lambda config: {**connect_all(config), **errors})

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from launcher.cli import run
-from launcher.operate import history
-from launcher.operate.found import FoundRun
-from launcher.operate.history import Entry
-from launcher.operate.status import Status, rendered
-from launcher.operate.verdict import Verdict
-from launcher.operate.views import NodeView
-from launcher.planned import Login
+from launcher.cli.main import run
+from launcher.manage.node_views import NodeView
+from launcher.manage.status import Status, rendered
+from launcher.plan.model import Login
+from launcher.report import run_history
+from launcher.report.found import FoundRun
+from launcher.report.run_history import Entry
+from launcher.report.verdict import Verdict
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -72,11 +72,11 @@ ENTRIES = [
 
 
 def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
-    titles, first, second = printed(history.rendered(ENTRIES), 80)
+    titles, first, second = printed(run_history.rendered(ENTRIES), 80)
     assert titles.split() == ["when", "run", "state", "result"]
     assert "toy-20261121-041349-042e  failed         rank 1 on node1 (gnn" in first and first.endswith("…")
     assert second.endswith("toy-20261121-041349-aaaa  never started  refused")
-    titles, first, _ = printed(history.rendered(ENTRIES), 120)
+    titles, first, _ = printed(run_history.rendered(ENTRIES), 120)
     assert titles.split() == ["when", "run", "size", "state", "took", "result"]
     assert "2 nodes × 4 ranks  failed" in first and "2 h 2 min  rank 1 on" in first
 
@@ -85,7 +85,7 @@ def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
 def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
     columns: str | None, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(history, "history", lambda runs_dirs, limit: ENTRIES)
+    monkeypatch.setattr(run_history, "history", lambda runs_dirs, limit: ENTRIES)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", columns)
@@ -95,4 +95,4 @@ def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
 
 
 def test_the_whole_result_is_in_json() -> None:
-    assert "x" * 200 in history.to_json(ENTRIES)
+    assert "x" * 200 in run_history.to_json(ENTRIES)

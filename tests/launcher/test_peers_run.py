@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.node import lease
+from launcher.node import leases
 from node_kit import python, wait_until
 from peers_kit import SERVE, SLEEP, Run, wire
 
@@ -68,7 +68,7 @@ def test_a_held_device_on_node_0_ends_the_others_at_once(
 ) -> None:
     """Node 0 never gets as far as to listen for them; they must not wait for it until start_timeout."""
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
-    assert lease.take(["cuda:0"], lease.this_process("other", 0, "bob@desk")) == []
+    assert leases.take(["cuda:0"], leases.this_process("other", 0, "bob@desk")) == []
     run = make(2, leases=["cuda:0"], start_timeout=60.0)
     run.nodes[1].spec["leases"] = []
     since = time.monotonic()

@@ -19,17 +19,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher.codefiles import CODE_ROOT, code_digest
-from launcher.config import NodeConfig, RunConfig, TrainConfig
-from launcher.nodespec import train_flags
-from launcher.placement import candidate_ports, interpreter
-from launcher.plan import LaunchPlan
-from launcher.planview import print_placement, print_plan
-from launcher.roles import part_block
-from launcher.runfile import to_json
-from launcher.script import Command, render
-from launcher.stopping import how_to_stop
-from launcher.yaml_schema import load_config
+from launcher.command import Command, render
+from launcher.config.loader import load_config
+from launcher.config.roles import part_block
+from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
+from launcher.plan.build import LaunchPlan
+from launcher.plan.codefiles import CODE_ROOT, code_digest
+from launcher.plan.commands import train_flags
+from launcher.plan.placement import candidate_ports, interpreter
+from launcher.plan.render import print_placement, print_plan
+from launcher.plan.serialize import to_json
+from launcher.run.stopping import how_to_stop
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -78,8 +78,8 @@ def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
         code = [file for file in node["files"] if file["dest"].startswith(node["code_dir"])]
         assert {file["dest"].removeprefix(node["code_dir"] + "/") for file in code} >= {
             "launcher/__init__.py",
-            "launcher/node/supervisor.py",
-            "launcher/node/rank.py",
+            "launcher/node/supervisor/supervisor.py",
+            "launcher/node/supervisor/rank_runner.py",
             "trainer/__init__.py",
         }
         node["files"] = [file for file in node["files"] if file not in code]
@@ -278,7 +278,7 @@ def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
 
 
 def test_train_flags_are_those_the_trainer_takes() -> None:
-    from trainer.config import TrainSettings, settings_options
+    from trainer.train.settings import TrainSettings, settings_options
 
     @click.command()
     @settings_options

@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher import cli
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.cli import main
+from launcher.command import Secret
+from launcher.config.roles import Standing, carried_out, holdings, left_out
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.findings import GraphSize
-from launcher.live.board import Board
-from launcher.memory import base_memory, batch_memory
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.planfold import fold_nodes, own_values
-from launcher.planview import _node_rows, print_plan
-from launcher.roles import Standing, carried_out, holdings, left_out
-from launcher.runfile import read_run, run_json, to_json
-from launcher.script import Secret
+from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.plan.planfold import fold_nodes, own_values
+from launcher.plan.render import _node_rows, print_plan
+from launcher.plan.serialize import read_run, run_json, to_json
+from launcher.preflight.finding import GraphSize
+from launcher.preflight.memory import base_memory, batch_memory
+from launcher.run.live_state import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -262,7 +262,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
     """UPDATE_GOLDEN=1 writes the tables anew; sizes of our own code are left out."""
-    from launcher.yaml_schema import load_config
+    from launcher.config.loader import load_config
 
     blocks = []
     for name, case in CASES.items():
@@ -302,7 +302,7 @@ def _filled(text: str, values: Any) -> str:
 def test_dry_run_of_servers_alone_says_what_they_are_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.yml"
     config.write_text("nodes: [{host: a, role: server}]\ndata: {dataset: synthetic}\n")
-    assert cli.run(["--dry-run", "-c", str(config)]) == 2
+    assert main.run(["--dry-run", "-c", str(config)]) == 2
     assert "all are servers" in capsys.readouterr().err
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from launcher.config import NodeConfig
+from launcher.command import Command, Secret
+from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.runfile import read_run, run_json, to_json, with_run_file
-from launcher.script import Command, Secret
+from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.plan.serialize import read_run, run_json, to_json, with_run_file
 from plan_kit import TOKEN, cluster, facts_of, plan_of
 
 

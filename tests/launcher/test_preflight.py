@@ -11,9 +11,9 @@ import pytest
 
 from fake_transport import FakeTransport, printed, wire
 from findings_kit import cluster, probe_of
-from launcher.config import ClusterConfig, NodeConfig, RunConfig
+from launcher.config.schema import ClusterConfig, NodeConfig, RunConfig
 from launcher.errors import AuthError, PreflightRefused, TransportError
-from launcher.preflight import PreflightReport, run_preflight
+from launcher.preflight.preflight import PreflightReport, run_preflight
 from launcher.transport import connect_all
 from launcher.transport.base import Transport
 

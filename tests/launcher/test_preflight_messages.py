@@ -12,12 +12,12 @@ import pytest
 
 from fake_transport import FakeTransport, printed
 from golden_kit import check_messages
-from launcher.config import ClusterConfig, DataConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import NodeCallError, SessionError
 from launcher.nodecall import NodeAgent
-from launcher.preflight import run_preflight
-from launcher.script import Command
-from launcher.session import start_session
+from launcher.preflight.preflight import run_preflight
+from launcher.run.tmux_session import start_session
 from launcher.transport.base import Transport
 from launcher.transport.local import LocalTransport
 from test_session import home, make  # noqa: F401  fixtures
@@ -113,7 +113,7 @@ def of_the_agent() -> Iterator[tuple[str, str]]:
     ):
         node.on("/opt/env/bin/python", ended)
         with NodeAgent(node, Command(("/opt/env/bin/python",))) as agent, pytest.raises(NodeCallError) as caught:
-            agent.call("wire", {}, 5)
+            agent.call("network", {}, 5)
         yield how, str(caught.value)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from findings_kit import found, gpu, versions, with_gpus
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.preflight import PreflightReport, run_preflight
-from launcher.probing import Inquiry
-from launcher.wiring import CONTROL, FREE, MASTER, SERVICE, Ways
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, Ways
+from launcher.preflight.preflight import PreflightReport, run_preflight
+from launcher.preflight.survey import Inquiry
 from wire_kit import Closed, machine
 
 RUN = RunConfig(master_port=29500, control_port=29400, service_port=29600)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.cli import run
+from launcher.cli.main import run
 from launcher.errors import FleetError
-from launcher.live.board import RankRow
-from launcher.node.vitals import largest
-from launcher.profile import Profile, analyse, profile_lines
-from launcher.report import Metrics, print_report, read_metrics, written
+from launcher.node.supervisor.vitals import largest
+from launcher.report.profile import Profile, analyse, profile_lines
+from launcher.report.report import Metrics, print_report, read_metrics, written
+from launcher.run.live_state import RankRow
 from metrics_kit import SPENT, lines_of, metrics_file
 from operate_kit import MadeRun
 from test_live import board_of, shown, step

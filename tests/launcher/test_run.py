@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from launcher.node import procs
-from launcher.run import with_service_key
-from launcher.runfile import to_json
+from launcher.plan.serialize import to_json
+from launcher.run.launch import with_service_key
 from launching import own_ports
 from run_kit import make_launch, make_node, make_parts
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_all_nodes_get_the_same_service_key_and_it_never_shows(tmp_path: Path) -> None:
-    from launcher.planned import PlannedFile
+    from launcher.plan.model import PlannedFile
 
     nodes = [make_node(tmp_path, k, []) for k in range(2)]
     keys = [PlannedFile(f"{node.run_dir}/service.key", 0, mode=0o600, secret=True) for node in nodes]

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
-from launcher.plan import LaunchPlan, make_plan
-from launcher.planned import Login
-from launcher.serving.roster import only_holders, roster_of, shares, too_few, wanted_cluster
+from launcher.plan.build import LaunchPlan, make_plan
+from launcher.plan.model import Login
+from launcher.serving.membership import only_holders, roster_of, shares, too_few, wanted_cluster
+from launcher.serving.reconcile import Standings
 from launcher.serving.serve import _few_copies
-from launcher.serving.standing import Standings
 
 
 def config(*hosts: str, role: str = "server", **data: object) -> ClusterConfig:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
-from launcher.plan import LaunchPlan, make_plan
+from launcher.plan.build import LaunchPlan, make_plan
 from launcher.serving.turns import own_turn
 from launcher.transport import open_transport
 from launcher.transport.base import Transport

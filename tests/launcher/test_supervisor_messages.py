@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from golden_kit import GOLDEN, check_text
-from launcher.node import lease
-from launcher.wholefile import write_whole
+from launcher.files import write_whole
+from launcher.node import leases
 from node_kit import NODE, PYTHON, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
 
@@ -89,8 +89,8 @@ CASES: dict[str, tuple[int, dict[str, Any], str | list[str], Act]] = {
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
-    holder = lease.this_process("r0", 0, "bob@desk")._replace(since=1795233840.0)
-    assert lease.take(["cuda:0"], holder) == []
+    holder = leases.this_process("r0", 0, "bob@desk")._replace(since=1795233840.0)
+    assert leases.take(["cuda:0"], holder) == []
     yield tmp_path
 
 

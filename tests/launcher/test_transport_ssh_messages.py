@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from golden_kit import check_messages
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.command import Secret
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError
-from launcher.script import Secret
 from launcher.transport import Transport, ask_password, connect_all, make_transport
 from launcher.transport.login import Credentials
 from launcher.transport.ssh import SshTransport, credentials_of

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from launcher.node.stacks import _STOPPED, folded, summary
-from launcher.node.vitals import Vitals
+from launcher.node.supervisor.stacks import _STOPPED, folded, summary
+from launcher.node.supervisor.vitals import Vitals
 from vitals_kit import LABELS, Cluster, pace
 
 GOLDEN = Path(__file__).with_name("golden") / "messages_vitals.txt"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher.node import judge
-from launcher.node.judge import Judge
+from launcher.node.supervisor import judge
+from launcher.node.supervisor.judge import Judge
 from vitals_kit import Cluster, pace
 
 

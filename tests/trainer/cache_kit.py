@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from trainer.cost import Cost
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.store.part import open_parts
+from trainer.core.batch_cost import Cost
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.store.part_store import open_parts
 
 
 class Owner:

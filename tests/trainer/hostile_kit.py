@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from trainer.sample.sampler import BatchWork
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.sample.types import HopRequest, RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import batches, hops, protocol, wire
-from trainer.service.keys import CurveKeys, read_key_file
-from trainer.service.wire import Flag, Kind, Message, Status, encode
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.subgraph import SampleSettings, SeedSet
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.types import HopRequest, RowRequest
+from trainer.service import batch_messages, hop_messages, messages
+from trainer.service import frames as wire
+from trainer.service.curve_keys import CurveKeys, read_key_file
+from trainer.service.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 
@@ -75,23 +76,23 @@ def valid_requests(num_nodes: int) -> list[Message]:
     induced = replace(
         work, settings=replace(settings, induced=True, disjoint=True), seeds=SeedSet({HOMO_NODE: many[:40]})
     )
-    name = protocol.ClientName(2**63 + 1, "stranger")
+    name = messages.ClientName(2**63 + 1, "stranger")
     found = [
         Message(Kind.HELLO, Status.REQUEST, 0),
         Message(Kind.STATS, Status.REQUEST, 0),
-        hops.sample_request([hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]),
-        hops.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
-        protocol.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
-        protocol.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
-        protocol.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
-        protocol.edges_request(0, HOMO_EDGE, 0, 50),
-        protocol.manifest_request(),
-        protocol.shared_request(protocol.SharedSlice(HOMO_NODE, "train", 0, 10)),
-        protocol.to_global_request(HOMO_NODE, nodes),
-        protocol.taken(5),
-        batches.batch_request(work, name),
-        batches.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
-        batches.batch_request(induced, name),
+        hop_messages.sample_request([hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]),
+        hop_messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
+        messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
+        messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
+        messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
+        messages.edges_request(0, HOMO_EDGE, 0, 50),
+        messages.manifest_request(),
+        messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
+        messages.to_global_request(HOMO_NODE, nodes),
+        messages.taken(5),
+        batch_messages.batch_request(work, name),
+        batch_messages.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
+        batch_messages.batch_request(induced, name),
     ]  # fmt: skip
     routed = [replace(message, flags=Flag.ROUTE) for message in found]
     return found + routed + [replace(message, flags=Flag.ROUTE | Flag.INT8) for message in found]
@@ -262,8 +263,8 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     """Large answers are asked for and left on the line, which stays open. Never returns."""
     ids = np.arange(20_000) % num_nodes
-    gather = protocol.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
-    greed = [gather, replace(gather, flags=Flag.ROUTE), protocol.edges_request(0, HOMO_EDGE, 0, 4000)]
+    gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
+    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
     context = zmq.Context()
     with _dealer(context, attack.endpoint, read_key_file(str(attack.key_file)), rcvhwm=1) as line:
         for number in range(attack.count):

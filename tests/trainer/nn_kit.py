@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from trainer.batch import Block, HeteroBatch
-from trainer.nn.facts import GraphFacts
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.batch import Block, HeteroBatch
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.nn.graph_facts import GraphFacts
 
 #: An author writes papers; papers cite papers; topics stand above papers, and each topic belongs to a board.
 WRITES, CITES, HAS, WROTE, ON = (

@@ -15,11 +15,11 @@ from typing import Any
 from forked import Forked
 from train_kit import Ended, command_line, finish, free_port, rank_environment
 from trainer.cli import main
-from trainer.config import TrainJob
-from trainer.load.loader import BatchLoader
+from trainer.loader.block_loader import BatchLoader
 from trainer.train import fit as fit_module
 from trainer.train import job as job_module
 from trainer.train.fit import Fit
+from trainer.train.settings import TrainJob
 
 EVERY = 4  #: steps between snapshots
 

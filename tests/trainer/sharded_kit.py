@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forked import Forked
 from train_kit import finish, free_port, rank_environment
-from trainer.nn.sharded import ShardedEmbedding, initial_rows
+from trainer.nn.sharded_embedding import ShardedEmbedding, initial_rows
 from trainer.nn.sharded_state import embedding_state, load_embedding_state
 
 NODES = {"author": 23, "field.of-study": 4, "venue": 1}

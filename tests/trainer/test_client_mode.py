@@ -23,12 +23,12 @@ from trainer import (
     DistNeighborLoader,
     DistShaDowKHopSampler,
 )
-from trainer.errors import PartitionError
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import open_graph
-from trainer.load.seeds import RankLayout
-from trainer.partition.format import AttrSpec
+from trainer.core.errors import PartitionError
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.service.cluster import Cluster, ClusterNode
+from trainer.store.manifest import AttrSpec
 
 ODD = torch.arange(1, 60, 2)
 LINKS = torch.stack([ODD, ODD - 1])

@@ -15,11 +15,11 @@ from load_kit import hetero_data, homo_data, opened, parts_of
 from partitions import store_of
 from samplers_kit import TWO_HOSTS, edges_between, no_edges, odd_data, planted, small_data, triples
 from trainer import DistClusterLoader
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.partition.assign import assign_parts
 from trainer.partition.clusters import with_clusters
 from trainer.partition.write import write_partition
-from trainer.store.part import open_parts
+from trainer.store.part_store import open_parts
 
 
 def clustered(num_parts=4, per_part=3, edges=260):

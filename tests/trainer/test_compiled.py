@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
-from trainer.compiled import KernelFiles, kernels_folder
-from trainer.sample.kernels import draw_edges
+from trainer.core.compiled import KernelFiles, kernels_folder
+from trainer.sampler.neighbor import draw_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = """

@@ -19,10 +19,10 @@ from load_kit import hetero_data, homo_data
 from oracle import assert_identical
 from service_kit import free_endpoint, new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.errors import ServiceError, SettingsError
-from trainer.load import attach
-from trainer.load.open import open_graph
-from trainer.service.keys import admit_guest, write_key_file
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.loader import attach
+from trainer.loader.open import open_graph
+from trainer.service.curve_keys import admit_guest, write_key_file
 
 
 @pytest.fixture(autouse=True)

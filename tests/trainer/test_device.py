@@ -11,17 +11,17 @@ import torch
 from cache_kit import hosts
 from oracle import assert_identical
 from train_kit import job, write_parts
-from trainer.batch import Batch, HeteroBatch, KeptRows
-from trainer.errors import SettingsError
-from trainer.load.cache_fill import device_rows
-from trainer.load.device import DeviceRows, feed, tensors_of
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout
+from trainer.core.batch import Batch, HeteroBatch, KeptRows
+from trainer.core.errors import SettingsError
+from trainer.core.remote_access import CacheSize
+from trainer.core.schema import NodeType
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.cache_fill import device_rows
+from trainer.loader.device import DeviceRows, feed, tensors_of
+from trainer.loader.open import Graph, open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.reach import CacheSize
-from trainer.sample.types import RowRequest
-from trainer.schema import NodeType
+from trainer.sampler.types import RowRequest
 from trainer.train.job import train
 from trainer.train.setup import batch_plan
 

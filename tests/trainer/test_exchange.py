@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from forked import Forked
 from train_kit import environment
-from trainer.exchange import exchange_rows
+from trainer.core.row_exchange import exchange_rows
 
 IDS = torch.arange(7)
 DTYPES = (torch.bool, torch.int8, torch.bfloat16, torch.float64, torch.complex64)

@@ -15,9 +15,9 @@ from load_kit import hetero_data, homo_data, parts_of
 from partitions import write_store
 from train_kit import REPOSITORY, environment, run_script
 from trainer import DistNeighborLoader
-from trainer.errors import PartitionError, SettingsError
-from trainer.load.env import open_any, open_run, this_process
-from trainer.load.seeds import RankLayout
+from trainer.core.errors import PartitionError, SettingsError
+from trainer.loader.environment import open_any, open_run, this_process
+from trainer.loader.seed_order import RankLayout
 
 #: As torch_geometric's documentation has it, but for the import and the data argument.
 SCRIPT = """

@@ -26,14 +26,14 @@ from nn_kit import (
     typed_edges,
     whole_graph_block,
 )  # fmt: skip
-from trainer.batch import Batch, HeteroBatch
-from trainer.errors import DataError, SettingsError
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.nn import hetero_layers as layers
-from trainer.nn.dropout import node_salt
 from trainer.nn.embeddings import LocalEmbeddings
-from trainer.nn.facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.kernels.dropout import node_salt
 from trainer.nn.models import build_model
-from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 EDGE_TYPES = (WRITES, CITES, HAS, WROTE, ON)
 FACTS = GraphFacts(True, "paper", tuple(NUM_NODES), EDGE_TYPES, DIMS, 4)

@@ -13,11 +13,11 @@ from torch import nn
 
 import trainer
 from train_kit import FewBatches, metrics, run_script
-from trainer.batch import Batch
-from trainer.errors import TrainingError
+from trainer.core.batch import Batch
+from trainer.core.errors import TrainingError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.ranks import RankGroup, Ranks
 from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers

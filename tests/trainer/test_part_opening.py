@@ -12,7 +12,7 @@ import pytest
 
 from forked import REPOSITORY
 from partitions import random_graph, store_of, write_store
-from trainer.store.part import open_parts
+from trainer.store.part_store import open_parts
 
 linux = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes read as Linux tells them")
 

@@ -14,14 +14,14 @@ from torch.distributed import HashStore
 
 from regroup_kit import Loss, run_with_losses, run_without_losses, trained_seeds, write_team
 from train_kit import curve, job, metrics, write_parts
-from trainer.config import TrainJob
-from trainer.errors import PeerError
-from trainer.ranks import RankGroup, Ranks
+from trainer.core.errors import PeerError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
 from trainer.train.regroup import GoOn, Members, _Survivor
+from trainer.train.settings import TrainJob
 from trainer.train.snapshot import Progress, Snapshots, newest_common
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps

@@ -22,7 +22,7 @@ from samplers_kit import (
     with_empty_part,
 )
 from trainer import DistShaDowKHopSampler
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 
 def neighbourhood(data, root, depth):

@@ -16,13 +16,13 @@ import trainer
 from load_kit import homo_data
 from test_pace import ALONE, run_script
 from train_kit import FewBatches, metrics
-from trainer.batch import Batch
-from trainer.cost import Cost
-from trainer.train import spent as spent_module
+from trainer.core.batch import Batch
+from trainer.core.batch_cost import Cost
+from trainer.train import step_timing as spent_module
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.spent import DeviceClock, Lap, Load, Phase, behind, traffic
+from trainer.train.step_timing import DeviceClock, Lap, Load, Phase, behind, traffic
 from trainer.train.task import NodeClassification
 
 SLEEP = 0.02

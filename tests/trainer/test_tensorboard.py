@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.train.metrics import MetricsLog
 
 Curves = dict[str, list[tuple[int, Any]]]

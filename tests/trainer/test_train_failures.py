@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from train_kit import Ended, finish, free_port, job, run_script, start_rank, write_parts
-from trainer.config import TrainJob
-from trainer.errors import PeerError, SettingsError
-from trainer.ranks import Ranks, join_ranks, pick_device
+from trainer.core.errors import PeerError, SettingsError
+from trainer.core.ranks import Ranks, join_ranks, pick_device
+from trainer.train.settings import TrainJob
 
 
 @pytest.fixture(scope="module")

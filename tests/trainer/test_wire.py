@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from requests_kit import PLAIN, hops_of_every_kind
-from trainer.errors import ServiceError, WireError
-from trainer.service import hops, protocol, wire
-from trainer.service.wire import Kind, Message, Status, decode, encode
+from trainer.core.errors import ServiceError, WireError
+from trainer.service import frames as wire
+from trainer.service import hop_messages, messages
+from trainer.service.frames import Kind, Message, Status, decode, encode
 
 ARRAYS = (
     np.arange(12, dtype=np.int64).reshape(3, 4),
@@ -174,7 +175,7 @@ def test_larger_than_allowed_is_refused() -> None:
 def test_random_damage_never_raises_anything_else() -> None:
     rng = random.Random(0)
     asked = [*hops_of_every_kind()[::7], dataclasses.replace(PLAIN, nodes=LARGE)]
-    frames = sent(hops.sample_request(asked))
+    frames = sent(hop_messages.sample_request(asked))
     refused = 0
     for _ in range(4000):
         mutant = [bytearray(frame) for frame in frames]
@@ -184,7 +185,7 @@ def test_random_damage_never_raises_anything_else() -> None:
         if rng.random() < 0.2:
             mutant[rng.randrange(len(mutant))] = bytearray(rng.randbytes(rng.randrange(300)))
         try:
-            hops.read_sample_request(decode([bytes(frame) for frame in mutant]))
+            hop_messages.read_sample_request(decode([bytes(frame) for frame in mutant]))
         except WireError:
             refused += 1
     assert refused > 2000
@@ -198,4 +199,4 @@ def test_a_long_error_is_cut_and_still_readable() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"node_rank": "x"}', "nonsense"])
 def test_hello_that_is_none(text: str) -> None:
     with pytest.raises(WireError):
-        protocol.read_hello(Message(Kind.HELLO, Status.OK, 1, (), text))
+        messages.read_hello(Message(Kind.HELLO, Status.OK, 1, (), text))

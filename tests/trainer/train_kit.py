@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from forked import REPOSITORY, Forked, fork
-from trainer.batch import Batch, Block
 from trainer.cli import main
-from trainer.config import InferJob, TrainJob, TrainSettings
+from trainer.core.batch import Batch, Block
 from trainer.data.load import load_dataset
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:

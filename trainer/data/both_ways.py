@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import EdgeData
 from trainer.data.edges import undirected
-from trainer.errors import DataError
-from trainer.schema import EdgeType, NodeType, type_name
 
 
 def both_ways(

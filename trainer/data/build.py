@@ -7,19 +7,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
 from trainer.data import dataset as checks
 from trainer.data.both_ways import both_ways
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.options import SourceOptions
 from trainer.data.raw import RawArray, RawArrays, RawGraph, split_prefix
-from trainer.data.sort import EDGE_NAMES, link_arrays, sort_arrays
-from trainer.errors import DataError
-from trainer.partition.format import NAME_PATTERN
-from trainer.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
+from trainer.data.raw_arrays import EDGE_NAMES, link_arrays, sort_arrays
+from trainer.store.manifest import NAME_PATTERN
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
+
 _MOST_CLASSES = 1 << 20
+
 _MOST_GRAPH_BYTES = 16 << 20  #: every host gets a copy of the graph's own arrays
 
 

@@ -21,6 +21,7 @@ from trainer.data.synthetic_hetero import make_synthetic_hetero
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
 _GENERATION = 2  #: raise when the same name and options begin to give another graph
+
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 

@@ -6,16 +6,20 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
 from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
-from trainer.errors import DataError
 
 AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
 
 TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
+
 _AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that stay
+
 _LATE = 0.25  #: share of edges that appear some time after both ends
+
 _INSIDE = 4.0  #: how much heavier edges inside a class are
+
 _ROWS_AT_ONCE = 1 << 16
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from trainer.arrays import Array
-from trainer.errors import DataError
-from trainer.schema import EdgeType, NodeType
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import EdgeType, NodeType
 
 SPLIT_SUFFIXES = ("_idx", "_mask")
 

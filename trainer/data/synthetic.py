@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
+from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticOptions
@@ -18,7 +19,6 @@ from trainer.data.planted import (
     node_splits,
     node_times,
 )
-from trainer.rng import GOLDEN, fraction, mix
 
 _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of the nodes
 

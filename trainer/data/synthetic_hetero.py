@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.schema import EdgeType
 from trainer.data.both_ways import both_ways
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.options import SyntheticHeteroOptions
@@ -19,9 +20,9 @@ from trainer.data.planted import (
     node_splits,
     node_times,
 )
-from trainer.schema import EdgeType
 
 _AUTHORS, _FIELDS = 2, 20  #: papers per author, per field
+
 _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 

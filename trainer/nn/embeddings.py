@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from trainer.schema import NodeType
+from trainer.core.schema import NodeType
 
 
 class Embeddings(Protocol):

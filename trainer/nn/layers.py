@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.batch import Block
-from trainer.nn.activation import Activation
+from trainer.core.batch import Block
 from trainer.nn.glorot import glorot
+from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.sage import sage_rows
+from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 from trainer.nn.precision import product_dtype, sum_dtype
-from trainer.nn.sage import sage_rows
-from trainer.nn.spmm import aggregate, attend, edge_targets
 
 #: Multiply-adds of a dense product that take as long as one of an aggregation, which waits for memory.
 DENSE_PER_SPARSE = 30

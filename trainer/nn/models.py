@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import Batch
-from trainer.errors import DataError, SettingsError
-from trainer.nn.activation import Activation
+from trainer.core.batch import Batch
+from trainer.core.errors import DataError, SettingsError
 from trainer.nn.embeddings import Embeddings
-from trainer.nn.facts import GraphFacts
+from trainer.nn.graph_facts import GraphFacts
+from trainer.nn.kernels.activation import Activation
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
 from trainer.nn.precision import in_own_precision
 from trainer.nn.settings import ModelSettings, precision_of
@@ -86,6 +86,7 @@ def _of_types(name: str) -> HeteroBuilder:
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
+
 #: Models of graphs with any number of types.
 HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage")}
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.exchange import wire_device
-from trainer.nn.sharded import ShardedEmbedding, Tables
+from trainer.core.row_exchange import wire_device
+from trainer.nn.sharded_embedding import ShardedEmbedding, Tables
 
 _ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
 

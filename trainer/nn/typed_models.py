@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from trainer.nn.embeddings import Embeddings
-from trainer.nn.facts import GraphFacts
-from trainer.nn.hetero import HeteroModel, HeteroShape, widths
+from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
+from trainer.nn.hetero_models import HeteroModel, HeteroShape, widths
 from trainer.nn.settings import ModelSettings, precision_of
 
 

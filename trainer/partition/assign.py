@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
+from trainer.core.errors import PartitionError
+from trainer.core.schema import EdgeType, NodeType
 from trainer.data.dataset import Dataset
-from trainer.errors import PartitionError
 from trainer.partition.frequency import frequency_assignment
 from trainer.partition.hashing import hash_part, random_parts
 from trainer.partition.joined import JoinedNodes, Part
-from trainer.partition.methods import METHODS, fanouts_of, method_options
+from trainer.partition.methods import fanouts_of, method_options
 from trainer.partition.metis import metis_assignment
-from trainer.schema import EdgeType, NodeType
-
-__all__ = ["METHODS", "PartitionAssignment", "assign_parts"]
 
 
 @dataclass(frozen=True)

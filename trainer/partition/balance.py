@@ -11,14 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
 from trainer.data.dataset import Dataset
 from trainer.partition.joined import JoinedNodes, Part
 
 SLACK = 0.03  #: METIS's own for many parts
+
 _ROUNDS = 4  #: overfull parts are emptied in so many steps, the cheapest moves first in each
+
 _REFINE_PASSES = 3
+
 TRAIN = "train"  #: the split whose nodes are seeds
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
 from trainer.partition.relabel import Relabelling, id_dtype
 
 EDGE_BYTES_AT_ONCE = 256 << 20  #: cut edges of as many parts together as fit; each group reads the edge list once

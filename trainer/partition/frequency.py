@@ -10,18 +10,19 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
+from trainer.core.errors import PartitionError
+from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset
-from trainer.errors import PartitionError
 from trainer.partition.balance import TRAIN, NodeClasses, node_classes
 from trainer.partition.joined import JoinedNodes, Part
 from trainer.partition.methods import Fanouts
 from trainer.partition.metis import metis_assignment, without_empty_parts
 from trainer.partition.visits import InEdges, visit_probabilities
-from trainer.schema import NodeType
 
 _BATCH = 256  #: seeds of one step and part; the outcome hardly depends on it
+
 _HOME = 0.001  #: how much more likely a visit must be elsewhere before a node leaves METIS's part
 
 

@@ -6,10 +6,10 @@ import hashlib
 
 import numpy as np
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.rng import GOLDEN, hashed
+from trainer.core.schema import NodeType
 from trainer.partition.joined import JoinedNodes, Part
-from trainer.rng import GOLDEN, hashed
-from trainer.schema import NodeType
 
 _AT_ONCE = 1 << 20
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids
+from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.edges import first_outside
-from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.partition.kernels import (
     first_descent,
     first_other_gid,
@@ -20,7 +20,7 @@ from trainer.partition.kernels import (
     mark,
     new_bitset,
 )
-from trainer.schema import EdgeType, NodeType, type_name
+from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset
 from trainer.data.edges import joint_adjacency
-from trainer.schema import NodeType
 
 Part = npt.NDArray[np.int32]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.errors import PartitionError
-from trainer.schema import EdgeType, type_name, type_of
+from trainer.core.errors import PartitionError
+from trainer.core.schema import EdgeType, type_name, type_of
 
 METHODS = ("metis", "random", "hash", "frequency")
+
 #: What parts have about equal numbers of, besides nodes as a whole: nothing more, nodes of each type,
 #: train seeds of each type, or both.
 BALANCES = ("nodes", "types", "seeds", "types+seeds")
+
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or for each
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.errors import PartitionError
+from trainer.core.errors import PartitionError
+from trainer.core.schema import type_name
 from trainer.partition.folder import files_below, is_note
-from trainer.partition.format import AttrSpec, FileEntry, Manifest, read_manifest
 from trainer.partition.invariants import Finding, Invariants
-from trainer.schema import type_name
+from trainer.store.manifest import AttrSpec, FileEntry, Manifest, read_manifest
 
 _BLOCK = 4 << 20
+
 _READERS = 2
 
 

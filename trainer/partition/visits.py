@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids, read_only
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.compiled import njit
+from trainer.core.schema import EdgeType, NodeType
 from trainer.data.dataset import Dataset
 from trainer.partition.methods import Fanouts
-from trainer.schema import EdgeType, NodeType
 
 Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> [num_nodes]
+
 _ALL = np.inf  #: fanout -1
 
 

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids
-from trainer.cost import Cost
-from trainer.errors import ServiceError
-from trainer.sample.sampler import CountedAccess
-from trainer.sample.specs import row_spec
-from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.schema import EdgeType
-from trainer.store.part import PartStore
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import ServiceError
+from trainer.core.schema import EdgeType
+from trainer.sampler.specs import row_spec
+from trainer.sampler.subgraph_sampler import CountedAccess
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.store.part_store import PartStore
 
 _BYTES_OF_EDGE = 4  # at least: its source
 

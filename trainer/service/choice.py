@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from trainer.errors import ServerGone
+from trainer.core.errors import ServerGone
 from trainer.service.client import HostClient
 
 

@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from trainer.arrays import Array, Ids
-from trainer.errors import ServerGone, ServiceError, WireError
-from trainer.reach import WireRows
-from trainer.sample.sampler import BatchWork, Sampled
-from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.schema import EdgeType, NodeType
-from trainer.service import batches, hops, protocol
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import ServerGone, ServiceError, WireError
+from trainer.core.remote_access import WireRows
+from trainer.core.schema import EdgeType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.service import batch_messages, hop_messages, messages
 from trainer.service.channel import Call, Channel
-from trainer.service.keys import CurveKeys
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.frames import Flag, Kind, Message, Status
 from trainer.service.limits import client_context
+from trainer.service.messages import ClientName, HelloInfo, ServerStats, SharedSlice
 from trainer.service.pieces import InPieces, PendingRows, RowSizes
 from trainer.service.places import ServerPlace
-from trainer.service.protocol import ClientName, HelloInfo, ServerStats, SharedSlice
 from trainer.service.rounded import flag_of
-from trainer.service.wire import Flag, Kind, Message, Status
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Pending(Generic[T]):
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
         self.received = reply.size
         if reply.kind == Kind.BATCH:
-            self._channel.tell(protocol.taken(self._call.request_id))
+            self._channel.tell(messages.taken(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
@@ -120,7 +120,9 @@ class HostClient:
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> Pending[list[HopSample]]:
         """Ask for several hops in one message; the answers' ids are int32 where they fit."""
-        return self._submit(lambda: hops.sample_request(requests), lambda reply: hops.read_samples(reply, requests))
+        return self._submit(
+            lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
+        )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
         """Ask for rows of attributes, in pieces where they are many; each answer maps names to [n, …] in request
@@ -130,42 +132,42 @@ class HostClient:
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending[npt.NDArray[np.bool_]]:
         """Ask which of these edges exist: bool [n]."""
         return self._submit(
-            lambda: protocol.has_edges_request(edge_type, src, dst), lambda reply: protocol.read_found(reply, len(dst))
+            lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending[EdgeList]:
         """Ask for ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
         return self._submit(
-            lambda: protocol.edges_request(part_id, edge_type, first, count),
-            lambda reply: protocol.read_edges(reply, count),
+            lambda: messages.edges_request(part_id, edge_type, first, count),
+            lambda reply: messages.read_edges(reply, count),
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> Pending[Sampled]:
         """Ask for a whole batch; the server is told when it has come."""
 
         def read(reply: Message) -> Sampled:
-            sampled = batches.read_batch(reply, work)
+            sampled = batch_messages.read_batch(reply, work)
             return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
 
-        return self._submit(lambda: batches.batch_request(work, client), read)
+        return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
     def submit_manifest(self) -> Pending[bytes]:
         """Ask for the bytes of ``manifest.json``."""
-        return self._submit(protocol.manifest_request, protocol.read_manifest_text)
+        return self._submit(messages.manifest_request, messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> Pending[Array]:
         """Ask for rows of an array that all parts share."""
-        return self._submit(lambda: protocol.shared_request(asked), lambda reply: protocol.read_shared(reply, asked))
+        return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> Pending[Ids]:
         """Ask for the global ids of original ids: int64 [n]."""
         return self._submit(
-            lambda: protocol.to_global_request(of, orig_ids), lambda reply: protocol.read_ids(reply, len(orig_ids))
+            lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> Pending[HelloInfo]:
         """Ask who the server is."""
-        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), protocol.read_hello)
+        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """In-edges of nodes the server owns. Raises ``ServiceError``."""
@@ -185,7 +187,7 @@ class HostClient:
 
     def stats(self) -> ServerStats:
         """The server's counters. Raises ``ServiceError``."""
-        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), protocol.read_stats).result()
+        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
         """End all connections; threads that wait for an answer raise ``ServiceError``."""
@@ -213,7 +215,7 @@ class HostClient:
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
         return self._submit(
-            lambda: protocol.gather_request(requests), lambda reply: protocol.read_rows(reply, requests)
+            lambda: messages.gather_request(requests), lambda reply: messages.read_rows(reply, requests)
         )
 
     def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.service.protocol import ClientName
+from trainer.service.messages import ClientName
 
 _RECENT = 8  #: replies of which the largest stands for the next one
 

@@ -8,7 +8,9 @@ import resource
 import zmq
 
 _CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
+
 _MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
+
 _MAX_FILES = 65_536
 
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from trainer import slabs
-from trainer.arrays import Array
-from trainer.errors import WireError
-from trainer.sample.types import RowRequest
-from trainer.schema import AnyType
+from trainer.core import slabs
+from trainer.core.arrays import Array
+from trainer.core.errors import WireError
+from trainer.core.schema import AnyType
+from trainer.sampler.types import RowRequest
 
 PIECE = 4 << 20  #: bytes of an answer, about
+
 UNDER_WAY = 4  #: pieces
+
 _ROW = 1 << 10  #: bytes of a row, as long as none has come
 
 Rows = dict[str, Array]  #: attribute -> [n, …]

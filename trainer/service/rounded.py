@@ -1,7 +1,7 @@
 """Rows that travel in less precision, and come out in the dtype they had.
 
 An array of rows goes with a *mark* of one byte: how it was rounded, and from which dtype. float16 rows are one array,
-int8 rows two: codes [n, …] and scales float32 [n, 1] (``trainer.rounding``). Mark 0: the array as it is.
+int8 rows two: codes [n, …] and scales float32 [n, 1] (``trainer.core.rounding``). Mark 0: the array as it is.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from trainer import rounding
-from trainer.arrays import Array
-from trainer.errors import DataError, WireError
-from trainer.reach import WireRows
-from trainer.service.wire import MAX_ARRAY, Flag
+from trainer.core import rounding
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError, WireError
+from trainer.core.remote_access import WireRows
+from trainer.service.frames import MAX_ARRAY, Flag
 
 _F2, _F4, _F8 = map(np.dtype, ("<f2", "<f4", "<f8"))
+
 _AS_IT_IS: tuple[WireRows, np.dtype] = ("stored", _F4)
+
 _MARKS = (_AS_IT_IS, ("float16", _F4), ("float16", _F8), ("int8", _F2), ("int8", _F4), ("int8", _F8))
+
 _MARK_OF = {what: mark for mark, what in enumerate(_MARKS)}
+
 _FLAGS: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
 
 

@@ -13,22 +13,25 @@ from typing import Any
 
 import zmq
 
-from trainer.errors import ServiceError, TrainerError, WireError
-from trainer.sample.sampler import BatchWork
-from trainer.service import batches
+from trainer.core.errors import ServiceError, TrainerError, WireError
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.service import batch_messages
+from trainer.service.batch_scheduler import BatchDesk
 from trainer.service.clients import DeskStatus, Job
-from trainer.service.desk import BatchDesk
+from trainer.service.curve_keys import CurveKeys, start_authenticator
+from trainer.service.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.keys import CurveKeys, start_authenticator
-from trainer.service.mover import REPLIES, Mover, bound_front
-from trainer.service.protocol import HelloInfo, ServerStats
+from trainer.service.messages import HelloInfo, ServerStats
+from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
 from trainer.service.turns import WaitingTurns
-from trainer.service.wire import MAX_ARRAY, Kind, Message, Status, decode, encode
 
 MAX_REQUEST = 64 << 20  #: bytes
+
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
+
 _BACKLOG = 32  #: requests waiting per short thread; beyond that the network queues hold them
+
 _GLANCE = 1.0  #: seconds
 
 _Asked = tuple[Message, BatchWork | None]
@@ -162,7 +165,7 @@ class GraphServer:
     def _job(peer: bytes, request: Message) -> Job[_Asked]:
         if request.kind != Kind.BATCH:
             return Job(peer, request.request_id, (request, None), size=request.size)
-        work, client = batches.read_batch_request(request)
+        work, client = batch_messages.read_batch_request(request)
         return Job(peer, request.request_id, (request, work), client, request.size)
 
     def _make_batches(self, out: zmq.Socket[bytes]) -> None:

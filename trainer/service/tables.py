@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer import slabs
-from trainer.arrays import Array, Ids
-from trainer.errors import DataError, WireError
-from trainer.schema import AnyType, EdgeType, NodeType, type_name, type_of
-from trainer.service.wire import Kind, Message, Status, narrow, narrow_ids, widen_ids
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError, WireError
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
+from trainer.service.frames import Kind, Message, Status, narrow, narrow_ids, widen_ids
 
 NONE = -1  #: the place of what is not there
 

@@ -12,7 +12,9 @@ from trainer.train.metrics import KINDS, LOADING
 from trainer.train.recorded import RankRecord, Record
 
 NOTABLE = 0.1  #: share of a step from which on a kind is worth a line
+
 _UNEVEN = 1.15  #: times the own work of the rank that waits
+
 _OFF = 0.1  #: of a prediction
 
 
@@ -38,6 +40,7 @@ _BUNDLED = _Names(
     "pinned memory and a copy stream (the bundled trainer has both)",
     "fewer train.hidden or train.fanouts, or train.precision: bfloat16 where the processor has it",
 )
+
 _SCRIPT = _Names(
     "more rows kept here (graph.cache_rows)",
     "more batches under way (prefetch of the loader)",

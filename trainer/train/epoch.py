@@ -12,22 +12,22 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import Batch, HeteroBatch
-from trainer.cost import Cost
-from trainer.errors import TrainingError
-from trainer.load.device import feed
-from trainer.ranks import RankGroup
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import TrainingError
+from trainer.core.ranks import RankGroup
+from trainer.loader.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.pace import Pace
-from trainer.train.spent import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Lap, Phase, by_host, traffic
 from trainer.train.task import Task
 
 AnyBatch = Batch | HeteroBatch
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader; ``trainer.load.loader.BatchLoader`` has it."""
+    """What the loop needs of a loader; ``trainer.loader.block_loader.BatchLoader`` has it."""
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.errors import TrainingError
-from trainer.load.device import feed
-from trainer.ranks import RankGroup
+from trainer.core.errors import TrainingError
+from trainer.core.ranks import RankGroup
+from trainer.loader.device import feed
 from trainer.train.epoch import Batches, closed_after
 from trainer.train.task import Task
 

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import TrainSettings
-from trainer.load.cache_fill import FilledCache
-from trainer.load.cache_policy import Prediction
-from trainer.malloc import give_back_freed_memory
-from trainer.nn.sharded import ShardedEmbedding
+from trainer.core.malloc import give_back_freed_memory
+from trainer.core.ranks import RankGroup
+from trainer.loader.cache_fill import FilledCache
+from trainer.loader.cache_policy import Prediction
+from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
-from trainer.ranks import RankGroup
 from trainer.train.advice import keeping_up
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
@@ -27,6 +26,7 @@ from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.recorded import RankRecord
 from trainer.train.regroup import NoWayOn
+from trainer.train.settings import TrainSettings
 from trainer.train.snapshot import SNAPSHOT_STEPS, Progress, Snapshots, newest_common
 from trainer.train.task import Task
 

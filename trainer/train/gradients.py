@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.ranks import RankGroup
+from trainer.core.ranks import RankGroup
 
 #: Values of a model up to which DistributedDataParallel exchanges its gradients in one go at the end of the backward
 #: pass: its first bucket is one MiB.

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.arrays import Array
-from trainer.config import InferJob
-from trainer.errors import CheckpointError, SettingsError
-from trainer.load.open import Graph
-from trainer.nn.facts import facts_of
-from trainer.partition.format import Manifest
-from trainer.ranks import RankGroup, Ranks, join_ranks, pick_device
-from trainer.sample.types import RowRequest
-from trainer.schema import NodeType
+from trainer.core.arrays import Array
+from trainer.core.errors import CheckpointError, SettingsError
+from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
+from trainer.core.schema import NodeType
+from trainer.loader.open import Graph
+from trainer.nn.graph_facts import facts_of
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
+from trainer.train.layerwise_inference import WholeGraph
+from trainer.train.settings import InferJob
 from trainer.train.setup import (
     check_same_partition,
     layout_of,
@@ -35,7 +36,6 @@ from trainer.train.setup import (
 )
 from trainer.train.shares import LayerRows, Range
 from trainer.train.stack import stack_of
-from trainer.train.whole import WholeGraph
 
 
 @dataclass(frozen=True)

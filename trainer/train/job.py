@@ -7,18 +7,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from trainer.config import TrainJob, TrainSettings
-from trainer.load.env import await_own_server
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
+from trainer.core.memory import keep_freed_memory
+from trainer.core.ranks import RankGroup, Ranks, pick_device
+from trainer.core.schema import NodeType
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.environment import await_own_server
+from trainer.loader.open import Graph
 from trainer.nn.precision import why_slow
-from trainer.ranks import RankGroup, Ranks, pick_device
-from trainer.schema import NodeType
 from trainer.train.checkpoint import check_fits, graph_record
 from trainer.train.fit import Fit, FitResult
-from trainer.train.memory import keep_freed_memory
 from trainer.train.metrics import MetricsLog
 from trainer.train.regroup import GoOn, with_team
+from trainer.train.settings import TrainJob, TrainSettings
 from trainer.train.setup import (
     check_same_partition,
     fill_device_cache,

@@ -8,18 +8,19 @@ import os
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.errors import SettingsError
-
-if TYPE_CHECKING:
-    from trainer.train.tensorboard import TensorBoard
+from trainer.core.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
+
 PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
+
 LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the work on it
+
 #: What a step's time goes to.
 KINDS = (*LOADING, "copy", "forward", "backward", "reduce", "optimizer", "other")
+
 _WIDTH = 40  # bytes of the progress file, so that it is always overwritten whole
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.config import TrainSettings
-from trainer.nn.sharded import ShardedEmbedding
+from trainer.nn.sharded_embedding import ShardedEmbedding
+from trainer.train.settings import TrainSettings
 
 _HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # from torch.compile, by a decorator
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from trainer.cost import Cost
-from trainer.train.spent import DeviceClock, HostClock, Lap, Load, Phase
+from trainer.core.batch_cost import Cost
+from trainer.train.step_timing import DeviceClock, HostClock, Lap, Load, Phase
 
 
 class Costed(Protocol):

@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.train.advice import advice
 from trainer.train.metrics import KINDS, LOADING
 from trainer.train.recorded import RankLines, RankRecord, Record, read_lines, record_of
 
 VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
+
 _WIDTH = 110  # of what is not shown in a terminal
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.train.metrics import KINDS, LOADING
 
 TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
+
 PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: of ``by_host`` in an epoch line
+
 _ROUGHLY = 0.9  # times the predicted bytes: fewer are worth an explanation
 
 Line = Mapping[str, Any]

@@ -22,10 +22,14 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (
+    PrefixStore,  # type: ignore[attr-defined]
+    Store,  # type: ignore[attr-defined]
+    TCPStore,  # type: ignore[attr-defined]
+)
 
-from trainer.errors import PeerError, TrainingError
-from trainer.ranks import (
+from trainer.core.errors import PeerError, TrainingError
+from trainer.core.ranks import (
     RankGroup,
     Ranks,
     check_backend,
@@ -41,8 +45,11 @@ from trainer.train.wires import wires_made_by
 T = TypeVar("T")
 
 LOOK = 0.5  #: seconds between looks at team.json
+
 _CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have come
+
 _POLL = 0.05  #: seconds between looks at the store
+
 _PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
 
 

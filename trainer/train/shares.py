@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.arrays import Array, Ids
-from trainer.exchange import exchange_rows
-from trainer.load.seeds import RankLayout
+from trainer.core.arrays import Array, Ids
+from trainer.core.row_exchange import exchange_rows
+from trainer.loader.seed_order import RankLayout
 
 
 @dataclass(frozen=True)

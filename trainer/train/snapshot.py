@@ -15,6 +15,7 @@ from trainer.train.epoch import EpochReport, Tally
 from trainer.train.optimize import Optimizers
 
 SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are done again
+
 KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
 
 Place = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one

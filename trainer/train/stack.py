@@ -7,14 +7,15 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from trainer.batch import Block, HeteroBatch
-from trainer.errors import SettingsError
-from trainer.nn.facts import GraphFacts, LayerNeed, layer_needs
-from trainer.nn.hetero import HeteroModel
+from trainer.core.batch import Block, HeteroBatch
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.models import BlockModel
-from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
 Rows = Mapping[NodeType, Tensor]
+
 Blocks = Mapping[EdgeType, Block]
 
 

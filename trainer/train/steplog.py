@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.cost import Cost
-from trainer.ranks import Ranks
+from trainer.core.batch_cost import Cost
+from trainer.core.ranks import Ranks
 from trainer.train.metrics import MetricsLog
 from trainer.train.pace import Costed, Pace
-from trainer.train.spent import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Lap, Phase, by_host, traffic
 
 
 class StepLog:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.batch import Batch, HeteroBatch
-from trainer.errors import DataError, SettingsError
-from trainer.load.open import Graph
-from trainer.partition.format import Manifest, NodeSpec
-from trainer.ranks import RankGroup
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE, NodeType
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.loader.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import Manifest, NodeSpec
 
 
 class Task(Protocol):

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 FOLDER = "tensorboard"  #: below the run folder
+
 _FLUSH = 10  # seconds that a scalar may wait to be written
+
 _PLACES = ("t", "kind", "rank", "epoch", "step", "steps")  # which are no figures
+
 _RUN_WIDE = ("loss", "step_loss")  # of an epoch line; every rank has the same
 
 Line = Mapping[str, Any]

@@ -1,0 +1,81 @@
+"""``gnnfleet report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.completing import run_ids
+
+if TYPE_CHECKING:
+    from launcher.manage.node_views import OpenRun
+
+_EPILOG = """\b
+Example:
+  gnnfleet report toy-2026
+  gnnfleet report toy-2026 --watch"""
+
+
+@click.command(epilog=_EPILOG)
+@click.argument("run", required=False, shell_complete=run_ids)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html of the run."
+)
+@click.option("--watch", is_flag=True, help="Serve it on this machine alone, with news as they come, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="For --watch; default: one that is free.")
+@click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
+)
+@click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs.")
+@click.pass_context
+def report(
+    ctx: click.Context,
+    run: str | None,
+    output: Path | None,
+    watch: bool,
+    port: int | None,
+    config: Path | None,
+    runs_dir: str | None,
+) -> None:
+    """Curves, times and causes of a run as one HTML file.
+
+    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what there
+    is by now is fetched first. The file needs no network, and is written at the end of each run anyway.
+    """
+    from launcher.manage.collect_run import folder_for
+    from launcher.manage.select import Choice, chosen
+    from launcher.report.verdict import known_without_nodes
+
+    if watch and output:
+        raise click.UsageError("give --watch or -o, not both: --watch writes no file", ctx)
+    if port and not watch:
+        raise click.UsageError("--port is for --watch", ctx)
+    before = ctx.obj or {}
+    places = runs_dir or before.get("runs_dir")
+    choice = Choice(run, config or before.get("config"), tuple(before.get("sets") or ()), places)
+    with chosen(choice, offline=known_without_nodes) as opened:
+        folder = folder_for(opened, choice.runs_dirs[0])
+        if watch:
+            from launcher.manage.watch_report import watch_report
+
+            watch_report(opened, folder, port=port, runs_dirs=choice.runs_dirs)
+        else:
+            _write(opened, folder, output, choice.runs_dirs)
+
+
+def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path]) -> None:
+    from launcher.manage.collect_run import bring
+    from launcher.report.html.made import write_html
+    from launcher.report.verdict import known_without_nodes
+
+    if not known_without_nodes(run.found):
+        brought = bring(run, folder)
+        for text in filter(None, (brought.told, *brought.notes)):
+            click.secho(text, fg="yellow", err=True)
+    click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))

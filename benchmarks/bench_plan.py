@@ -8,9 +8,10 @@ from pathlib import Path
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig
-from launcher.plan.build import NodeFacts, make_plan
-from launcher.plan.codefiles import code_digest
-from launcher.plan.manifest import PartFile, PartitionFiles
+from launcher.plan.build import make_plan
+from launcher.plan.files import code_digest
+from launcher.plan.model import NodeFacts
+from launcher.plan.partition import PartFile, PartitionFiles
 from table import Row, median_seconds
 
 GOAL = 1.0  # seconds for 1,000 nodes

@@ -24,10 +24,8 @@ from trainer.loader.seed_order import RankLayout, Share
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import sample_multi_hop
-from trainer.sampler.position_tables import DirectTable, HashTable, PositionTable
-from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.subgraph import SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.types import RowRequest
+from trainer.sampler.relabel import DirectTable, HashTable, PositionTable, RelabelTables
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import PartStore
 

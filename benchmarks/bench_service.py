@@ -27,8 +27,7 @@ from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo
-from trainer.service.places import ServerPlace
+from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.server import GraphServer
 
 DIM = 100

@@ -1,14 +1,39 @@
-"""Atomic writes on this machine: a file appears whole or not at all. ``node/`` has its own, for hosts without this."""
+"""Atomic writes of local files, and where our own code lies."""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+
+def written_path(path: Path) -> str:
+    """``~/…`` where it lies in the home folder of this machine, which is another one on the hosts."""
+    home = os.path.expanduser("~").rstrip("/")
+    text = str(path)
+    return "~" + text[len(home) :] if home and text.startswith(home + "/") else text
+
+
+CODE_ROOT = Path(__file__).resolve().parents[1]
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a whole file."""
+    with path.open("rb") as file:
+        return _hex(iter(lambda: file.read(1 << 20), b""))
+
+
+def _hex(chunks: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
 
 _unfinished: set[Path] = set()
 

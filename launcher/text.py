@@ -1,8 +1,10 @@
-"""Tables that fit the terminal: columns of little worth are left out, one may be cut, the others are always whole."""
+"""Text for people: counts in words, tables that fit the terminal, consoles, set-up commands."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -63,3 +65,47 @@ class FittedTable:
 
 def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
     return sum(widths[i] for i in shown) + _GAP * (len(shown) - 1)
+
+
+def count(number: int, thing: str, plural: str = "s") -> str:
+    """``1 node``, ``2 nodes``, ``3 processes``."""
+    return f"{number:,} {thing}{'' if number == 1 else plural}"
+
+
+def spans(numbers: Iterable[int], name: str = "") -> str:
+    """Ascending numbers with runs folded: ``0–2, 4``; with ``name`` before each: ``node0–node2, node4``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{name}{run[0]}" if len(run) == 1 else f"{name}{run[0]}–{name}{run[-1]}" for run in runs)
+
+
+UNBOUNDED = 100_000  #: columns of what is no terminal: a file or a pipe has lines as long as they need to be
+
+
+def console_for(*, stderr: bool) -> Console:
+    """For stdout, or ``stderr``. Into a file or a pipe tables are as wide as what they hold, with nothing cut or
+    folded, unless COLUMNS says how wide they may be."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    bounded = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)
+
+
+OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise
+
+WHEELS = "https://download.pytorch.org/whl/"
+
+
+def new_venv(venv: str, pins: Sequence[str], tag: str) -> str:
+    """The line that makes ``venv`` with ``pins`` in it; ``tag``: torch's build, as cpu or cu126, '' for PyPI's."""
+    return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join([*pins, *index(tag)])}"
+
+
+def index(tag: str) -> list[str]:
+    """pip's words for where such a build of torch is."""
+    return [f"--extra-index-url {WHEELS}{tag}"] if tag else []

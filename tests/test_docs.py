@@ -15,11 +15,10 @@ import yaml
 
 import trainer
 from launcher import errors
-from launcher.cli.cli_compare import compare
 from launcher.cli.completion import completion
 from launcher.cli.init import init
 from launcher.cli.main import gnnfleet, run
-from launcher.cli.report import report
+from launcher.cli.report import compare, report
 from launcher.cli.runs import register_commands
 from launcher.cli.serve import serve
 from launcher.config.loader import load_config

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.loader.clusters import DistClusterLoader
 from trainer.loader.graph_saint import (
     DistGraphSAINTEdgeSampler,
     DistGraphSAINTNodeSampler,
@@ -28,7 +27,7 @@ from trainer.loader.graph_saint import (
 from trainer.loader.link_loader import DistLinkNeighborLoader
 from trainer.loader.neighbor_loader import DistNeighborLoader
 from trainer.loader.open import Graph
-from trainer.loader.subgraph_loaders import DistShaDowKHopSampler
+from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
 from trainer.train.steplog import StepLog
 
 __version__ = "0.1.0"
@@ -48,7 +47,7 @@ __all__ = [
 
 #: So that ``import trainer`` alone does not import torch.
 _LAZY = {
-    "DistClusterLoader": "trainer.loader.clusters",
+    "DistClusterLoader": "trainer.loader.subgraph_loaders",
     "DistGraphSAINTEdgeSampler": "trainer.loader.graph_saint",
     "DistGraphSAINTNodeSampler": "trainer.loader.graph_saint",
     "DistGraphSAINTRandomWalkSampler": "trainer.loader.graph_saint",
@@ -104,8 +103,8 @@ def connect(
     Raises ``SettingsError`` for what is no endpoint, and ``ServiceError`` naming the server and the cause when none
     can be reached, the key is not admitted, or what answers there is no graph server.
     """
-    from trainer.loader.attach import connect_servers
     from trainer.loader.environment import this_process
+    from trainer.loader.open import connect_servers
 
     return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name)
 

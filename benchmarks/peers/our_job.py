@@ -69,9 +69,7 @@ def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | N
     threads, batch = told.get("threads", 1), told["batch"]
     ahead = told.get("prefetch", told.get("threads", 1) + 1)
     if told.get("kind") == "data":
-        from trainer.loader.neighbor_loader import (
-            DistNeighborLoader,  # needs torch_geometric, which the other does without
-        )
+        from trainer.loader.neighbor_loader import DistNeighborLoader
 
         loading = DistNeighborLoader(
             graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from trainer.core.batch import Batch
-from trainer.core.memory import keep_freed_memory
 from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.slabs import keep_freed_memory
 from trainer.loader.block_loader import BatchLoader
 from trainer.loader.open import open_graph
 from trainer.loader.seed_order import RankLayout

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.cli.completing import host_names, template_names
+from launcher.cli.completion import host_names, template_names
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ for _option in _OPTIONS:  # a command's own list, so in order
 
 def _given(values: dict[str, Any]) -> Wish:
     """The flags as a wish. Raises UsageError."""
-    from launcher.config.config_paths import written_path
+    from launcher.files import written_path
     from launcher.init.request import Wish, dataset_of, existing, split_hosts
 
     environment = {name: values[name] for name in ("venv", "conda", "python") if values[name]}
@@ -166,6 +166,6 @@ def _program(ctx: click.Context) -> str:
 
 
 def _console(as_json: bool) -> Console:
-    from launcher.consoles import console_for
+    from launcher.text import console_for
 
     return console_for(stderr=as_json)

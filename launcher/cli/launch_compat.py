@@ -6,17 +6,54 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from launcher.cli.completing import host_names
-from launcher.config.importers.flags import NODES_ONLY, Flags
+from launcher.cli.completion import host_names
+from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
+from launcher.run.options import TRAINER_ONLY, LaunchOptions, overrides_of
 
-if TYPE_CHECKING:
-    from launcher.run.options import LaunchOptions
+
+def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
+    """One invocation's options; those before a subcommand count too, unless it repeats them."""
+    before: dict[str, Any] = ctx.obj or {}
+    merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
+    sets, include, exclude = (_repeated(before, name, values[name]) for name in ("sets", "include", "exclude"))
+    merged["config"] = config_of(merged)
+    if merged["config"] is None:
+        raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
+    remote = remote_of(ctx)
+    own_command = ctx.meta.get("own_command", ())
+    if own_command and remote:
+        raise click.UsageError("a quoted command and a command after -- are both given; keep one", ctx)
+    for name in TRAINER_ONLY:
+        if own_command and merged.get(name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(
+                f"{flag} is for the bundled trainer; give your own command its options after --", ctx
+            )
+    return LaunchOptions(
+        config=merged["config"],
+        overrides=overrides_of(merged, sets),
+        include=include,
+        exclude=exclude,
+        run_id=merged["run_id"],
+        own_command=own_command or (remote.own_command if remote else ()),
+        as_json=bool(merged["as_json"]),
+        verbose=bool(merged["verbose"]),
+        plain=bool(merged.get("plain")),
+        detach=bool(merged.get("detach")),
+        flags=flags_of(merged, remote),
+    )
+
+
+def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[str, ...]:
+    """A repeatable option as given before a subcommand and after it."""
+    return (*(before.get(name) or ()), *after)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,7 +161,7 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
     inventories, known by their content, together with the flags that the other launcher was given. docs/migrating.md
     has a table.
     """
-    from launcher.cli.main import _options
+    pass
 
     options = _options(ctx, {**values, "config": values.get("config") or file})
     written = imported(options, (output or Path("cluster.yml")).absolute().parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from launcher.cli.completing import runs_or_files, serving_names
-from launcher.cli.launch_compat import config_of, flags_of, foreign_options, import_command, remote_of, without_remote
+from launcher.cli.completion import runs_or_files, serving_names
+from launcher.cli.launch_compat import _options, _repeated, foreign_options, import_command, without_remote
 from launcher.cli.options import HOST_FILTERS, SET
 from launcher.errors import FleetError, Interrupted
-from launcher.run.options import TRAINER_ONLY, LaunchOptions, choose_run_id, overrides_of, read_config
+from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +195,7 @@ def plan(ctx: click.Context, **values: Any) -> None:
 @click.pass_context
 def check(ctx: click.Context, **values: Any) -> None:
     """Preflight alone: connect, check every node, list what is wrong."""
-    from launcher.run.checking import run_check
+    from launcher.run.launch import run_check
 
     options = _options(ctx, values)
     ctx.exit(run_check(read_config(options), options, _console(options)))
@@ -248,7 +248,7 @@ def partition(
 
 def show_plan(options: LaunchOptions) -> None:
     """Print the plan of a launch; opens no connection."""
-    from launcher.plan.offline import offline_plan
+    from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
 
     config = read_config(options)
@@ -276,56 +276,17 @@ def run_launch(options: LaunchOptions) -> NoReturn:
     raise click.exceptions.Exit(report.exit_status)
 
 
-def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
-    """One invocation's options; those before a subcommand count too, unless it repeats them."""
-    before: dict[str, Any] = ctx.obj or {}
-    merged = {name: values[name] if values[name] not in (None, (), False) else before.get(name) for name in values}
-    sets, include, exclude = (_repeated(before, name, values[name]) for name in ("sets", "include", "exclude"))
-    merged["config"] = config_of(merged)
-    if merged["config"] is None:
-        raise click.UsageError("give the cluster file: --config cluster.yml (templates/cluster.yml is a start)", ctx)
-    remote = remote_of(ctx)
-    own_command = ctx.meta.get("own_command", ())
-    if own_command and remote:
-        raise click.UsageError("a quoted command and a command after -- are both given; keep one", ctx)
-    for name in TRAINER_ONLY:
-        if own_command and merged.get(name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise click.UsageError(
-                f"{flag} is for the bundled trainer; give your own command its options after --", ctx
-            )
-    return LaunchOptions(
-        config=merged["config"],
-        overrides=overrides_of(merged, sets),
-        include=include,
-        exclude=exclude,
-        run_id=merged["run_id"],
-        own_command=own_command or (remote.own_command if remote else ()),
-        as_json=bool(merged["as_json"]),
-        verbose=bool(merged["verbose"]),
-        plain=bool(merged.get("plain")),
-        detach=bool(merged.get("detach")),
-        flags=flags_of(merged, remote),
-    )
-
-
-def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tuple[str, ...]:
-    """A repeatable option as given before a subcommand and after it."""
-    return (*(before.get(name) or ()), *after)
-
-
 def _console(options: LaunchOptions) -> Console:
-    from launcher.consoles import console_for
+    from launcher.text import console_for
 
     return console_for(stderr=options.as_json)
 
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
     """The program; returns its exit status. Errors a user can act on are one message on stderr."""
-    from launcher.cli.cli_compare import compare
     from launcher.cli.completion import completion
     from launcher.cli.init import init
-    from launcher.cli.report import report
+    from launcher.cli.report import compare, report
     from launcher.cli.runs import register_commands
     from launcher.cli.serve import serve
 

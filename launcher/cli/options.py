@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.cli.completing import config_keys, host_names
+from launcher.cli.completion import config_keys, host_names
 
 SET = click.option(
     "--set",

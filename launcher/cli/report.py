@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from launcher.cli.completing import run_ids
+from launcher.cli.completion import run_ids
 
 if TYPE_CHECKING:
     from launcher.manage.node_views import OpenRun
 
-_EPILOG = """\b
+_REPORT_EPILOG = """\b
 Example:
   gnnfleet report toy-2026
   gnnfleet report toy-2026 --watch"""
 
 
-@click.command(epilog=_EPILOG)
+@click.command(epilog=_REPORT_EPILOG)
 @click.argument("run", required=False, shell_complete=run_ids)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html of the run."
@@ -71,7 +72,7 @@ def report(
 
 def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path]) -> None:
     from launcher.manage.collect_run import bring
-    from launcher.report.html.made import write_html
+    from launcher.report.html.render import write_html
     from launcher.report.verdict import known_without_nodes
 
     if not known_without_nodes(run.found):
@@ -79,3 +80,37 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
         for text in filter(None, (brought.told, *brought.notes)):
             click.secho(text, fg="yellow", err=True)
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
+
+
+_COMPARE_EPILOG = """\b
+Example:
+  gnnfleet compare toy-2026 toy-lr
+  gnnfleet compare runs/a runs/b runs/c --json"""
+
+
+@click.command(epilog=_COMPARE_EPILOG)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", shell_complete=run_ids)
+@click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_json: bool) -> None:
+    """Put runs side by side: settings that differ, results, speed, versions.
+
+    RUN is a run's id, a part of one, or its folder. Figures are of what is here: collect a run first
+    that still goes on. The best values are marked.
+    """
+    from launcher.report.compare import compare as side_by_side
+    from launcher.report.compare import figures_of, print_comparison
+    from launcher.report.run_history import find_run
+    from launcher.text import console_for
+
+    before = ctx.obj or {}
+    places = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
+    found = [find_run(run, places) for run in runs]
+    if len({one.folder.resolve() for one in found if one.folder}) < len(runs) or len(runs) < 2:
+        raise click.UsageError("give two different runs or more; `gnnfleet runs` lists those known here", ctx)
+    comparison = side_by_side([figures_of(one) for one in found])
+    if as_json or before.get("as_json"):
+        click.echo(json.dumps(comparison.to_json(), indent=1))
+    else:
+        print_comparison(comparison, console_for(stderr=False))

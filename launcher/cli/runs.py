@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.cli.completing import run_ids
+from launcher.cli.completion import run_ids
 from launcher.cli.options import HOST_FILTERS, SET
 from launcher.run.options import LaunchOptions, overrides_of, read_config
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from launcher.manage.collect_run import Brought
     from launcher.manage.node_views import OpenRun
     from launcher.manage.select import Choice
-    from launcher.report.found import FoundRun
+    from launcher.report.run_folder import FoundRun
     from launcher.run.interrupts import OnInterrupt
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -203,7 +203,7 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     RUN is a run's id, a part of one, or its folder; by default the newest. What became of its launcher
     does not matter, and other runs are not touched. Exit status 0 when nothing of the run is left, else 1.
     """
-    from launcher.manage.ended import end_run
+    from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes
 
     console, as_json = _console(ctx, values)
@@ -346,7 +346,7 @@ def _open(
 
 def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
     """Where to print, and whether stdout is for JSON."""
-    from launcher.consoles import console_for
+    from launcher.text import console_for
 
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
     return console_for(stderr=as_json), as_json

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from launcher.cli.completing import serving_names
+from launcher.cli.completion import serving_names
 from launcher.cli.options import HOST_FILTERS, SET
 from launcher.errors import ConfigError
-from launcher.report.found import known_here
+from launcher.report.run_folder import known_here
 from launcher.run.options import LaunchOptions, read_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from launcher.config.schema import ClusterConfig
     from launcher.manage.node_views import OpenRun
-    from launcher.report.found import FoundRun
+    from launcher.report.run_folder import FoundRun
     from launcher.serving.serve import Served
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,7 +136,7 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> None:
     """What would be started, were nothing of that name there; opens no connection."""
-    from launcher.plan.offline import offline_plan
+    from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
     from launcher.serving.membership import wanted_cluster
 
@@ -201,7 +201,7 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
 
     Exit status 0 when nothing of the cluster is left, else 1.
     """
-    from launcher.manage.ended import end_run
+    from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes
 
     with _open(values, known_without_nodes) as run:
@@ -240,6 +240,6 @@ def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> Abstra
 
 
 def _console(as_json: bool) -> Console:
-    from launcher.consoles import console_for
+    from launcher.text import console_for
 
     return console_for(stderr=as_json)

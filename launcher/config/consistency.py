@@ -1,18 +1,64 @@
-"""What single values cannot show: keys that contradict each other."""
+"""Checks across keys: values that are valid alone but contradict each other."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+import re
+from dataclasses import dataclass, fields
 
-from launcher.config.roles import clients
-from launcher.config.rowcache import CacheSize
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.roles import clients, host_key
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
 from launcher.config.validation import Reader
-from launcher.plan.commands import FREE_VARIABLES, RANK_VARIABLES
-from launcher.plan.placement import host_key, node_workdir
-from launcher.run.options import is_run_id
-from launcher.words import count
+from launcher.text import count
+
+FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
+
+RANK_VARIABLES = frozenset(
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+    + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
+    + [f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")]
+)
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it can be the id of a run, and so the name of a serving cluster."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """A share of some rows, or bytes."""
+
+    share: float = 0.0  #: 0 to 1
+    bytes: int | None = None  #: instead of a share
+
+    @classmethod
+    def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
+        """``10%``, ``512MB``, or ``0`` for none. ValueError has words for the user; ``rows``: of what a share is."""
+        if text.strip() in ("0", "none"):
+            return cls()
+        found = _SIZE.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"expected a share of {rows} (10%), a size (512MB) or 0, found `{text}`")
+        number, unit = float(found[1]), found[2].upper()
+        if unit != "%":
+            return cls(bytes=int(number * _UNITS[unit]))
+        if number > 100:
+            raise ValueError(f"the most there is of {rows} is 100%, found `{text}`")
+        return cls(share=number / 100)
+
+    def of_rows(self, num_remote: float, row_bytes: float) -> int:
+        """Bytes kept at most of ``num_remote`` rows of ``row_bytes`` bytes."""
+        there = num_remote * row_bytes
+        return round(self.share * there if self.bytes is None else min(self.bytes, there))
+
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.validation import limits_in_words, sections
-from launcher.plan.codefiles import CODE_ROOT
+from launcher.files import CODE_ROOT
 
 _INTRO = """\
 # cluster.yml, key by key

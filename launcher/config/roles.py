@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from launcher.config.schema import ClusterConfig, DataConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import node_label
 from launcher.hostlist import fold
+
+
+def host_key(config: ClusterConfig, node: NodeConfig) -> str:
+    """Equal for nodes that share a machine, as far as the config shows."""
+    return "local" if config.transport == "local" else node.host.lower()
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
+def node_workdir(node: NodeConfig, node_rank: int) -> str:
+    """``workdir`` with {node_rank} filled in."""
+    return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
+
+
 def setting(help: str, default: Any = ..., **limits: float) -> Any:
     """A config field: its one-line help, its default (``...``: required), its limits.
 

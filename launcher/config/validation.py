@@ -1,4 +1,4 @@
-"""The typed reading of a YAML tree into the config dataclasses; knows no key by name except nodes and defaults."""
+"""Validates a YAML tree against the config dataclasses: unknown keys, types and limits, each with its line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.yaml_nodes import expand_nodes, is_count
-from launcher.config.yaml_tree import Origin, Report, Scalar, Section, Sequence, Tree, describe
+from launcher.config.yaml_tree import (
+    Origin,
+    Report,
+    Scalar,
+    Section,
+    Tree,
+    YamlSequence,
+    describe,
+    expand_nodes,
+    is_count,
+)
 from launcher.errors import Problem
 from launcher.hostlist import RangeError, expand, is_range
 
@@ -101,9 +110,9 @@ class Reader:
         if is_count(tree) and not local:
             self.origins[("nodes",)] = tree.origin
             self.report(("nodes",), "nodes: a number of nodes needs `transport: local`; list the hosts instead")
-        if not isinstance(listed, Sequence):
+        if not isinstance(listed, YamlSequence):
             return listed
-        return Sequence(tree.origin, tuple(self._node(i, item, defaults) for i, item in enumerate(listed.items)))
+        return YamlSequence(tree.origin, tuple(self._node(i, item, defaults) for i, item in enumerate(listed.items)))
 
     def _node(self, index: int, tree: Tree, defaults: Section | None) -> Tree:
         if isinstance(tree, Scalar) and not tree.empty:
@@ -223,8 +232,10 @@ class Reader:
             return (tree.text,)
         from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
         if isinstance(tree, Scalar) and kind is int and ("," in tree.text or from_shell):
-            tree = Sequence(tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(",")))
-        if not isinstance(tree, Sequence):
+            tree = YamlSequence(
+                tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
+            )
+        if not isinstance(tree, YamlSequence):
             example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
         return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
@@ -252,7 +263,7 @@ def plain_value(tree: Tree) -> Any:
     """A tree as plain lists, dicts, texts and numbers; ``1e-3`` is a number here."""
     if isinstance(tree, Section):
         return {name: plain_value(item) for name, item in tree.items.items()}
-    if isinstance(tree, Sequence):
+    if isinstance(tree, YamlSequence):
         return [plain_value(item) for item in tree.items]
     if not tree.plain or tree.tag == "str" and not FLOAT.fullmatch(tree.text):
         return tree.text

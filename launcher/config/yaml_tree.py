@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from launcher.errors import Problem
+from launcher.hostlist import RangeError, expand, is_range
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class YamlSequence:
     """A list."""
 
     origin: Origin
@@ -55,7 +56,7 @@ class Section:
     keys: Mapping[str, Origin] = field(default_factory=dict)
 
 
-Tree = Scalar | Sequence | Section
+Tree = Scalar | YamlSequence | Section
 
 Report = Callable[[Problem], None]
 
@@ -78,7 +79,7 @@ def describe(tree: Tree) -> str:
     """What was found, in words."""
     if isinstance(tree, Section):
         return "a section of keys"
-    if isinstance(tree, Sequence):
+    if isinstance(tree, YamlSequence):
         return "a list"
     if tree.empty:
         return "nothing" + (' (a bare ~ is empty in YAML: write "~")' if tree.text == "~" else "")
@@ -103,7 +104,7 @@ class _Builder:
         if isinstance(node, yaml.MappingNode):
             return self.section(node, origin, (*parents, node))
         if isinstance(node, yaml.SequenceNode):
-            return Sequence(origin, tuple(self.build(item, (*parents, node)) for item in node.value))
+            return YamlSequence(origin, tuple(self.build(item, (*parents, node)) for item in node.value))
         plain = isinstance(node, yaml.ScalarNode) and not node.style
         return Scalar(origin, node.value, node.tag.rpartition(":")[2], plain)
 
@@ -127,7 +128,7 @@ class _Builder:
         return Section(origin, items, keys)
 
     def merged(self, tree: Tree) -> Iterator[Section]:
-        for part in tree.items if isinstance(tree, Sequence) else (tree,):
+        for part in tree.items if isinstance(tree, YamlSequence) else (tree,):
             if isinstance(part, Section):
                 yield part
             else:
@@ -166,3 +167,39 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 def _touches_a_word(mark: yaml.Mark) -> bool:
     """Whether what is marked follows without a space, as the bracket of node[01-04] does."""
     return bool((mark.buffer or "")[mark.pointer - 1 : mark.pointer].strip())
+
+
+def expand_nodes(tree: Tree) -> Tree:
+    """``nodes: 2`` as two times localhost, ``node[01-04]`` as four hosts; each keeps its place in the file.
+
+    A range that stands for nothing is left as it is, for the reader to report.
+    """
+    if isinstance(tree, Scalar) and is_count(tree):
+        return YamlSequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * int(tree.text))
+    if isinstance(tree, Scalar) and is_range(tree.text):
+        tree = YamlSequence(tree.origin, (tree,))
+    if not isinstance(tree, YamlSequence):
+        return tree
+    return YamlSequence(tree.origin, tuple(node for item in tree.items for node in _expanded(item)))
+
+
+def is_count(tree: Tree) -> bool:
+    """``nodes: 2``."""
+    return isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal()
+
+
+def _expanded(item: Tree) -> Iterator[Tree]:
+    host = item.items.get("host") if isinstance(item, Section) else item
+    hosts = [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
+    for one in hosts:
+        yield Section(item.origin, {**item.items, "host": one}, item.keys) if isinstance(item, Section) else one
+    if not hosts:
+        yield item
+
+
+def _names(host: Scalar) -> list[str]:
+    """The hosts of a range; none where it is no range, or a wrong one."""
+    try:
+        return expand(host.text) if is_range(host.text) else []
+    except RangeError:
+        return []

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.command import Command, quote
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.fanout import on_nodes
 from launcher.init.request import Wish
 from launcher.nodecall import NodeAgent, program_source
-from launcher.plan.placement import node_workdir
-from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES
-from launcher.preflight.fingerprint import RULES, leading
+from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.transport.base import Transport
 
 _SECONDS = 120.0  # Pythons on a slow network disk
@@ -189,7 +187,7 @@ def _is_one(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Se
     name = f".gnnfleet-{secrets.token_hex(8)}"
 
     def ask(op: str, k: int) -> dict[str, Any]:
-        reply: dict[str, Any] = agents[k].call("sharing", {"op": op, "folder": folder, "name": name}, _SECONDS)
+        reply: dict[str, Any] = agents[k].call("folders", {"op": op, "folder": folder, "name": name}, _SECONDS)
         return reply
 
     try:

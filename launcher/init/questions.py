@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,13 +11,48 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from launcher.errors import AuthError, NodeError, PasswordRefused, UsageError
+from launcher.errors import AuthError, HostKeyError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import offers
 from launcher.init.discover import Looked
-from launcher.init.refused import is_unknown
-from launcher.init.request import Wish, dataset_of, split_hosts
-from launcher.recipe import OWN_VENV
-from launcher.words import count
+from launcher.init.request import Wish, config_of, dataset_of, split_hosts
+from launcher.preflight.finding import login_words
+from launcher.text import OWN_VENV, count
+
+_NAMED = 3  #: hosts whose logins are written out
+
+
+def is_unknown(error: NodeError) -> bool:
+    """Whether the host, or one on the way to it, shows a key that was never seen."""
+    return isinstance(error, HostKeyError) and "is not known" in error.message
+
+
+def reasons(wish: Wish, errors: Mapping[int, NodeError]) -> Iterator[str]:
+    """A line for each host, less what ``common_cure`` says."""
+    common = common_cure(wish, errors)
+    for k, error in errors.items():
+        words = error.message if common and is_unknown(error) else reason(wish, k, error)
+        yield f"{wish.hosts[k]}: {words}"
+
+
+def common_cure(wish: Wish, errors: Mapping[int, NodeError]) -> str:
+    """What to do about all unknown keys together; '' where there are not several."""
+    unknown = [k for k, error in errors.items() if is_unknown(error)]
+    return _cure(wish, unknown) if len(unknown) > 1 else ""
+
+
+def reason(wish: Wish, k: int, error: NodeError) -> str:
+    """Of one host, without its name."""
+    remedy = _cure(wish, [k]) if is_unknown(error) else error.remedy
+    return error.message + (f" – {remedy}" if remedy else "")
+
+
+def _cure(wish: Wish, ranks: list[int]) -> str:
+    nodes = config_of(wish).nodes
+    logins = [shlex.join(login_words(config_of(wish), nodes[k])) for k in ranks]
+    fingerprints = "compare the fingerprint" + ("s" if len(ranks) > 1 else "")
+    shown = ", ".join(f"`{login}`" for login in logins[:_NAMED]) + (", …" if len(logins) > _NAMED else "")
+    return f"{fingerprints} and log in once ({shown}), or repeat this with --host-keys accept-new"
+
 
 T = TypeVar("T")
 

@@ -18,22 +18,18 @@ from rich.table import Table
 
 from launcher.errors import ConfigError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.files import write_whole
-from launcher.init.choose import choose, shares_of
+from launcher.init.choose import choose, graph_of, shares_of
 from launcher.init.discover import Looked, look_at_all
-from launcher.init.draft import Draft, text_of
-from launcher.init.graph import graph_of
-from launcher.init.own import is_unedited
-from launcher.init.questions import ask_access, ask_environment
-from launcher.init.refused import common_cure, reason, reasons
+from launcher.init.draft import Draft, is_unedited, text_of
+from launcher.init.questions import ask_access, ask_environment, common_cure, reason, reasons
 from launcher.init.request import Wish, config_of, in_flags
 from launcher.node.describe import size
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding
-from launcher.recipe import OWN_VENV, new_venv
 from launcher.run.options import LaunchOptions, read_config
+from launcher.text import OWN_VENV, count, new_venv
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.words import count
 
 
 @dataclass(frozen=True)
@@ -202,7 +198,7 @@ def _check(draft: Draft, dest: Path, opened: Opened, manner: Manner) -> dict[str
     from dataclasses import asdict
 
     from launcher.preflight.preflight_report import print_findings
-    from launcher.run.checking import check_over
+    from launcher.run.launch import check_over
 
     options = LaunchOptions(dest)
     config = read_config(options)

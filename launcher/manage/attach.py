@@ -15,8 +15,8 @@ from libtmux.constants import PaneDirection
 
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, SessionError
-from launcher.plan.build import NodePlan
-from launcher.report.found import FoundRun
+from launcher.plan.model import NodePlan
+from launcher.report.run_folder import FoundRun
 
 _PER_WINDOW = 16
 

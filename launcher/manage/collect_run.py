@@ -11,14 +11,14 @@ from typing import Any
 from launcher.config.loader import to_yaml
 from launcher.errors import Interrupted
 from launcher.files import write_whole
-from launcher.manage.node_views import NodeView, OpenRun
+from launcher.manage.node_views import OpenRun
 from launcher.plan.serialize import run_json
-from launcher.report.ending import Ending
-from launcher.report.followed import Followed, Lost
-from launcher.report.report import RunReport, written
+from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.html.render import written
+from launcher.report.report import RunReport
 from launcher.report.run_folder import NAME, LaunchFile, register
-from launcher.report.verdict import progress_words
-from launcher.sync.collect import Collected, collect
+from launcher.report.verdict import NodeView, progress_words
+from launcher.sync.collect import collect
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,15 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError
 from launcher.fanout import on_nodes
-from launcher.plan.build import NodePlan
-from launcher.report.found import FoundRun
+from launcher.plan.model import NodePlan
+from launcher.report.run_folder import FoundRun
+from launcher.report.verdict import NodeView
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
 
@@ -23,57 +24,6 @@ _TIMEOUT = 30.0  # seconds for one look
 
 #: $1 run folder, $2 what to run if the node has been sent something of the run.
 _IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABSENT}"; fi'
-
-
-@dataclass(frozen=True)
-class NodeView:
-    """One node of a run, as it answered just now."""
-
-    node: NodePlan
-    state: Mapping[str, Any] | None = None  #: state.json
-    result: Mapping[str, Any] | None = None  #: result.json
-    lost: str = ""  #: why no result can be expected any more
-    absent: bool = False  #: nothing of the run has ever been sent there
-    unreachable: str = ""  #: why it could not be asked
-    now: float = 0.0  #: its clock when it answered
-    offset: float = 0.0  #: its clock minus ours, seconds
-    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)  #: of the files asked for
-
-    @property
-    def reached(self) -> bool:
-        return not self.unreachable
-
-    @property
-    def alive(self) -> bool:
-        """Its supervisor works."""
-        return self.reached and self.state is not None and self.result is None and not self.lost
-
-    @property
-    def word(self) -> str:
-        """Its state in a word or two."""
-        if self.unreachable:
-            return "unreachable"
-        if self.result is not None:
-            return str(self.result["state"])
-        if self.lost:
-            return "lost"
-        return str(self.state["state"]) if self.state is not None else "not started"
-
-    @property
-    def heartbeat_age(self) -> float | None:
-        """Seconds since its supervisor last wrote; by its own clock, whatever that shows."""
-        return max(0.0, self.now - self.state["time"]) if self.alive and self.state else None
-
-    @property
-    def ranks(self) -> Mapping[str, Mapping[str, Any]]:
-        """Last step of each of its ranks, by rank."""
-        return (self.state or {}).get("ranks") or {}
-
-    @property
-    def cluster_offset(self) -> float:
-        """Its clock minus the lead node's, as the nodes have measured it; 0 when they have not."""
-        told = (self.result or {}).get("clock_offset")
-        return float(told if told is not None else (self.state or {}).get("clock_offset") or 0.0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.errors import FleetError, UsageError
 from launcher.manage.collect_run import bring, folder_for
 from launcher.manage.node_views import OpenRun
-from launcher.report.found import FoundRun, read_folder
+from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
 from launcher.run.options import LaunchOptions
 

@@ -18,9 +18,10 @@ from rich.text import Text
 
 from launcher.command import Command
 from launcher.errors import TransportError, UsageError
-from launcher.manage.node_views import NodeView, OpenRun, if_there
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.report.found import FoundRun
+from launcher.manage.node_views import OpenRun, if_there
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.run_folder import FoundRun
+from launcher.report.verdict import NodeView
 from launcher.transport.base import Transport
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")

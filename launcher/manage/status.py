@@ -12,9 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from launcher.manage.node_views import NodeView, OpenRun, opened
-from launcher.report.found import FoundRun, read_folder
-from launcher.report.verdict import Verdict, from_here, judge, known_without_nodes, place_of
+from launcher.manage.node_views import OpenRun, opened
+from launcher.report.run_folder import FoundRun, read_folder
+from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, place_of
 from launcher.run.live_state import most_of
 from launcher.text import Cell, Column, FittedTable
 

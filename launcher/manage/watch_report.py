@@ -19,11 +19,11 @@ import click
 from launcher.errors import FleetError, UsageError
 from launcher.manage.collect_run import bring
 from launcher.manage.node_views import OpenRun
-from launcher.report.found import read_result
 from launcher.report.html.page import ReportPage
 from launcher.report.html.record import read_record
 from launcher.report.html.render import figure, render, render_main
 from launcher.report.html.sections import report_page
+from launcher.report.run_folder import read_result
 from launcher.report.verdict import known_without_nodes
 
 HOST = "127.0.0.1"

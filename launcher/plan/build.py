@@ -7,134 +7,37 @@ connection. ``launch`` applies exactly this value; ``--dry-run`` prints it.
 from __future__ import annotations
 
 import json
-import os
-import sys
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.command import Command, Secret
+from launcher.command import Secret
 from launcher.config.roles import ServingCluster, Standing, carried_out, lead, left_out
-from launcher.config.schema import ClusterConfig, Role, login_text
-from launcher.errors import UsageError, node_label
+from launcher.config.schema import ClusterConfig, login_text
+from launcher.errors import UsageError
 from launcher.hostlist import fold
-from launcher.plan.codefiles import CODE_ROOT
 from launcher.plan.commands import Job, node_commands
-from launcher.plan.files import SharedFiles, node_files, shared_files
-from launcher.plan.manifest import PartitionFiles
-from launcher.plan.model import Login, PlannedFile
+from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
 from launcher.plan.own_script import own_command_files, resume_file
-from launcher.plan.placement import (
-    Site,
-    choose,
-    control_candidates,
-    make_sites,
-    master_candidates,
-    node_login,
-    session_name,
-    target_text,
-)
-from launcher.plan.topology import Topology, decide
-from launcher.words import count, spans
+from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partition_command, read_partition_files
+from launcher.plan.placement import Site, make_sites, node_login, session_name
+from launcher.plan.ports import choose, control_candidates, master_candidates
+from launcher.plan.serialize import with_content
+from launcher.plan.topology import decide
+from launcher.text import count, spans
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What preflight learned about one node (see ``launcher.preflight.preflight``)."""
-
-    node_rank: int
-    hostname: str
-    home: str  #: absolute; replaces ``~`` in the plan
-    address: str  #: where other nodes reach this one
-    interface: str  #: of ``address``
-    python: str  #: absolute interpreter path
-    versions: Mapping[str, str]  #: package -> version, '' when missing; includes 'python'
-    tmux: str  #: version, '' when missing
-    devices: tuple[str, ...]  #: names of CUDA devices by index
-    disk_free: int  #: bytes at workdir
-    memory: int  #: bytes
-    cpus: int
-    clock_offset: float  #: node clock minus this machine's, seconds
-    free_ports: tuple[int, ...]  #: of those asked for, the ones that could be bound, in the order to take them
-    addresses: tuple[str, ...] = ()  #: all of its own
-    topology_bytes: int = 0  #: in mode verify, of the edges of all parts, if it sees them all
+def new_token() -> Secret:
+    """What marks the processes of one run."""
+    return Secret(secrets.token_hex(16))
 
 
-@dataclass(frozen=True)
-class NodePlan:
-    """All that happens on one node."""
-
-    node_rank: int
-    login: Login | None  #: None: the launching machine itself (``transport: local``)
-    nproc: int
-    ranks: tuple[int, ...]
-    devices: tuple[int, ...]
-    parts: tuple[int, ...]  #: part ids this node holds
-    address: str
-    workdir: str
-    code_dir: str  #: <workdir>/code/<digest>
-    data_dir: str  #: partition folder as this node sees it; '' without parts
-    run_dir: str  #: <workdir>/runs/<run_id>/node<k>
-    master_port: int
-    service_port: int
-    session: str  #: tmux session name
-    start: Command  #: what tmux runs: the supervisor
-    server: Command | None  #: what the supervisor starts first; None: nothing to serve
-    trainer: Command | None  #: the rank runner with its command, started once for each rank; None: nothing to train
-    files: tuple[PlannedFile, ...]
-    log_files: tuple[str, ...]
-    role: Role = "worker"
-    copies: tuple[int, ...] = ()  #: of ``parts``, those that another node holds in the first place
-    home: str = ""  #: label of the graph server that a client asks first
-    trainer_index: int | None = None  #: among the nodes that train: GROUP_RANK
-    topology_bytes: int = 0  #: edges of parts that it does not hold, sent to it all the same
-
-    @property
-    def target(self) -> str:
-        """``user@host:port`` as far as the cluster file gives it, or ``local``."""
-        return target_text(self.login)
-
-    @property
-    def host(self) -> str:
-        """The host of the login, or ``local``."""
-        return self.login.host if self.login else "local"
-
-    @property
-    def label(self) -> str:
-        """``node1 (alice@gnn2)``, as messages name a node."""
-        return node_label(self.node_rank, self.target)
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """A run, complete."""
-
-    run_id: str
-    name: str
-    world_size: int
-    num_parts: int
-    master_addr: str
-    master_port: int
-    nodes: tuple[NodePlan, ...]
-    partition: Command | None  #: run here before sync, a no-op when the parts exist; None in mode verify
-    runs_dir: str
-    code_digest: str
-    final: bool  #: made with the facts of preflight, so nothing can change any more
-    notes: tuple[str, ...] = ()  #: what preflight will still decide
-    control_port: int | None = None  #: on the lead node, by which the nodes know of each other; None: they need not
-    lead: int = 0  #: node_rank of the first node that trains: rank 0, master port, control port
-    serving: str = ""  #: the serving cluster whose clients the nodes are; '': they serve themselves
-    version: int = 1  #: of cluster.json
-    topology: Topology = Topology()  #: whether each node has the edges of all parts
-    dataset: str = ""  #: ``data.dataset``; '' where the file leaves it to the serving cluster
-    encrypted: bool = False  #: graph servers and clients talk by the keys in ``service.key``
-    own_command: bool = False  #: the ranks run the user's command; False: the bundled trainer
-    manifest: str = ""  #: sha256 of the ``manifest.json`` that is sent with the parts; '' where none are (yet)
-
-    @property
-    def serve_only(self) -> bool:
-        """Nothing trains: a serving cluster."""
-        return not self.world_size
+def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
+    """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
+    if not plan.encrypted:
+        return plan
+    return with_content(plan, "service.key", key or Secret(json.dumps(new_key_pair())))
 
 
 _OWN_GOES_ON = (
@@ -237,29 +140,6 @@ def _master_addr(config: ClusterConfig, first: Site) -> str:
     return first.address if config.run.master_addr == "auto" else config.run.master_addr
 
 
-def partition_command(config: ClusterConfig) -> Command:
-    """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
-    data, parts = config.data, str(config.num_parts)
-    argv = [sys.executable, "-m", "trainer", "partition", "make", "--dataset", data.dataset, "--num-parts", parts]
-    argv += [*_method_words(config), "--out", os.path.expanduser(data.folder)]
-    argv += ["--source", data.source] if data.source else []
-    for name, value in data.options.items():
-        argv += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-    path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Command(tuple(argv), {"PYTHONPATH": path})
-
-
-def _method_words(config: ClusterConfig) -> list[str]:
-    how = config.data.partition
-    words = ["--method", how.method, "--seed", str(how.seed)]
-    if how.method in ("metis", "frequency"):
-        words += ["--balance", how.balance]
-    if how.method == "frequency":
-        words += ["--fanouts", ",".join(map(str, config.train.fanouts))]
-    words += ["--clusters", str(how.clusters)] if how.clusters else []
-    return [*words, *(["--rows", how.rows] if how.rows != "stored" else [])]
-
-
 def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(job, site)
     replicated = job.topology.replicated and bool(site.parts)
@@ -347,3 +227,50 @@ def _shared_hosts(config: ClusterConfig) -> list[str]:
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
     return [f"{host} carries {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in nodes.items() if ranks[1:]]
+
+
+def offline_plan(
+    config: ClusterConfig,
+    run_id: str,
+    own_command: tuple[str, ...] = (),
+    *,
+    serve_only: bool = False,
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
+    to_train: bool = False,
+) -> LaunchPlan:
+    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``.
+
+    ``to_train``: what runs is known, so parts that the bundled trainer cannot train on are refused (UsageError).
+    """
+    _source_is_here(config)
+    manifest = None
+    if config.makes_parts and not outdated(config):
+        manifest = read_partition_files(Path(config.data.folder).expanduser())
+    if to_train and manifest is not None and not own_command:
+        check_train_seeds(config, manifest)
+    return make_plan(
+        config,
+        run_id=run_id,
+        code_digest=code_digest(),
+        own_command=own_command,
+        manifest=manifest,
+        serve_only=serve_only,
+        standing=standing,
+        serving=serving,
+    )
+
+
+def _source_is_here(config: ClusterConfig) -> None:
+    """In mode sync the graph is cut on this machine."""
+    source = config.data.source
+    if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
+        raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")
+
+
+def new_key_pair() -> dict[str, str]:
+    """``{"public", "secret"}`` in z85."""
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return {"public": public.decode(), "secret": secret.decode()}

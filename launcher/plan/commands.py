@@ -7,20 +7,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from launcher.command import Command, Secret, quote
+from launcher.config.consistency import RANK_VARIABLES
 from launcher.config.roles import ServingCluster, trainers
 from launcher.config.schema import ClusterConfig, TrainConfig
-from launcher.plan.model import PlannedFile
+from launcher.plan.model import PlannedFile, Topology
 from launcher.plan.own_script import OwnCommand
 from launcher.plan.placement import Site, endpoint
-from launcher.plan.topology import Topology
-
-FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
-
-RANK_VARIABLES = frozenset(
-    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
-    + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
-    + [f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")]
-)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher.command import Command, Secret, render
 from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
-from launcher.plan.codefiles import code_files, relative
+from launcher.files import CODE_ROOT, file_sha256
 from launcher.plan.commands import Job, NodeCommands
-from launcher.plan.manifest import PartitionFiles
-from launcher.plan.model import PlannedFile, copied, generated
-from launcher.plan.placement import Site, endpoint, node_login, target_text
+from launcher.plan.model import PlannedFile, copied, generated, target_text
+from launcher.plan.partition import PartitionFiles
+from launcher.plan.placement import Site, endpoint, node_login
+
+
+def code_files() -> list[Path]:
+    """The files a node needs, absolute and sorted: the supervisor's and all of ``trainer/``."""
+    own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
+    return sorted([*own, *(path for path in (CODE_ROOT / "trainer").rglob("*") if _is_code(path))])
+
+
+def code_digest() -> str:
+    """sha256 over the relative paths and contents of :func:`code_files`."""
+    digest = hashlib.sha256()
+    for path in code_files():
+        digest.update(f"{relative(path)}\0{file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def relative(path: Path) -> str:
+    """``path`` as it is named below a node's code folder."""
+    return path.relative_to(CODE_ROOT).as_posix()
+
+
+def _is_code(path: Path) -> bool:
+    hidden = any(part == "__pycache__" or part.startswith(".") for part in path.parts[len(CODE_ROOT.parts) :])
+    return path.is_file() and not hidden
 
 
 @dataclass(frozen=True)

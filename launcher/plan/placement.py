@@ -12,27 +12,20 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.command import Command, quote
-from launcher.config.roles import ServingCluster, Standing, clients, gateways, holdings, lead, servers, serves
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.roles import ServingCluster, Standing, clients, gateways, holdings, host_key, serves
+from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
-from launcher.plan.manifest import PartitionFiles
 from launcher.plan.model import Login
+from launcher.plan.partition import PartitionFiles
+from launcher.plan.ports import _service_port
 
 if TYPE_CHECKING:
-    from launcher.plan.build import NodeFacts
-
-CONTROL_PORT = 29400
-
-MASTER_PORT = 29500
-
-SERVICE_PORT = 29600
-
-_CANDIDATES = 64
+    from launcher.plan.model import NodeFacts
 
 _SOURCE_CONDA = (
     """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
@@ -172,24 +165,9 @@ def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | No
     return node.interface or found
 
 
-def node_workdir(node: NodeConfig, node_rank: int) -> str:
-    """``workdir`` with {node_rank} filled in."""
-    return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
-
-
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
     """The node's login; None with ``transport: local``."""
     return None if config.transport == "local" else Login(node.user, node.host, node.port)
-
-
-def target_text(login: Login | None) -> str:
-    """``user@host:port`` as far as given, or ``local``: how messages and tables name a node's machine."""
-    return str(login) if login else "local"
-
-
-def host_key(config: ClusterConfig, node: NodeConfig) -> str:
-    """Equal for nodes that share a machine, as far as the config shows."""
-    return "local" if config.transport == "local" else node.host.lower()
 
 
 def host_processes(config: ClusterConfig) -> Counter[str]:
@@ -200,63 +178,6 @@ def host_processes(config: ClusterConfig) -> Counter[str]:
     return counts
 
 
-def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports for torch.distributed on the lead node, the preferred one first; none where nothing trains."""
-    if not config.world_size:
-        return ()
-    if config.run.master_port != "auto":
-        return (config.run.master_port,)
-    taken = {*_fixed_service_ports(config), config.run.control_port}
-    return _ports_beside(taken, MASTER_PORT)
-
-
-def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
-    """Ports on the lead node by which the nodes know of each other, the preferred one first; none for a single node,
-    and where nothing trains: servers that are kept up do without each other's supervisors."""
-    if len(config.nodes) == 1 or not config.world_size:
-        return ()
-    if config.run.control_port != "auto":
-        return (config.run.control_port,)
-    return _ports_beside({*_fixed_service_ports(config), *master_candidates(config)}, CONTROL_PORT)
-
-
-def _fixed_service_ports(config: ClusterConfig) -> range:
-    first = config.run.service_port
-    return range(first, first + len(config.nodes)) if first != "auto" and servers(config) else range(0)
-
-
-def _ports_beside(taken: Set[int | str], first: int) -> tuple[int, ...]:
-    """Ports from ``first`` that are not taken; when all are, the next ones behind."""
-    free = [port for port in range(first, first + _CANDIDATES) if port not in taken]
-    behind = (port for port in itertools.count(first + _CANDIDATES) if port not in taken)
-    return tuple(free or itertools.islice(behind, _CANDIDATES))
-
-
-def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """Ports for a node's graph service; no two nodes have one in common, so a host may carry many nodes."""
-    if not config.nodes[node_rank].holds:
-        return ()
-    if config.run.service_port != "auto":
-        return (config.run.service_port + node_rank,)
-    first, step = SERVICE_PORT + node_rank, len(config.nodes)
-    ports = range(first, min(first + step * _CANDIDATES, 65536), step)
-    return tuple(port for port in ports if port not in (config.run.master_port, config.run.control_port))
-
-
-def candidate_ports(config: ClusterConfig, node_rank: int) -> tuple[int, ...]:
-    """The ports preflight should try to bind on a node."""
-    service = service_candidates(config, node_rank) if serves(config, node_rank) else ()
-    if node_rank != lead(config):
-        return service
-    return (*master_candidates(config), *control_candidates(config), *service)
-
-
-def choose(candidates: tuple[int, ...], fact: NodeFacts | None) -> int:
-    """The candidate that preflight puts first; the lowest when none is known to be free (preflight refuses then)."""
-    free = fact.free_ports if fact else ()
-    return next((port for port in free if port in candidates), candidates[0])
-
-
 def at_home(path: str, fact: NodeFacts | None) -> str:
     """``path`` with a leading ``~/`` replaced once the node's home is known."""
     return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
@@ -265,11 +186,6 @@ def at_home(path: str, fact: NodeFacts | None) -> str:
 def endpoint(address: str, port: int) -> str:
     """A ZeroMQ endpoint; IPv6 addresses in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-
-
-def _service_port(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> int:
-    candidates = service_candidates(config, node_rank)
-    return choose(candidates, fact) if candidates else 0
 
 
 def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, fact: NodeFacts | None) -> str:

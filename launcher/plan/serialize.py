@@ -16,8 +16,7 @@ import msgspec
 
 from launcher.command import Secret
 from launcher.errors import FleetError
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.model import PlannedFile, generated
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, generated
 
 FORMAT, VERSION = "gnnfleet-run", 2
 

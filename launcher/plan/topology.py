@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
+from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig
 from launcher.errors import node_label
-from launcher.plan.manifest import PartitionFiles
-from launcher.plan.placement import Site, host_key
-from launcher.words import count
+from launcher.plan.model import Topology
+from launcher.plan.partition import PartitionFiles
+from launcher.plan.placement import Site
+from launcher.text import count
 
 if TYPE_CHECKING:
-    from launcher.plan.build import NodeFacts
+    from launcher.plan.model import NodeFacts
 
 MOST = 4 * 10**9  #: bytes of edges that a host has by ``auto``
 
 SHARE = 10  #: of its memory they are at most one part in so many
 
 MOST_FILES = 100_000  #: that are sent to all nodes together for it: they grow with the square of the nodes
-
-
-@dataclass(frozen=True)
-class Topology:
-    """The choice, and why."""
-
-    choice: Literal["", "replicated", "partitioned"] = ""  #: '': not decided yet, or no parts on other nodes
-    why: str = ""  #: in words; '' where there is nothing to choose
-    bytes: int = 0  #: of the edges of all parts, on every node that holds some; 0: not known
-
-    @property
-    def replicated(self) -> bool:
-        return self.choice == "replicated"
 
 
 def decide(

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.config.roles import lead, serves
 from launcher.errors import node_label
-from launcher.plan.placement import master_candidates, service_candidates
+from launcher.plan.ports import master_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey, listed
 
 MAX_CLOCK_OFFSET = 5.0  #: seconds

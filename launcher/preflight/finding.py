@@ -9,7 +9,17 @@ from functools import cached_property
 from typing import Any, Literal
 
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.errors import node_label
+from launcher.errors import NodeCallError, NodeError, node_label
+
+
+def connect_finding(config: ClusterConfig, node_rank: int, error: Exception) -> Finding:
+    """Why a node cannot be worked with."""
+    what, remedy = str(error), ""
+    if isinstance(error, NodeError):
+        what, remedy = error.message, error.remedy
+    check = "python" if isinstance(error, NodeCallError) else "connect"
+    return Finding(node_rank, config.nodes[node_rank].host, "block", check, what, remedy)
+
 
 Severity = Literal["ok", "warn", "block"]
 

@@ -9,47 +9,45 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from launcher.config.schema import ClusterConfig
-from launcher.errors import FleetError, PreflightRefused, TransportError
+from launcher.errors import FleetError, TransportError
 from launcher.fanout import Answers, on_nodes
 from launcher.nodecall import NodeAgent
-from launcher.plan.build import NodeFacts
-from launcher.plan.placement import candidate_ports, interpreter
-from launcher.preflight.connectivity import Wired, Wiring
-from launcher.preflight.finding import Finding, Survey
-from launcher.preflight.findings import all_findings, connect_finding
-from launcher.preflight.preflight_report import finding_lines
+from launcher.plan.model import NodeFacts
+from launcher.plan.placement import interpreter
+from launcher.plan.ports import candidate_ports
+from launcher.preflight.check_devices import device_findings
+from launcher.preflight.check_machine import machine_findings, same_machine
+from launcher.preflight.check_packages import package_findings
+from launcher.preflight.check_storage import storage_findings
+from launcher.preflight.connectivity import Wired, Wiring, interface_of, wiring_findings
+from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import Sharing
 from launcher.preflight.survey import Inquiry
-from launcher.preflight.wiring_findings import interface_of, wiring_findings
 from launcher.transport.base import Transport
+
+
+def all_findings(survey: Survey) -> list[Finding]:
+    """Every check of every node that answered."""
+    found: list[Finding] = []
+    for node_rank in sorted(survey.probes):
+        found.append(survey.finding(node_rank, "ok", "connect", "connected"))
+        for check in (machine_findings, storage_findings, device_findings):
+            found += check(survey, node_rank)
+    found += package_findings(survey)
+    found += same_machine(survey)
+    return found
+
 
 _PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
 
 _CALL_MARGIN = 30.0  # for starting python there
 
 _CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
-
-
-@dataclass(frozen=True)
-class PreflightReport:
-    """All that was learned; ``facts`` holds the nodes that answered."""
-
-    facts: dict[int, NodeFacts] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def blocked(self) -> bool:
-        return any(finding.severity == "block" for finding in self.findings)
-
-    def refuse_if_blocked(self) -> None:
-        """Raises ``PreflightRefused`` that names each node with something in the way."""
-        if self.blocked:
-            lines = finding_lines([finding for finding in self.findings if finding.severity == "block"])
-            raise PreflightRefused("preflight refused the run:\n  " + "\n  ".join(lines))
 
 
 def run_preflight(

@@ -1,10 +1,10 @@
-"""What preflight found, for a person: one table, equal nodes folded, and what to do about it."""
+"""The preflight report: findings of all nodes, folded into one table."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,11 +12,29 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launcher.consoles import UNBOUNDED
+from launcher.errors import PreflightRefused
+from launcher.plan.model import NodeFacts
 from launcher.preflight.finding import Finding
+from launcher.text import UNBOUNDED
 
-if TYPE_CHECKING:
-    from launcher.preflight.preflight import PreflightReport
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """All that was learned; ``facts`` holds the nodes that answered."""
+
+    facts: dict[int, NodeFacts] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def blocked(self) -> bool:
+        return any(finding.severity == "block" for finding in self.findings)
+
+    def refuse_if_blocked(self) -> None:
+        """Raises ``PreflightRefused`` that names each node with something in the way."""
+        if self.blocked:
+            lines = finding_lines([finding for finding in self.findings if finding.severity == "block"])
+            raise PreflightRefused("preflight refused the run:\n  " + "\n  ".join(lines))
+
 
 _STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
 

@@ -10,9 +10,8 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import NodeError
 from launcher.fanout import on_nodes
 from launcher.nodecall import NodeAgent
-from launcher.preflight.finding import Finding, Survey
-from launcher.preflight.findings import connect_finding
-from launcher.words import spans
+from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.text import spans
 
 _TIMEOUT = 60.0  # a network disk that sleeps
 
@@ -55,7 +54,7 @@ class Sharing:
 
     def _call(self, op: str, k: int) -> dict[str, Any]:
         request = {"op": op, "folder": data_folder(self.survey.config, k), "name": self.name}
-        reply: dict[str, Any] = self.agents[k].call("sharing", request, _TIMEOUT)
+        reply: dict[str, Any] = self.agents[k].call("folders", request, _TIMEOUT)
         return reply
 
 

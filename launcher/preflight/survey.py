@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.schema import ClusterConfig, node_workdir
 from launcher.node.programs.packages import size_of
-from launcher.plan.codefiles import code_digest
-from launcher.plan.placement import candidate_ports, node_workdir, run_dir, session_name
+from launcher.plan.files import code_digest
+from launcher.plan.placement import run_dir, session_name
+from launcher.plan.ports import candidate_ports
 from launcher.preflight.finding import GraphSize, Survey
 
 

@@ -1,4 +1,4 @@
-"""What followed the first failure, folded: many processes fall when one does, and say much the same."""
+"""Which process failed first, and the failures that followed it, folded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launcher.report.outcome import Outcome
-from launcher.words import count, spans
+from launcher.text import count, spans
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind. What the run
+    could do without counts only where all else are echoes."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    serious = [outcome for outcome in failed if not outcome.done_without]
+    first = min(serious, key=_order, default=None)
+    return min(failed, key=_order, default=None) if first is not None and first.is_follow_up else first
+
+
+def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:
+    when = outcome.ended if outcome.ended is not None else float("inf")
+    rank = outcome.rank if outcome.rank is not None else -1
+    return outcome.stopped, outcome.is_follow_up, when, outcome.node_rank, rank
+
 
 _KINDS_SHOWN = 4
 

@@ -137,18 +137,3 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """For result.json."""
         return {**asdict(self), "reason": self.reason, "sentence": self.sentence, "log": self.log_name}
-
-
-def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The failure that came first; what looks like an echo of another, or was told to stop, ranks behind. What the run
-    could do without counts only where all else are echoes."""
-    failed = [outcome for outcome in outcomes if outcome.failed]
-    serious = [outcome for outcome in failed if not outcome.done_without]
-    first = min(serious, key=_order, default=None)
-    return min(failed, key=_order, default=None) if first is not None and first.is_follow_up else first
-
-
-def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:
-    when = outcome.ended if outcome.ended is not None else float("inf")
-    rank = outcome.rank if outcome.rank is not None else -1
-    return outcome.stopped, outcome.is_follow_up, when, outcome.node_rank, rank

@@ -19,7 +19,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.errors import FleetError
-from launcher.words import count, spans
+from launcher.text import count, spans
 
 _CODE = Path(__file__).resolve().parents[2]  # where the trainer lies, too
 

@@ -2,87 +2,100 @@
 
 from __future__ import annotations
 
-import heapq
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from launcher.errors import FleetError
 from launcher.files import appearing, write_whole
+from launcher.plan.model import NodePlan
 from launcher.report.first_failure import aftermath_of
-from launcher.report.goingon import resume_command
+from launcher.report.metrics import Metrics, _by_node, _merged
 from launcher.report.outcome import Outcome
-from launcher.report.ownend import last_loss, output_lines
-from launcher.report.profile import Profile, analyse, print_profile
-from launcher.words import spans
+from launcher.report.profile import print_profile
+from launcher.text import count, spans
+
+_TAIL = 1 << 14  # bytes from the end of a metrics file that hold a line
+
+_SHOWN = 8  # files
+
+
+def last_loss(files: Iterable[Path]) -> str:
+    """``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)`` by each rank's last step line; '' without any."""
+    lines = [line for line in map(_last_step, files) if line]
+    if not lines:
+        return ""
+    loss = sum(line["loss"] for line in lines) / len(lines)
+    last = max(lines, key=lambda line: (line["epoch"], line["step"]))
+    at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
+    mean = f", mean of {count(len(lines), 'rank')}" if len(lines) > 1 else ""
+    return f"last loss told: {loss:.4f}{mean} ({at})"
+
+
+def output_lines(folder: Path) -> Iterator[str]:
+    """The files under ``folder``/output with their sizes."""
+    top = folder / "output"
+    found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
+    if found:
+        yield f"output: {count(len(found), 'file')} in {top}"
+    for path in found[:_SHOWN]:
+        yield f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}"
+    if len(found) > _SHOWN:
+        yield f"  and {len(found) - _SHOWN:,} more"
+
+
+def _last_step(file: Path) -> Mapping[str, Any]:
+    """The last whole step line; {} without one that tells a loss, as of a file that is not there."""
+    if not file.is_file():
+        return {}
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _TAIL))
+        texts = opened.read().splitlines()
+    return next(filter(None, map(_step, reversed(texts))), {})
+
+
+def _step(text: bytes) -> Mapping[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:  # cut short, or not from its beginning
+        return {}
+    known = isinstance(line, dict) and line.get("kind") == "step"
+    return line if known and all(_is_number(line.get(name)) for name in ("epoch", "step", "loss")) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
+    """What ``--exclude`` takes for those of ``nodes`` whose node_rank is in ``away``: their hosts, or logins where a
+    host has other nodes too; () when nobody would be left."""
+    others = [node for node in nodes if node.node_rank not in away]
+    if not others:
+        return ()
+    staying, taken = {node.host for node in others}, {node.target for node in others}
+    lost = [node for node in nodes if node.node_rank in away]
+    names = (node.host if node.host not in staying else node.target for node in lost)
+    return tuple(name for name in dict.fromkeys(names) if name not in taken)
+
+
+def resume_command(run: str, exclude: Collection[str] = ()) -> str:
+    """``gnnfleet resume RUN --exclude HOST``."""
+    return " ".join([f"gnnfleet resume {run}", *(f"--exclude {name}" for name in exclude)])
+
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
 
 _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
 
 _EPOCHS_SHOWN = 12
-
-_BLOCK = 1 << 16  # bytes of a metrics file read at once
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """The metrics lines of all ranks but the steps, in order of time (see docs/ARCHITECTURE.md). A long run has many
-    millions of steps: they stay in ``files``."""
-
-    lines: tuple[Mapping[str, Any], ...] = ()
-    files: tuple[Path, ...] = ()  #: of all ranks, whole
-    profile: Profile | None = None  #: where their time went; None where they do not tell, or before ``analysed``
-
-    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        return [line for line in self.lines if line.get("kind") == kind]
-
-    @property
-    def result(self) -> Mapping[str, Any]:
-        """The last ``result`` line; empty when the run did not get there."""
-        found = self.of_kind("result")
-        return found[-1] if found else {}
-
-    def analysed(self) -> Metrics:
-        """With ``profile``; raises FleetError when the analysis fails."""
-        return replace(self, profile=analyse(self.files).profile)
-
-    def summary(self) -> dict[str, Any]:
-        """For result.json: accuracies, epoch times, where the time went, and each rank's mean seeds per second."""
-        result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
-        result |= {"profile": dict(self.profile.summary)} if self.profile else {}
-        speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
-        return {**result, "seeds_per_s": speed} if speed else result
-
-    def throughput(self) -> dict[int, float]:
-        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be.
-
-        Ranks take every step together, so an epoch lasts from when the last of them begins it: the others wait for
-        rank 0, which evaluates and saves in between.
-        """
-        by_rank: dict[int, list[Mapping[str, Any]]] = {}
-        lasted: dict[int, float] = {}
-        for line in self.of_kind("epoch"):
-            by_rank.setdefault(line["rank"], []).append(line)
-            lasted[line["epoch"]] = min(line["seconds"], lasted.get(line["epoch"], line["seconds"]))
-        found = {}
-        for rank, epochs in sorted(by_rank.items()):
-            counted = epochs[1:] or epochs
-            seconds = sum(lasted[line["epoch"]] for line in counted)
-            found[rank] = sum(line["seeds"] for line in counted) / seconds if seconds else 0.0
-        return found
-
-    def counted_epochs(self) -> list[int]:
-        """Those that ``throughput`` goes by, ascending."""
-        epochs = sorted({line["epoch"] for line in self.of_kind("epoch")})
-        return epochs[1:] or epochs
 
 
 @dataclass(frozen=True)
@@ -140,88 +153,11 @@ class RunReport:
         write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
 
 
-def written(report: RunReport) -> RunReport:
-    """Analyse the metrics, write the report's files; returns it with notes on what failed, as its words still count."""
-    report = _analysed(report)
-    try:
-        report.write()
-    except OSError as error:
-        note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
-        return replace(report, notes=(*report.notes, note))
-    return _with_html(report)
-
-
 def _analysed(report: RunReport) -> RunReport:
     try:
         return replace(report, metrics=report.metrics.analysed())
     except FleetError as error:
         return replace(report, notes=(*report.notes, str(error)))
-
-
-def _with_html(report: RunReport) -> RunReport:
-    """With report.html in its folder. A picture must not cost a run its words, so whatever fails here is a note."""
-    from launcher.report.html.made import write_html
-
-    try:
-        write_html(report.folder)
-    except Exception as error:  # noqa: BLE001
-        why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
-        return replace(report, notes=(*report.notes, f"report.html was not made: {why}"))
-    return report
-
-
-def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    nodes: dict[int, dict[str, Any]] = {}
-    for outcome in outcomes:
-        node = nodes.setdefault(
-            outcome.node_rank, {"node_rank": outcome.node_rank, "host": outcome.host, "outcomes": []}
-        )
-        node["outcomes"].append(outcome.to_json())
-    return [nodes[node_rank] for node_rank in sorted(nodes)]
-
-
-class _Line(NamedTuple):
-    t: float
-    text: bytes
-    values: Mapping[str, Any]
-
-
-def read_metrics(files: Iterable[Path]) -> Metrics:
-    """Merge metrics files by time; a last line cut short by a killed writer is left out."""
-    files = tuple(files)
-    lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
-    return Metrics(lines, files)
-
-
-def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
-    """All lines, file by file."""
-    return (line.values for file in files for line in _lines_of(file))
-
-
-def _merged(files: Iterable[Path]) -> Iterator[_Line]:
-    return heapq.merge(*map(_lines_of, files), key=attrgetter("t"))
-
-
-def _lines_of(file: Path) -> Iterator[_Line]:
-    for text in _texts(file):
-        try:
-            values = json.loads(text)
-            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
-        except (ValueError, TypeError, AttributeError):  # cut short, or an own script's
-            continue
-
-
-def _texts(file: Path) -> Iterator[bytes]:
-    """Its lines; it is not kept open, as there may be more ranks than files a program may open."""
-    offset = 0
-    while True:
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            lines = opened.readlines(_BLOCK)
-            offset = opened.tell()
-        if not lines:
-            return
-        yield from lines
 
 
 def print_report(report: RunReport, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""The operator's runs: ``launch.json`` (who launched one, how far that got), and where run folders are."""
+"""A run's folder on this machine: ``launch.json``, the registry of runs, and what is known of a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.errors import FleetError
+from launcher.config.loader import load_config
+from launcher.config.schema import ClusterConfig
+from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
 from launcher.node import procs
+from launcher.plan.model import LaunchPlan
+from launcher.plan.serialize import read_run
 
 Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
 
@@ -246,3 +250,123 @@ def _text_of(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run, and what this machine knows of it."""
+
+    run_id: str
+    folder: Path | None  #: its run folder here; None: it was launched elsewhere and never collected here
+    launch: LaunchFile | None
+    plan: LaunchPlan | None  #: None when its launcher ended before there was one
+    config: ClusterConfig | None
+    result: Mapping[str, Any] | None  #: result.json here
+    config_given: Path | None = None  #: the cluster file by whose hosts it was found
+
+    @property
+    def words(self) -> str:
+        """The run as the commands we suggest name it."""
+        return self.run_id + (f" --config {self.config_given}" if self.config_given and not self.folder else "")
+
+    @property
+    def own(self) -> bool:
+        """Whether it runs an own command, as far as can be told from here."""
+        if self.launch is not None:
+            return bool(self.launch.own_command)
+        return self.plan is not None and self.plan.own_command
+
+    @property
+    def plan_is_missing(self) -> bool:
+        """Whether it may have got to its nodes although there is no plan here: deleted, or of an older version."""
+        began = self.launch is None or self.launch.stage in ("start", "train", "collect")
+        return self.plan is None and self.result is None and began
+
+    @property
+    def without_plan(self) -> str:
+        """That nothing can be said of such a run, and what helps."""
+        return (
+            f"run {self.run_id}: {self.folder} holds no run.json, so what runs on its nodes cannot be told from here; "
+            f"they have copies, so give the cluster file: gnnfleet status {self.run_id} --config cluster.yml"
+        )
+
+    @property
+    def needed_plan(self) -> LaunchPlan:
+        """The plan; raises FleetError where there is none."""
+        if self.plan_is_missing:
+            raise FleetError(self.without_plan)
+        if self.plan is None:
+            raise FleetError(
+                f"run {self.run_id} never got to its nodes: its launcher ended before there was a plan; "
+                f"`gnnfleet status {self.run_id}` tells more"
+            )
+        return self.plan
+
+    @property
+    def needed_config(self) -> ClusterConfig:
+        """The config with the logins; raises FleetError where there is none."""
+        if self.config is None:
+            raise FleetError(
+                f"run {self.run_id}: {self.folder} holds no config.yml, so its hosts are not known; give --config"
+            )
+        return self.config
+
+
+def known_here(run_id: str, runs_dirs: Sequence[Path]) -> Path | None:
+    """The run's folder on this machine, if there is one."""
+    return next((folder for folder in known_runs(runs_dirs) if folder.name == run_id), None)
+
+
+def read_folder(folder: Path) -> FoundRun:
+    """What a run folder tells; raises FleetError when a file in it is damaged."""
+    launch = LaunchFile.read(folder)
+    run_id = launch.run_id if launch else folder.name
+    return FoundRun(run_id, folder, launch, read_plan(folder), read_config_of(folder), read_result(folder))
+
+
+def read_plan(folder: Path) -> LaunchPlan | None:
+    """The folder's ``run.json``; None where there is none. Raises FleetError when it is damaged."""
+    text = _text(folder / "run.json")
+    try:
+        return read_run(text) if text else None
+    except FleetError as error:
+        raise FleetError(
+            f"{folder}: {error}. Its nodes have copies: delete this one, and give the cluster file: "
+            f"gnnfleet status {folder.name} --config cluster.yml"
+        ) from None
+
+
+def read_result(folder: Path) -> dict[str, Any] | None:
+    """The folder's ``result.json``; None where there is none. Raises FleetError when it is damaged."""
+    text = _text(folder / "result.json")
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+        return {"nodes": [], "notes": [], "seconds": 0.0, **values, "state": str(values["state"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise FleetError(
+            f"{folder / 'result.json'} is damaged ({error}); delete it, `gnnfleet collect {folder.name}` makes it anew"
+        ) from None
+
+
+def read_config_of(folder: Path) -> ClusterConfig | None:
+    """The config as the run has used it; files it sent need not be on this machine any more."""
+    path = folder / "config.yml"
+    if not path.is_file():
+        return None
+    try:
+        return load_config(path, ("run.files=[]",))
+    except ConfigError as error:
+        raise FleetError(f"the config that run {folder.name} has used cannot be read any more:\n{error}") from None
+
+
+def _given_folder(folder: Path) -> Path:
+    if is_run_folder(folder):
+        return folder
+    what = "holds no run (no launch.json or run.json)" if folder.is_dir() else "is no folder"
+    raise UsageError(f"{folder} {what}; `gnnfleet runs` lists the runs known here")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

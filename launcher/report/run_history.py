@@ -4,19 +4,95 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from launcher.errors import FleetError
-from launcher.report.found import read_plan, read_result
-from launcher.report.run_folder import BEFORE_NODES, LaunchFile, began, known_runs
+from launcher.errors import FleetError, UsageError
+from launcher.report.run_folder import (
+    BEFORE_NODES,
+    FoundRun,
+    LaunchFile,
+    _given_folder,
+    began,
+    known_runs,
+    read_folder,
+    read_plan,
+    read_result,
+    registry_folder,
+)
 from launcher.report.verdict import result_words, seconds_words
-from launcher.text import Column, FittedTable
-from launcher.words import count
+from launcher.text import Column, FittedTable, count
+
+_LISTED = 6
+
+
+def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
+    """The run meant by ``run`` (None: the newest); raises UsageError when there is none, or several."""
+    if run is not None and "/" in run.rstrip("/"):
+        return read_folder(_given_folder(Path(run).expanduser()))
+    known = known_runs(runs_dirs)
+    if not known:
+        raise UsageError(_none_known(run, runs_dirs))
+    if run is None:
+        return read_folder(known[0])
+    wanted = run.rstrip("/")
+    how, names = matching([folder.name for folder in known], wanted)
+    close = [folder for folder in known if folder.name in names]
+    if len(close) == 1:
+        return read_folder(close[0])
+    if not close:
+        raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
+    if not how:
+        raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
+    raise UsageError(
+        f"`{run}` {how} the ids of {len(close)} runs; give more of it, or its last letters. Newest:\n{_listed(close)}"
+    )
+
+
+def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
+    """Those of ``ids`` that are ``wanted``, else that begin with it, else end, else hold it; and which, as a verb: it
+    ``begins``, ``ends``, ``is in`` them, '' where it is all of one."""
+    ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+        ("", lambda one: one == wanted),
+        ("begins", lambda one: one.startswith(wanted)),
+        ("ends", lambda one: one.endswith(wanted)),
+        ("is in", lambda one: wanted in one),
+    )
+    found = ((how, [one for one in ids if fits(one)]) for how, fits in ways)
+    return next(((how, names) for how, names in found if names), ("", []))
+
+
+def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
+    places = ", ".join(map(str, [*runs_dirs, registry_folder()]))
+    wanted = f"run `{run}` is not" if run else "no run is"
+    return (
+        f"{wanted} known on this machine (looked in {places}); "
+        "for one that was launched elsewhere give its cluster file: --config cluster.yml"
+    )
+
+
+def _names(folders: Sequence[Path]) -> str:
+    more = ", …" if len(folders) > _LISTED else ""
+    return ", ".join(folder.name for folder in folders[:_LISTED]) + more
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    """A line for each of the newest, with its state."""
+    pass
+
+    newest = folders[:_LISTED]
+    width = max(len(folder.name) for folder in newest)
+    lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
+    return "\n".join([*lines, *(["  …"] if len(folders) > _LISTED else [])])
+
+
+def _paths(folders: Sequence[Path]) -> str:
+    return ", ".join(str(folder) for folder in folders[:_LISTED])
+
 
 _STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
 

@@ -4,17 +4,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from launcher.manage.node_views import NodeView
 from launcher.node.peers import model
-from launcher.plan.build import LaunchPlan
-from launcher.report.followed import hub_was_cut_off
-from launcher.report.found import FoundRun
-from launcher.report.goingon import excluded_names, resume_command
-from launcher.report.run_folder import BEFORE_NODES, LaunchFile, last_sign
-from launcher.words import count
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.ending import hub_was_cut_off
+from launcher.report.report import excluded_names, resume_command
+from launcher.report.run_folder import BEFORE_NODES, FoundRun, LaunchFile, last_sign
+from launcher.text import count
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node of a run, as it answered just now."""
+
+    node: NodePlan
+    state: Mapping[str, Any] | None = None  #: state.json
+    result: Mapping[str, Any] | None = None  #: result.json
+    lost: str = ""  #: why no result can be expected any more
+    absent: bool = False  #: nothing of the run has ever been sent there
+    unreachable: str = ""  #: why it could not be asked
+    now: float = 0.0  #: its clock when it answered
+    offset: float = 0.0  #: its clock minus ours, seconds
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)  #: of the files asked for
+
+    @property
+    def reached(self) -> bool:
+        return not self.unreachable
+
+    @property
+    def alive(self) -> bool:
+        """Its supervisor works."""
+        return self.reached and self.state is not None and self.result is None and not self.lost
+
+    @property
+    def word(self) -> str:
+        """Its state in a word or two."""
+        if self.unreachable:
+            return "unreachable"
+        if self.result is not None:
+            return str(self.result["state"])
+        if self.lost:
+            return "lost"
+        return str(self.state["state"]) if self.state is not None else "not started"
+
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Seconds since its supervisor last wrote; by its own clock, whatever that shows."""
+        return max(0.0, self.now - self.state["time"]) if self.alive and self.state else None
+
+    @property
+    def ranks(self) -> Mapping[str, Mapping[str, Any]]:
+        """Last step of each of its ranks, by rank."""
+        return (self.state or {}).get("ranks") or {}
+
+    @property
+    def cluster_offset(self) -> float:
+        """Its clock minus the lead node's, as the nodes have measured it; 0 when they have not."""
+        told = (self.result or {}).get("clock_offset")
+        return float(told if told is not None else (self.state or {}).get("clock_offset") or 0.0)
+
 
 State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
 

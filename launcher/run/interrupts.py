@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
 from launcher.files import remove_unfinished
+from launcher.run.live_log import LiveLog
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -131,3 +134,106 @@ def _silence(streams: Sequence[int]) -> None:
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
+
+
+class Keys:
+    """While entered, keys are read as they are pressed and not echoed; Ctrl-C stays a signal."""
+
+    def __init__(self, stream: int | None = None):
+        self.stream = sys.stdin.fileno() if stream is None else stream
+        self._before: list[Any] | None = None
+
+    def __enter__(self) -> Keys:
+        self._before = termios.tcgetattr(self.stream)
+        tty.setcbreak(self.stream, termios.TCSADRAIN)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if self._before is not None:
+            termios.tcsetattr(self.stream, termios.TCSADRAIN, self._before)
+            self._before = None
+
+    def pressed(self) -> str:
+        """What has been typed by now; '' for nothing. End of file counts as Enter."""
+        if not select.select([self.stream], [], [], 0.0)[0]:
+            return ""
+        return os.read(self.stream, 64).decode(errors="replace") or "\n"
+
+
+_WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal was closed"}
+
+_ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": None, "\r": None}
+
+
+class Talking:
+    """Turns signals and keys into wishes; within its context the terminal is as it was before, at the end."""
+
+    def __init__(
+        self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False
+    ):
+        self.live = live
+        self.what = "Ctrl-C"  #: of the last signal
+        self.policy = Policy(on_interrupt, at_terminal(live) if can_ask is None else can_ask, viewer)
+        self._keys: Keys | None = None
+        self._stack = ExitStack()
+
+    def signal(self, number: int, now: float) -> OnInterrupt | None:
+        """What a signal asks for; None: a person has been asked."""
+        self.what = _WORDS[signal.Signals(number)]
+        wish = self.policy.meaning(number, now)
+        if wish == "ask":
+            self._ask()
+            return None
+        self._close()
+        return wish
+
+    def answer(self) -> OnInterrupt | None:
+        """What the person answered to the open question; None: nothing yet, or that the run should go on."""
+        if self._keys is None:
+            return None
+        for key in self._keys.pressed().lower():
+            if key in _ANSWERS:
+                wish = _ANSWERS[key]
+                self._close()
+                if wish is None:
+                    self.live.say("the run goes on", "bold")
+                return wish
+        return None
+
+    def _ask(self) -> None:
+        board = self.live.board
+        self.live.ask(
+            [
+                f"{self.what}. Run {board.run_id}: {board.what_runs()}.",
+                "s stop every node, d detach (the run goes on), Enter go on; Ctrl-C again stops",
+            ]
+        )
+        if self._keys is None:
+            self._keys = self._stack.enter_context(self._keys_of())
+
+    def _keys_of(self) -> Keys:
+        return Keys()
+
+    def _close(self) -> None:
+        if self._keys is not None:
+            self._keys = None
+            self._stack.close()
+            self.live.ask(())
+
+    def __enter__(self) -> Talking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+
+def at_terminal(live: LiveLog) -> bool:
+    """Whether somebody sees a question and can answer it."""
+    return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
+import click
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
-from launcher.command import Secret
 from launcher.config.loader import to_yaml
 from launcher.config.roles import carried_out
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
-from launcher.plan.build import LaunchPlan, NodeFacts, NodePlan, make_plan
-from launcher.plan.codefiles import code_digest
-from launcher.plan.keypair import new_key_pair
-from launcher.plan.offline import offline_plan
-from launcher.plan.partition import ensure_parts
+from launcher.plan.build import make_plan, new_token, offline_plan, with_service_key
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.partition import check_train_seeds, ensure_parts
 from launcher.plan.render import print_placement
-from launcher.plan.serialize import run_json, with_content, with_run_file
-from launcher.plan.trainable import check_train_seeds
+from launcher.plan.serialize import run_json, with_run_file
 from launcher.preflight.preflight import run_preflight
-from launcher.preflight.preflight_report import node_ranges, print_findings
+from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings
 from launcher.report.events import EventLog
-from launcher.report.report import Metrics, RunReport, RunState
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
 from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import Going, View, conduct
@@ -42,9 +40,9 @@ from launcher.serving.attach_run import Attachment, attachment, check_ways
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
 from launcher.sync.verify_parts import verify
-from launcher.transport import close_all, connect_all
+from launcher.text import count
+from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.words import count
 
 
 class Job:
@@ -223,18 +221,6 @@ def final_plan(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | 
     return with_run_file(with_service_key(plan, attached.key if attached else None))
 
 
-def new_token() -> Secret:
-    """What marks the processes of one run."""
-    return Secret(secrets.token_hex(16))
-
-
-def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
-    """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
-    if not plan.encrypted:
-        return plan
-    return with_content(plan, "service.key", key or Secret(json.dumps(new_key_pair())))
-
-
 def carry_out(
     job: Job,
     plan: LaunchPlan,
@@ -303,3 +289,44 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport])
         job.events.add(
             "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds
         )
+
+
+def bytes_needed(draft: LaunchPlan) -> dict[int, int]:
+    """What the plan stores on each node, as far as the parts are there already."""
+    return {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
+
+
+def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
+    """Check every node, print what was found; 0 when a launch (of servers alone: a serve) could go on, else 3."""
+    config, draft = _drafted(config, options)
+    attempts = connect_all(config)
+    try:
+        report = _checked(config, draft, options, attempts)
+    finally:
+        close_all(attempts)
+    print_findings(report, console)
+    if options.as_json:
+        click.echo(json.dumps(asdict(report), indent=1))
+    return 3 if report.blocked else 0
+
+
+def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
+    """The same over lines that are open already."""
+    config, draft = _drafted(config, options)
+    return _checked(config, draft, options, attempts)
+
+
+def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ClusterConfig, LaunchPlan]:
+    serve_only = not config.world_size
+    config = carried_out(config, serve_only=serve_only)
+    return config, offline_plan(config, options.run_id or "check", options.own_command, serve_only=serve_only)
+
+
+def _checked(config: ClusterConfig, draft: LaunchPlan, options: LaunchOptions, attempts: Opened) -> PreflightReport:
+    return run_preflight(
+        config,
+        attempts,
+        own_command=bool(options.own_command),
+        bytes_needed=bytes_needed(draft),
+        run_id=options.run_id or "",
+    )

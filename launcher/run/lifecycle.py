@@ -12,21 +12,21 @@ from rich.text import Text
 
 from launcher.config.schema import RunConfig
 from launcher.errors import Interrupted, OutOfReach, TransportError
-from launcher.plan.build import LaunchPlan
-from launcher.report.ending import Ending
+from launcher.plan.model import LaunchPlan
+from launcher.report.ending import Collected, Ending, Followed, Limits
 from launcher.report.events import EventLog
-from launcher.report.followed import Followed, Limits
-from launcher.report.report import Metrics, RunReport, print_report, written
+from launcher.report.html.render import written
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport, print_report
 from launcher.report.run_folder import Stage
-from launcher.run.interrupts import Interrupts, OnInterrupt
+from launcher.run.interrupts import Interrupts, OnInterrupt, Talking
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board
 from launcher.run.monitor import RunFollower
-from launcher.run.stopping import how_to_stop
-from launcher.run.talking import Talking
-from launcher.sync.collect import Collected, collect
+from launcher.run.tmux_session import how_to_stop
+from launcher.sync.collect import collect
+from launcher.text import count
 from launcher.transport.base import Transport
-from launcher.words import count
 
 _TAIL = 10  # lines of each log that a run taken up again begins with
 

@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from launcher.plan.build import LaunchPlan
+from launcher.plan.model import LaunchPlan
 from launcher.run.live_state import Board
 from launcher.run.live_table import render
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.supervisor.vitals import largest
-from launcher.plan.build import LaunchPlan
-from launcher.words import count
+from launcher.plan.model import LaunchPlan
+from launcher.text import count
 
 Metric = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
-from launcher.words import spans
+from launcher.text import spans
 
 _GAP = "  "
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import FleetError, TransportError
-from launcher.plan.build import NodePlan
+from launcher.plan.model import NodePlan
 from launcher.run.live_log import parsed, without_stamp
 from launcher.run.tmux_session import watch_command
 from launcher.transport.base import Transport

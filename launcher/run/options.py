@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.importers.flags import (
+from launcher.config.consistency import is_run_id
+from launcher.config.importers.base import (
     FLAG_KEYS,
     NODES_ONLY,
     Flags,
@@ -22,7 +23,7 @@ from launcher.config.importers.flags import (
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.report.run_folder import never_ran
-from launcher.words import count
+from launcher.text import count
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
@@ -44,8 +45,6 @@ SHORT_KEYS: Mapping[str, str] = {
 
 #: Short options that say nothing to a command of one's own.
 TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
-
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,6 @@ def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
     if folder.exists() and not never_ran(folder):
         raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
     return wanted
-
-
-def is_run_id(text: str) -> bool:
-    """Whether it can be the id of a run, and so the name of a serving cluster."""
-    return _RUN_ID.fullmatch(text) is not None
 
 
 def check_run_id(wanted: str, option: str) -> None:

@@ -11,8 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.command import Command, quote
-from launcher.errors import SessionError
-from launcher.plan.build import NodePlan
+from launcher.config.schema import login_text
+from launcher.errors import FleetError, SessionError
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.ending import Limits
+from launcher.report.run_folder import user_at_host
 from launcher.transport.base import Completed, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
@@ -141,3 +144,36 @@ def _already(transport: Transport, node: NodePlan) -> str:
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace").strip()
+
+
+STOP_EXTRA = 10.0  #: seconds a node may take to stop beyond its grace, before force
+
+
+def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
+    """Stop one node, getting its line back first if need be; what may still run there, or ''."""
+    try:
+        transport.connect(limits.connect_timeout)
+        report: StopReport = stop_session(
+            transport, node, timeout=limits.grace + STOP_EXTRA, by=user_at_host(), why=why
+        )
+    except FleetError as error:
+        return f"{error}; its processes may still run. {how_to_stop(node)}"
+    if not report.stopped:
+        return f"{node.label}: still running: {', '.join(report.leftovers)}"
+    return ""
+
+
+def how_to_stop(node: NodePlan) -> str:
+    """What a person types to stop this node by hand."""
+    line = f"tmux kill-session -t '={node.session}'"  # without =, tmux takes a name that merely begins so
+    if node.login is None:
+        return f"To stop them: {line}"
+    port = f"-p {node.login.port} " if node.login.port else ""
+    words = port + login_text(node.login.user, node.login.host, None)  # ssh takes no brackets
+    return f'To stop them: ssh {words} "{line}"'
+
+
+def stops_itself(plan: LaunchPlan, node: NodePlan) -> str:
+    """What becomes of a node that nobody reaches."""
+    itself = "it stops by itself where it does not reach the others" if len(plan.nodes) > 1 else "it may still run"
+    return f"{itself}. {how_to_stop(node)}"

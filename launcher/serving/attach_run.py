@@ -15,15 +15,14 @@ from launcher.config.roles import GraphServer, ServingCluster, left_out
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, OutOfReach, PreflightRefused, UsageError
 from launcher.fanout import on_nodes
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.codefiles import code_digest
-from launcher.plan.keypair import new_key_pair
+from launcher.plan.build import new_key_pair
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.placement import endpoint
 from launcher.plan.serialize import read_run
-from launcher.report.found import FoundRun, known_here, read_folder
+from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.serving.client_keys import admit, server_key, withdraw
-from launcher.serving.cluster_state import FILES, NodeThere, look, newest, open_serving
-from launcher.serving.described import Described, server_lines
+from launcher.serving.cluster_state import FILES, Described, NodeThere, look, newest, open_serving, server_lines
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport.base import Transport
 

@@ -4,22 +4,86 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from launcher.command import Command
+from launcher.config.loader import to_yaml
+from launcher.config.roles import GraphServer
 from launcher.config.schema import ClusterConfig
-from launcher.errors import FleetError, TransportError, UsageError
+from launcher.errors import FleetError, TransportError, UsageError, node_label
 from launcher.fanout import on_nodes
-from launcher.manage.discover import discovered
-from launcher.manage.node_views import NodeView, OpenRun, opened
-from launcher.manage.select import Choice, chosen
-from launcher.report.found import FoundRun, known_here, read_folder
-from launcher.serving.described import Described, read_described
+from launcher.manage.node_views import OpenRun, opened
+from launcher.manage.select import Choice, chosen, discovered
+from launcher.plan.model import LaunchPlan
+from launcher.plan.serialize import run_json
+from launcher.report.events import EventLog
+from launcher.report.report import RunState
+from launcher.report.run_folder import FoundRun, Stage, known_here, read_folder, register
+from launcher.report.verdict import NodeView
+from launcher.run.launch import Job
+from launcher.run.options import LaunchOptions
+from launcher.text import count, spans
 from launcher.transport.base import Transport
+
+
+@dataclass(frozen=True)
+class Described:
+    """A serving cluster as the newest ``cluster.json`` on its nodes has it."""
+
+    name: str
+    version: int  #: rises whenever nodes join or leave
+    num_parts: int
+    servers: tuple[GraphServer, ...]
+
+    @property
+    def words(self) -> str:
+        """``3 servers, 4 parts``."""
+        return f"{count(len(self.servers), 'server')}, {count(self.num_parts, 'part')}"
+
+    def label(self, server: GraphServer) -> str:
+        """``node1 (gnn2)``."""
+        return node_label(server.node_rank, server.host)
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {**asdict(self), "servers": [asdict(server) for server in self.servers]}
+
+
+def read_described(text: str, where: str) -> Described:
+    """From the text of a ``cluster.json``; ``where`` it was found is for the FleetError when it is none."""
+    try:
+        raw: Mapping[str, Any] = json.loads(text)
+        servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
+        return Described(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
+    except (ValueError, KeyError, TypeError) as error:
+        raise FleetError(f"{where}: cluster.json is damaged ({error!r})") from None
+
+
+def _server(node: Mapping[str, Any]) -> GraphServer:
+    parts = tuple(map(int, node["parts"]))
+    return GraphServer(int(node["node_rank"]), str(node["host"]), str(node["endpoint"]), parts)
+
+
+def server_lines(cluster: Described) -> list[str]:
+    """A line for each server: who, where, which parts."""
+    width = max((len(cluster.label(server)) for server in cluster.servers), default=0)
+    return [
+        f"  {cluster.label(server):{width}}  {server.endpoint}  {parts_words(server.parts)}"
+        for server in cluster.servers
+    ]
+
+
+def parts_words(parts: tuple[int, ...]) -> str:
+    """``parts 0–2, 5``; ``no parts``."""
+    return f"{'part' if len(parts) == 1 else 'parts'} {spans(parts)}" if parts else "no parts"
+
 
 _TIMEOUT = 30.0
 
@@ -170,3 +234,43 @@ def open_named(
             raise UsageError(f"no serving cluster `{name}` is known here; there is {run.found.run_id}")
         check_serving(run.found)
         yield run
+
+
+class ServeJob(Job):
+    """A ``gnnfleet serve`` at work. Where the cluster ``stands`` already, its folder goes on telling of that until all
+    is done: what goes wrong with a new server says nothing of the others."""
+
+    def __init__(self, config: ClusterConfig, options: LaunchOptions, name: str, console: Console, *, stands: bool):
+        self.stands = stands
+        super().__init__(config, options, name, console)
+
+    def _open_folder(self) -> EventLog:
+        if not self.stands:
+            return super()._open_folder()
+        return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
+
+    def at(self, stage: Stage, *, detached: bool = False) -> None:
+        """Write down that ``stage`` begins."""
+        if self.stands and not detached:
+            self.events.add("stage", stage=stage)
+        else:
+            super().at(stage, detached=detached)
+
+    def give_up(self, state: RunState, why: str, exit_status: int) -> None:
+        """It ends without the servers that were to be started."""
+        if self.stands:
+            self.events.add("given-up", stage=self.file.stage, reason=why)
+        else:
+            super().give_up(state, why, exit_status)
+
+    def keep_plan(self, plan: LaunchPlan) -> None:
+        """Before anything is started, so that it can be found again."""
+        parts = replace(self.config.data, num_parts=None)  # the plan tells; more nodes than parts is no mistake here
+        self.keep("config.yml", to_yaml(replace(self.config, data=parts)))
+        self.keep("run.json", run_json(plan))
+        register(self.run_id, self.folder)
+
+    def done(self) -> None:
+        """All that was to be started serves."""
+        (self.folder / "result.json").unlink(missing_ok=True)
+        self.at("train", detached=True)

@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from launcher.config.schema import ClusterConfig
-from launcher.errors import TransportError, UsageError
+from launcher.errors import UsageError
 from launcher.fanout import on_nodes
 from launcher.manage.node_views import OpenRun
-from launcher.plan.build import LaunchPlan
-from launcher.plan.offline import offline_plan
+from launcher.plan.build import offline_plan
+from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
-from launcher.report.found import FoundRun, known_here, read_folder
-from launcher.serving.cluster_state import FILES, SECRETS, NodeThere, look, move_folder, read_files
-from launcher.serving.described import read_described
-from launcher.serving.membership import Roster, first_roster, roster_of, too_few
+from launcher.report.run_folder import FoundRun, known_here, read_folder
+from launcher.serving.cluster_state import FILES, SECRETS, NodeThere, look, move_folder, read_described, read_files
+from launcher.serving.membership import Lines, Roster, Standings, first_roster, roster_of, too_few
 from launcher.serving.start_stop import clear_node
+from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
-from launcher.words import count
-
-Lines = Mapping[int, Transport | TransportError]
-
-
-@dataclass(frozen=True)
-class Standings:
-    """A serving cluster before anything is changed: its nodes as wanted, lines to them, and how they are."""
-
-    roster: Roster
-    lines: Lines
-    plan: LaunchPlan | None = None  #: None: there is none of that name
-    seen: Mapping[int, NodeThere] = field(default_factory=dict)
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Nodes whose supervisor works."""
-        return tuple(k for k, one in self.seen.items() if one.view.alive)
-
-    @property
-    def away(self) -> tuple[int, ...]:
-        """Nodes of the cluster that cannot be asked."""
-        return tuple(k for k, one in self.seen.items() if one.view.unreachable and one.view.node.parts)
-
-    @property
-    def stands(self) -> bool:
-        """Whether something of it runs, or may run where nobody can look."""
-        return bool(self.alive or self.away)
-
-    @property
-    def to_start(self) -> tuple[int, ...]:
-        """Nodes that are new, or in reach and dead."""
-        roster = self.roster
-        skip = {*self.alive, *self.away, *roster.gone, *roster.absent}
-        return tuple(k for k in range(len(roster.config.nodes)) if k not in skip)
 
 
 @contextmanager

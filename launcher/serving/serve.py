@@ -12,22 +12,17 @@ from rich.console import Console
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, UsageError
-from launcher.plan.build import LaunchPlan, NodeFacts
-from launcher.plan.offline import offline_plan
+from launcher.plan.build import offline_plan
+from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.run.interrupts import Interrupts
 from launcher.run.launch import bring_files, passed_preflight
 from launcher.run.options import LaunchOptions, check_run_id
-from launcher.serving.cluster_state import newest
-from launcher.serving.described import Described, parts_words, read_described, server_lines
-from launcher.serving.job import ServeJob
-from launcher.serving.membership import only_holders, shares, too_few, wanted_cluster
-from launcher.serving.reconcile import Standings, check_goes_on, standing
-from launcher.serving.renewed import final_plan, text_of
-from launcher.serving.settle import stop_gone, tell_others
-from launcher.serving.start_stop import bring_up, clear_node
-from launcher.serving.turns import own_turn
+from launcher.serving.cluster_state import Described, ServeJob, newest, parts_words, read_described, server_lines
+from launcher.serving.membership import Standings, final_plan, only_holders, shares, text_of, too_few, wanted_cluster
+from launcher.serving.reconcile import check_goes_on, standing
+from launcher.serving.start_stop import bring_up, clear_node, own_turn, stop_gone, tell_others
+from launcher.text import count
 from launcher.transport.base import Transport
-from launcher.words import count
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun
-from launcher.serving.cluster_state import NodeThere, look, newest
-from launcher.serving.described import Described, parts_words
-from launcher.text import Cell, Column, FittedTable
-from launcher.words import count, spans
+from launcher.serving.cluster_state import Described, NodeThere, look, newest, parts_words
+from launcher.text import Cell, Column, FittedTable, count, spans
 
 _EVERY = 2.0  # seconds between two looks with --watch
 

@@ -7,7 +7,6 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from launcher.errors import TransportError
 from launcher.fanout import on_nodes
 from launcher.files import appearing
 from launcher.nodecall import call, program_source
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.report.report import Metrics, read_metrics
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.ending import Collected
+from launcher.report.metrics import read_metrics
 from launcher.transport.base import Transport
 
 _TIMEOUT = 120.0
@@ -31,15 +31,6 @@ _WANTED = (
     r"(logs/[^/]+\.log|outcomes/[^/]+\.json|metrics-rank\d+\.jsonl|checkpoints/last\.pt|output/.+|tensorboard/.+|"
     r"events\.jsonl|state\.json|result\.json)"
 )
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What could be brought here."""
-
-    metrics: Metrics
-    outcomes: Mapping[int, tuple[Mapping[str, Any], ...]]  #: outcome records by node_rank
-    notes: tuple[str, ...]  #: which node's files are missing, and why
 
 
 def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportError], folder: Path) -> Collected:

@@ -28,9 +28,8 @@ from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncErr
 from launcher.fanout import on_nodes
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
 from launcher.nodecall import call, program_source
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.manifest import PartFile
-from launcher.plan.model import PlannedFile
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
+from launcher.plan.partition import PartFile
 from launcher.sync.progress import TransferProgress
 from launcher.transport.base import Transport
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from failure_kit import Scene, mount, said_once, unmount
-from launcher.plan.codefiles import code_files
+from launcher.plan.files import code_files
 from launching import Launched, Running
 from ssh_nodes import WORKDIR
 

@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.plan.build import NodeFacts
+from launcher.plan.model import NodeFacts
 from launcher.plan.placement import make_sites
 from launcher.preflight import connectivity
-from launcher.preflight.preflight import PreflightReport, run_preflight
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.transport import close_all, connect_all
 from netns import Host, Machine, NetCluster, ip
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.preflight.finding import Finding, Survey
-from launcher.preflight.findings import all_findings
-from launcher.preflight.preflight import PreflightReport
+from launcher.preflight.preflight import all_findings
+from launcher.preflight.preflight_report import PreflightReport
 
 VERSIONS = {
     "python": "3.11.2", "torch": "2.13.0+cpu", "torch_geometric": "2.8.1", "numba": "0.68.1", "numpy": "2.4.6",

@@ -15,9 +15,9 @@ from rich.console import Console
 from fake_transport import FakeTransport, printed
 from launcher.command import Command
 from launcher.errors import ConnectionLost
-from launcher.plan.build import LaunchPlan
+from launcher.plan.model import LaunchPlan
+from launcher.report.ending import Followed, Limits
 from launcher.report.events import EventLog
-from launcher.report.followed import Followed, Limits
 from launcher.run.live_log import LiveLog
 from launcher.run.monitor import RunFollower
 from launcher.transport.base import OnLine

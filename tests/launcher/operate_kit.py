@@ -11,7 +11,7 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
-from launcher.plan.build import LaunchPlan
+from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.run_folder import LaunchFile, Stage, register
 from node_kit import NODE, PYTHON, ROOT, RunFolder, wait_until

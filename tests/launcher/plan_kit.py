@@ -11,8 +11,9 @@ from typing import Any
 from launcher.command import Secret
 from launcher.config.roles import GraphServer, ServingCluster
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
-from launcher.plan.build import LaunchPlan, NodeFacts, make_plan
-from launcher.plan.manifest import PartitionFiles, read_partition_files
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan, NodeFacts
+from launcher.plan.partition import PartitionFiles, read_partition_files
 
 TOKEN = Secret("5ecret5ecret")
 PRODUCTS = ServingCluster(

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 from launcher.command import Command, Secret
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.model import PlannedFile, copied, generated
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, generated
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:

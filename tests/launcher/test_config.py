@@ -11,7 +11,7 @@ from launcher.config.loader import load_config, to_yaml
 from launcher.config.reference import config_page
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import ConfigError
-from launcher.plan.codefiles import CODE_ROOT
+from launcher.files import CODE_ROOT
 
 TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
 Load = Callable[..., ClusterConfig]

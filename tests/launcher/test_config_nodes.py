@@ -12,8 +12,8 @@ import pytest
 from launcher.cli import main
 from launcher.command import Command, render
 from launcher.config.loader import load_config
-from launcher.plan.build import NodePlan
-from launcher.plan.codefiles import CODE_ROOT
+from launcher.files import CODE_ROOT
+from launcher.plan.model import NodePlan
 from plan_kit import plan_of
 
 #: A python that tells how it was started.

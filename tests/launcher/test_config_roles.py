@@ -12,7 +12,7 @@ from launcher.config.loader import load_config, to_yaml
 from launcher.config.roles import carried_out
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
-from launcher.plan.codefiles import CODE_ROOT
+from launcher.files import CODE_ROOT
 from launcher.run.options import overrides_of
 
 DATA = "data: {dataset: synthetic}\n"

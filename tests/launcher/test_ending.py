@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from launcher.plan.model import Login
-from launcher.report.ending import Ending
-from launcher.report.followed import Followed, Lost
-from launcher.report.report import Metrics, RunReport
-from launcher.sync.collect import Collected
+from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport
 from run_kit import make_launch, make_node
 
 FOLDER = Path("/nowhere")

@@ -13,7 +13,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunCon
 from launcher.node.describe import size
 from launcher.preflight.check_packages import PACKAGES
 from launcher.preflight.finding import Finding, GraphSize, Survey
-from launcher.preflight.findings import all_findings
+from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:

@@ -15,7 +15,7 @@ from launcher.cli.launch_compat import imported
 from launcher.cli.main import run
 from launcher.config.loader import load_config
 from launcher.errors import FleetError
-from launcher.plan.codefiles import CODE_ROOT
+from launcher.files import CODE_ROOT
 from launcher.run.options import LaunchOptions, read_config
 
 CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
@@ -112,7 +112,7 @@ def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monk
     for name, sample in SAMPLES.items():
         Path(name).write_text((GOLDEN / "foreign" / sample).read_text())
     Path("graph.pt").touch()
-    monkeypatch.setattr("launcher.run.checking.run_check", lambda config, *more: 0)
+    monkeypatch.setattr("launcher.run.launch.run_check", lambda config, *more: 0)
     words = shlex.split(command.replace("python launch.py", "gnnfleet"))[1:]
     assert run(words if words[0] in ("check", "import") else ["--dry-run", *words]) == 0
 

@@ -17,9 +17,8 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.manage.watch_report import ReportServer, Shown
-from launcher.report.html.made import write_html
 from launcher.report.html.record import read_record
-from launcher.report.html.render import figure, render
+from launcher.report.html.render import figure, render, write_html
 from launcher.report.html.sections import report_page
 from launcher.report.html.series import POINTS, read_series
 from launcher.report.outcome import Outcome

@@ -20,17 +20,16 @@ from golden_kit import check_lines
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
+from launcher.report.ending import Followed
 from launcher.report.events import EventLog
-from launcher.report.followed import Followed
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
-from launcher.run.interrupts import Interrupts
+from launcher.run.interrupts import Interrupts, Talking
 from launcher.run.launch import Job
 from launcher.run.lifecycle import Going, View, left_alone
 from launcher.run.live_state import Board
+from launcher.run.monitor import Starting
 from launcher.run.options import LaunchOptions
-from launcher.run.starting import Starting
-from launcher.run.talking import Talking
 from run_kit import make_launch, make_node
 
 BROKEN = ConnectionLost("connection lost", host="host0")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.plan.build import LaunchPlan
-from launcher.plan.model import Login
+from launcher.plan.model import LaunchPlan, Login
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board
 from launcher.run.live_table import clock, render

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.loader import load_config
-from launcher.plan.offline import offline_plan
+from launcher.plan.build import offline_plan
 from launching import REPOSITORY, Launched, launch, local_config
 
 

@@ -19,8 +19,7 @@ import pytest
 from launcher.node import procs
 from launcher.node.child_process import Loop
 from launcher.node.log_lines import LineLog
-from launcher.node.supervisor.journal import Journal
-from launcher.node.supervisor.latest import Latest
+from launcher.node.supervisor.journal import Journal, Latest
 from launcher.node.supervisor.outcomes import Book, Mailbox
 from node_kit import ROOT, wait_until
 from peers_kit import Run

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console, RenderableType
 
 from launcher.cli.main import run
-from launcher.manage.node_views import NodeView
 from launcher.manage.status import Status, rendered
 from launcher.plan.model import Login
 from launcher.report import run_history
-from launcher.report.found import FoundRun
+from launcher.report.run_folder import FoundRun
 from launcher.report.run_history import Entry
-from launcher.report.verdict import Verdict
+from launcher.report.verdict import NodeView, Verdict
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}

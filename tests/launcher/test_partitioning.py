@@ -11,8 +11,7 @@ from rich.console import Console
 
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.build import partition_command
-from launcher.plan.partition import PartitionFailed, run_partitioner
+from launcher.plan.partition import PartitionFailed, partition_command, run_partitioner
 
 
 def partitioner(code: str) -> tuple[str, str]:

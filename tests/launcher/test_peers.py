@@ -18,9 +18,8 @@ from launcher.node.peers import link
 from launcher.node.peers import member as member_module
 from launcher.node.peers.hub import Hub, listen
 from launcher.node.peers.link import proof
-from launcher.node.peers.member import Member
+from launcher.node.peers.member import ClockOffset, Member
 from launcher.node.peers.model import Meeting, earlier, make_cause, received_cause, sentence
-from launcher.node.peers.offsets import ClockOffset
 from peers_kit import free_port
 
 IDLE = {

@@ -23,13 +23,15 @@ from launcher.command import Command, render
 from launcher.config.loader import load_config
 from launcher.config.roles import part_block
 from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
-from launcher.plan.build import LaunchPlan
-from launcher.plan.codefiles import CODE_ROOT, code_digest
+from launcher.files import CODE_ROOT
 from launcher.plan.commands import train_flags
-from launcher.plan.placement import candidate_ports, interpreter
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan
+from launcher.plan.placement import interpreter
+from launcher.plan.ports import candidate_ports
 from launcher.plan.render import print_placement, print_plan
 from launcher.plan.serialize import to_json
-from launcher.run.stopping import how_to_stop
+from launcher.run.tmux_session import how_to_stop
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -10,8 +10,9 @@ import pytest
 
 from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import FleetError, UsageError
-from launcher.plan.codefiles import CODE_ROOT, code_digest, code_files
-from launcher.plan.manifest import read_partition_files
+from launcher.files import CODE_ROOT
+from launcher.plan.files import code_digest, code_files
+from launcher.plan.partition import read_partition_files
 from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 

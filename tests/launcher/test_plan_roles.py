@@ -22,12 +22,11 @@ from launcher.command import Secret
 from launcher.config.roles import Standing, carried_out, holdings, left_out
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.planfold import fold_nodes, own_values
-from launcher.plan.render import _node_rows, print_plan
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
+from launcher.preflight.check_storage import base_memory, batch_memory
 from launcher.preflight.finding import GraphSize
-from launcher.preflight.memory import base_memory, batch_memory
 from launcher.run.live_state import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 

@@ -11,7 +11,7 @@ import pytest
 from launcher.command import Command, Secret
 from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError
-from launcher.plan.build import LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import read_run, run_json, to_json, with_run_file
 from plan_kit import TOKEN, cluster, facts_of, plan_of
 

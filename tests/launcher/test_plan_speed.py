@@ -14,8 +14,8 @@ import pytest
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
 from launcher.plan import model
-from launcher.plan.build import LaunchPlan
-from launcher.plan.codefiles import code_files
+from launcher.plan.files import code_files
+from launcher.plan.model import LaunchPlan
 from plan_kit import facts_of, parts_folder, plan_of
 
 

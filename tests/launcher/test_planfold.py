@@ -13,9 +13,8 @@ from launcher.cli import main
 from launcher.command import render
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.hostlist import expand
-from launcher.plan.build import LaunchPlan, NodePlan
-from launcher.plan.planfold import fold_nodes, own_values
-from launcher.plan.render import _node_rows, print_plan
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from plan_kit import cluster, facts_of, plan_of
 
 GPUS = tuple(NodeConfig(f"gpu{k:02}.lab", user="alice", devices=(0, 1, 2)) for k in range(1, 13))

@@ -13,7 +13,8 @@ from fake_transport import FakeTransport, printed, wire
 from findings_kit import cluster, probe_of
 from launcher.config.schema import ClusterConfig, NodeConfig, RunConfig
 from launcher.errors import AuthError, PreflightRefused, TransportError
-from launcher.preflight.preflight import PreflightReport, run_preflight
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.transport import connect_all
 from launcher.transport.base import Transport
 

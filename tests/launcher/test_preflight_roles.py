@@ -10,7 +10,8 @@ import pytest
 from findings_kit import found, gpu, versions, with_gpus
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, Ways
-from launcher.preflight.preflight import PreflightReport, run_preflight
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.survey import Inquiry
 from wire_kit import Closed, machine
 

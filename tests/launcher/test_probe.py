@@ -316,6 +316,6 @@ def test_the_probe_loads_no_more_than_it_needs() -> None:
     assert not loaded & {
         "importlib.metadata",
         "launcher.node.leases",
-        "launcher.node.programs.orphans",
-        "launcher.node.programs.devices",
+        "launcher.node.programs.probe",
+        "launcher.node.programs.machine",
     }

@@ -15,8 +15,10 @@ from rich.console import Console
 from launcher.cli.main import run
 from launcher.errors import FleetError
 from launcher.node.supervisor.vitals import largest
+from launcher.report.html.render import written
+from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import Profile, analyse, profile_lines
-from launcher.report.report import Metrics, print_report, read_metrics, written
+from launcher.report.report import print_report
 from launcher.run.live_state import RankRow
 from metrics_kit import SPENT, lines_of, metrics_file
 from operate_kit import MadeRun

@@ -12,8 +12,10 @@ import pytest
 from rich.console import Console
 
 from launcher.node import describe
-from launcher.report.outcome import Outcome, first_failure
-from launcher.report.report import Metrics, RunReport, RunState, print_report, read_metrics
+from launcher.report.first_failure import first_failure
+from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.outcome import Outcome
+from launcher.report.report import RunReport, RunState, print_report
 
 TRACEBACK = [
     "Traceback (most recent call last):",

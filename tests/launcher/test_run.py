@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from launcher.node import procs
+from launcher.plan.build import with_service_key
 from launcher.plan.serialize import to_json
-from launcher.run.launch import with_service_key
 from launching import own_ports
 from run_kit import make_launch, make_node, make_parts
 

@@ -15,13 +15,12 @@ from golden_kit import check_messages
 from launcher.cli.main import run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
-from launcher.manage.node_views import NodeView
-from launcher.plan.build import LaunchPlan, make_plan
-from launcher.serving.cluster_state import NodeThere, newest, read_files
-from launcher.serving.described import read_described
-from launcher.serving.membership import roster_of
-from launcher.serving.reconcile import Standings, check_goes_on
-from launcher.serving.renewed import text_of
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan
+from launcher.report.verdict import NodeView
+from launcher.serving.cluster_state import NodeThere, newest, read_described, read_files
+from launcher.serving.membership import Standings, roster_of, text_of
+from launcher.serving.reconcile import check_goes_on
 from launcher.serving.serve import _check_gone
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport import open_transport

@@ -8,10 +8,9 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
-from launcher.plan.build import LaunchPlan, make_plan
-from launcher.plan.model import Login
-from launcher.serving.membership import only_holders, roster_of, shares, too_few, wanted_cluster
-from launcher.serving.reconcile import Standings
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan, Login
+from launcher.serving.membership import Standings, only_holders, roster_of, shares, too_few, wanted_cluster
 from launcher.serving.serve import _few_copies
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
-from launcher.plan.build import LaunchPlan, make_plan
-from launcher.serving.turns import own_turn
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan
+from launcher.serving.start_stop import own_turn
 from launcher.transport import open_transport
 from launcher.transport.base import Transport
 

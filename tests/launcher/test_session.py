@@ -13,7 +13,7 @@ import pytest
 
 from launcher.command import Command, render
 from launcher.errors import SessionError
-from launcher.plan.build import NodePlan
+from launcher.plan.model import NodePlan
 from launcher.run.tmux_session import session_status, start_session, stop_session
 from launcher.transport.local import LocalTransport
 from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until

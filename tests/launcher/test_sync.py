@@ -18,7 +18,7 @@ import pytest
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
 from launcher.node.programs import files
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
-from launcher.plan.build import LaunchPlan
+from launcher.plan.model import LaunchPlan
 from launcher.sync import push as sync_module
 from launcher.sync.progress import TransferProgress
 from launcher.sync.push import sync

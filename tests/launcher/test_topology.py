@@ -14,12 +14,12 @@ from rich.console import Console
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.node.programs.packages import graph_size
-from launcher.plan.build import LaunchPlan
-from launcher.plan.manifest import PartFile, PartitionFiles
+from launcher.plan.model import LaunchPlan
+from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.render import print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
+from launcher.preflight.check_storage import cache_memory
 from launcher.preflight.finding import GraphSize
-from launcher.preflight.memory import cache_memory
 from plan_kit import PRODUCTS, cluster, facts_of, parts_folder, plan_of
 
 GB = 10**9

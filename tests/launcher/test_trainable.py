@@ -10,8 +10,7 @@ import pytest
 from launcher.cli import main
 from launcher.config.schema import ClusterConfig, DataConfig, TrainConfig
 from launcher.errors import UsageError
-from launcher.plan.manifest import read_partition_files
-from launcher.plan.trainable import check_train_seeds
+from launcher.plan.partition import check_train_seeds, read_partition_files
 from plan_kit import cluster, parts_folder
 
 

@@ -18,9 +18,8 @@ import numpy as np
 import zmq
 
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.sampler.subgraph import SampleSettings, SeedSet
 from trainer.sampler.subgraph_sampler import BatchWork
-from trainer.sampler.types import HopRequest, RowRequest
+from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
 from trainer.service import batch_messages, hop_messages, messages
 from trainer.service import frames as wire
 from trainer.service.curve_keys import CurveKeys, read_key_file

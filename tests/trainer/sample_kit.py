@@ -12,7 +12,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.subgraph import SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
 
 WRITES, CITES, HOLDS, LIKES = ("a", "writes", "p"), ("p", "cites", "p"), ("p", "holds", "a"), ("a", "likes", "p")
 BARE = ("c", "none", "a")

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forked import Forked
 from train_kit import finish, free_port, rank_environment
-from trainer.nn.sharded_embedding import ShardedEmbedding, initial_rows
-from trainer.nn.sharded_state import embedding_state, load_embedding_state
+from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, initial_rows, load_embedding_state
 
 NODES = {"author": 23, "field.of-study": 4, "venue": 1}
 DIM, STEPS, GLOBAL_BATCH = 5, 6, 12

@@ -17,8 +17,7 @@ from trainer.loader.prefetch import ordered_ahead
 from trainer.loader.seed_order import RankLayout
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.train.epoch import train_epoch
-from trainer.train.evaluate import evaluate
+from trainer.train.epoch import evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification

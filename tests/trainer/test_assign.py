@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, empty, graph, odd, ring, skewed, star
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.build import partition_command
+from launcher.plan.partition import partition_command
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.assign import assign_parts
+from trainer.partition.assign import BALANCES, METHODS, assign_parts, fanouts_of, hash_part, method_options
 from trainer.partition.cli import partition
-from trainer.partition.hashing import hash_part
-from trainer.partition.methods import BALANCES, METHODS, fanouts_of, method_options
 
 GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)], 1), bipartite()]
 

@@ -15,9 +15,9 @@ from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import ServiceError, WireError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.sampler.subgraph import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.subgraph import Rows as Places
 from trainer.sampler.subgraph_sampler import BatchWork, Sampled, SubgraphSampler
+from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import Rows as Places
 from trainer.service import batch_messages
 from trainer.service.frames import Message, decode, encode
 from trainer.service.messages import ClientName

@@ -16,7 +16,7 @@ from trainer.core.errors import ServerGone, ServiceError
 from trainer.service import messages
 from trainer.service.client import HostClient
 from trainer.service.frames import Kind, Message, Status, decode, encode
-from trainer.service.places import ServerPlace
+from trainer.service.messages import ServerPlace
 
 
 @contextlib.contextmanager

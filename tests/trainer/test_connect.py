@@ -20,7 +20,7 @@ from oracle import assert_identical
 from service_kit import free_endpoint, new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.loader import attach
+from trainer.loader import open
 from trainer.loader.open import open_graph
 from trainer.service.curve_keys import admit_guest, write_key_file
 
@@ -28,7 +28,7 @@ from trainer.service.curve_keys import admit_guest, write_key_file
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Servers are called gone three times sooner than in use."""
-    monkeypatch.setattr(attach, "GONE_AFTER", 1.0)
+    monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,10 @@ from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.nn import hetero_layers as layers
-from trainer.nn.embeddings import LocalEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.kernels.dropout import node_salt
 from trainer.nn.models import build_model
+from trainer.nn.sharded_embedding import LocalEmbeddings
 
 EDGE_TYPES = (WRITES, CITES, HAS, WROTE, ON)
 FACTS = GraphFacts(True, "paper", tuple(NUM_NODES), EDGE_TYPES, DIMS, 4)

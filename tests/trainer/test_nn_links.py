@@ -11,7 +11,7 @@ from torch_geometric.nn import GraphSAGE
 
 from trainer.nn import link_metrics as metrics
 from trainer.nn import links
-from trainer.nn.unsupervised import UnsupervisedLoss, unsupervised_loss, walk_pairs
+from trainer.nn.links import UnsupervisedLoss, unsupervised_loss, walk_pairs
 
 H = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
 

@@ -21,7 +21,7 @@ from trainer.nn.models import BlockModel
 from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.pace import Pace
+from trainer.train.step_timing import Pace
 from trainer.train.task import NodeClassification
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))

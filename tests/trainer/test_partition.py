@@ -14,8 +14,7 @@ from partition_kit import assert_whole, by_hand, odd_types, with_nodes, written
 from trainer.core.errors import PartitionError
 from trainer.partition import cut
 from trainer.partition.assign import assign_parts
-from trainer.partition.cut import edge_groups
-from trainer.partition.relabel import relabel
+from trainer.partition.cut import edge_groups, relabel
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
 from trainer.store.manifest import manifest_digest, read_manifest

@@ -9,8 +9,8 @@ from service_kit import ArithmeticGraph, client_of, rows_of, serving
 from trainer.core.errors import WireError
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
-from trainer.service import pieces
-from trainer.service.pieces import UNDER_WAY, InPieces, RowSizes, cut
+from trainer.service import client as pieces
+from trainer.service.client import UNDER_WAY, InPieces, RowSizes, cut
 
 
 def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:

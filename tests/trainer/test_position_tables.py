@@ -5,8 +5,7 @@ import pytest
 
 from partitions import random_graph, store_of
 from sample_kit import KINDS, random_seeds, random_settings, sample, sample_homo, typed_graph
-from trainer.sampler.position_tables import MOST_DIRECT, MOST_HASHED, DirectTable, HashTable, make_table
-from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.relabel import MOST_DIRECT, MOST_HASHED, DirectTable, HashTable, RelabelTables, make_table
 from trainer.sampler.row_index import Codes, IdIndex, locate
 
 

@@ -18,8 +18,8 @@ from trainer.core.remote_access import Reach
 from trainer.core.schema import HOMO_EDGE
 from trainer.loader.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.edge_slice import edge_slice
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.store.part_store import open_parts
 from trainer.store.row_cache import CachedRows, RowCache

@@ -20,9 +20,8 @@ from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
-from trainer.train.regroup import GoOn, Members, _Survivor
+from trainer.train.regroup import GoOn, Members, Progress, Snapshots, _Survivor, newest_common
 from trainer.train.settings import TrainJob
-from trainer.train.snapshot import Progress, Snapshots, newest_common
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
 SEEDS = 180

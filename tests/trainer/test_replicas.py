@@ -16,14 +16,12 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.subgraph import SampleSettings, SeedSet
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
-from trainer.sampler.types import HopRequest
+from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
 from trainer.service.curve_keys import write_key_file
-from trainer.service.messages import ClientName
-from trainer.service.places import ServerPlace
+from trainer.service.messages import ClientName, ServerPlace
 from trainer.service.server_peers import Peers
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

@@ -25,7 +25,7 @@ from trainer.partition.write import write_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import RowRequest
-from trainer.service import messages, rounded
+from trainer.service import messages
 from trainer.service.frames import Flag, Kind, Message, Status, decode, encode
 from trainer.store.manifest import read_manifest
 from trainer.store.part_store import open_parts
@@ -118,9 +118,9 @@ def test_what_cannot_be_held_is_refused_by_row(to, value, dtype, cause) -> None:
 def test_bytes_of_a_row(name, dtype, shape, form, size) -> None:
     assert row_bytes(name, dtype, shape, form) == size
     assert rounds(name, dtype, shape, form) == (size < row_bytes(name, dtype, shape, "stored"))
-    mark, arrays = rounded.rounded(name, np.ones(shape, dtype), form)
+    mark, arrays = messages.rounded(name, np.ones(shape, dtype), form)
     assert sum(array.nbytes for array in arrays) == size * shape[0] and bool(mark) == rounds(name, dtype, shape, form)
-    np.testing.assert_array_equal(rounded.restored(mark, iter(arrays)), np.ones(shape, dtype), strict=True)
+    np.testing.assert_array_equal(messages.restored(mark, iter(arrays)), np.ones(shape, dtype), strict=True)
 
 
 def test_rows_kept_as_int8_are_taken_like_others() -> None:
@@ -137,8 +137,8 @@ ROWS = [{"x": np.ones((4, 3), np.float32), "y": np.arange(4), "z": np.full((4, 2
 
 
 def answer(form, rows=ROWS) -> Message:
-    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=rounded.flag_of(form))
-    made = messages.rows_reply(asked, ASKED, rows, lambda of, name: rounded.form_of(asked.flags))
+    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=messages.flag_of(form))
+    made = messages.rows_reply(asked, ASKED, rows, lambda of, name: messages.form_of(asked.flags))
     return decode([bytes(frame) for frame in encode(made)])
 
 
@@ -151,8 +151,8 @@ def test_an_answer_gives_back_the_dtypes_that_are_stored(form) -> None:
 
 
 def test_int8_is_sent_where_both_are_asked_for() -> None:
-    assert rounded.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
-    assert rounded.form_of(Flag.ROUTE) == "stored"
+    assert messages.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
+    assert messages.form_of(Flag.ROUTE) == "stored"
 
 
 def test_rows_that_cannot_be_sent_are_refused_with_the_remedy() -> None:

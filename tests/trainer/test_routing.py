@@ -14,8 +14,8 @@ from requests_kit import WRITES, hops_of_every_kind
 from service_kit import assert_same_sample
 from trainer.core.errors import ServerGone, ServiceError
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.edge_slice import edge_slice
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import RowRequest
 
 PARTS = 4

@@ -19,7 +19,7 @@ from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import cut_block, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.settings import check_settings
-from trainer.sampler.subgraph import SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import AttrSpec, EdgeSpec, NodeSpec
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 

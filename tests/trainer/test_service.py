@@ -27,7 +27,8 @@ from service_kit import (
 from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
-from trainer.service import messages, pieces
+from trainer.service import client as pieces
+from trainer.service import messages
 from trainer.service.client import HostClient
 from trainer.service.frames import Kind, Message, Status, decode, encode
 

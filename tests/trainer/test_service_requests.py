@@ -89,7 +89,7 @@ def fits_no_request() -> dict[str, list[HopRequest]]:
 
 @pytest.mark.parametrize("name", fits_no_request())
 def test_requests_that_make_no_sense_are_refused(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("trainer.service.tables.narrow_ids", lambda ids: ids)
+    monkeypatch.setattr("trainer.service.frames.narrow_ids", lambda ids: ids)
     message = hop_messages.sample_request(fits_no_request()[name])
     with pytest.raises(WireError):
         hop_messages.read_sample_request(message)

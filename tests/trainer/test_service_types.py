@@ -22,8 +22,8 @@ from service_kit import (
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.sampler import dist_graph
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.edge_slice import edge_slice
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
 from trainer.sampler.types import HopSample, RowRequest, TimeBound
 from trainer.service.cluster import connect_cluster
 from trainer.store.manifest import manifest_digest

@@ -27,8 +27,7 @@ from trainer.nn.models import BlockModel
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.epoch import train_epoch
-from trainer.train.evaluate import evaluate
+from trainer.train.epoch import evaluate, train_epoch
 from trainer.train.fit import Fit
 from trainer.train.job import train
 from trainer.train.metrics import MetricsLog

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import sys
 import threading
 import weakref
 from collections import deque
@@ -149,3 +150,34 @@ def cast(array: Array, dtype: npt.DTypeLike) -> Array:
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
     """As ``np.empty``; large arrays from this process's slabs."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
+
+
+def glibc() -> ctypes.CDLL | None:
+    """None with other C libraries (musl has no mallopt) and systems."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what lies free between blocks in use: after work that is not done again soon."""
+    if (libc := glibc()) is not None:
+        libc.malloc_trim(0)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  #: of glibc's malloc.h
+
+_KEEP = 2**31 - 1  #: bytes free at the end of the heap above which they are returned, the most mallopt takes
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc's malloc neither map large blocks one by one nor return them when free; whether that is done.
+
+    Arrays of a step are some ten to a hundred MiB each. Mapped, each costs a page fault per 4 KiB in every step, which
+    took as long as a third of the step itself. Other C libraries and systems are left as they are.
+    """
+    libc = glibc()
+    if libc is None:
+        return False
+    return libc.mallopt(_M_MMAP_MAX, 0) == 1 and libc.mallopt(_M_TRIM_THRESHOLD, _KEEP) == 1

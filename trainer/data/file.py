@@ -17,7 +17,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
-from trainer.data.raw import RawArray, RawArrays, RawGraph, named
+from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, named
 
 SUBFOLDER = "hetero"  #: where option hetero finds the typed arrays of a graph that is there homogeneous as well
 

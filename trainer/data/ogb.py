@@ -13,7 +13,7 @@ from unittest import mock
 
 from trainer.core.errors import DataError
 from trainer.data.pyg import DOWNLOADS, raw_graph, reported
-from trainer.data.raw import RawGraph
+from trainer.data.raw_arrays import RawGraph
 
 _NAMES = {
     "node_feat": "x",

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
 from trainer.data.memory import shared_array
-from trainer.data.raw import RawArray, RawGraph
+from trainer.data.raw_arrays import RawArray, RawGraph
 
 DOWNLOADS = "datasets"  #: default download folder
 

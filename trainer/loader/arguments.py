@@ -15,7 +15,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.schema import AnyType, EdgeType
 from trainer.loader.open import Graph
 from trainer.sampler.settings import check_settings
-from trainer.sampler.subgraph import SampleSettings, TimeRule
+from trainer.sampler.types import SampleSettings, TimeRule
 from trainer.store.manifest import Manifest
 
 if TYPE_CHECKING:

@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Batch, HeteroBatch, KeptRows
+from trainer.core.batch import Batch, HeteroBatch, KeptRows, as_tensor
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.loader.arguments import time_level
 from trainer.loader.device import DeviceRows
 from trainer.loader.open import Graph
 from trainer.loader.prefetch import ordered_ahead
-from trainer.loader.pyg_batch import as_label, as_tensor, hetero_blocks, homo_blocks
+from trainer.loader.pyg_batch import as_label, hetero_blocks, homo_blocks
 from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.sampler.settings import check_settings
-from trainer.sampler.subgraph import SampleSettings, SeedSet, TimeRule
 from trainer.sampler.subgraph_sampler import Sampled, SubgraphSampler
-from trainer.sampler.types import RowRequest
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet, TimeRule
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer.core.arrays import Ids
+from trainer.core.batch import as_tensor
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.remote_access import CacheSize
@@ -34,14 +35,11 @@ from trainer.loader.cache_policy import (
 )
 from trainer.loader.device import DeviceRows
 from trainer.loader.open import Graph
-from trainer.loader.pyg_batch import as_tensor
 from trainer.loader.seed_order import OTHER_STREAM, STREAMS, SeedOrder, shares
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.settings import check_settings
-from trainer.sampler.specs import row_spec
-from trainer.sampler.subgraph import SampleSettings, SeedSet
+from trainer.sampler.settings import check_settings, row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
-from trainer.sampler.types import RowRequest
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import CachedRows, RowCache
 

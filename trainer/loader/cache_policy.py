@@ -23,9 +23,8 @@ from trainer.core.remote_access import CacheSize, WireRows
 from trainer.core.schema import AnyType, NodeType
 from trainer.loader.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.feature_gather import Piece
-from trainer.sampler.held import Answer, HeldRows
-from trainer.sampler.specs import blank_rows, row_spec
+from trainer.sampler.feature_gather import Answer, HeldRows, Piece
+from trainer.sampler.settings import blank_rows, row_spec
 from trainer.sampler.subgraph_sampler import CountedAccess
 from trainer.sampler.types import RowRequest
 from trainer.store.part_store import PartStore

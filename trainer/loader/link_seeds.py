@@ -17,8 +17,7 @@ from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.loader.negatives import DST, SRC, NegativeRule, NodeDraw
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.loader.open import Graph
-from trainer.sampler.subgraph import SampleSettings
-from trainer.sampler.types import RowRequest
+from trainer.sampler.types import RowRequest, SampleSettings
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from trainer.loader.node_seeds import node_inputs, split_name
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import PyGLoader, Seeded
 from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share
-from trainer.sampler.subgraph import SeedSet
-from trainer.sampler.types import RowRequest
+from trainer.sampler.types import RowRequest, SeedSet
 
 
 class DistNeighborLoader(PyGLoader):

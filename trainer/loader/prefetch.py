@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from trainer.core.errors import ServiceError
+from trainer.core.schema import AnyType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
+from trainer.service.remote_graph import Gateway
 
 Job = TypeVar("Job")
 
@@ -59,3 +65,31 @@ def _wait(future: Future[Done], deadline: float) -> Done:
         if future.done():
             raise
         raise ServiceError(f"no batch within {deadline:g} s from the sampler threads of this process") from None
+
+
+class Sampler(Protocol):
+    """Makes batches of one kind; safe to call from several threads. Both methods raise ``ServiceError``."""
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """Subgraph and rows."""
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Nodes and edges alone."""
+
+
+@dataclass(frozen=True)
+class RemoteSampler:
+    """Has each batch made by a graph server, with one request."""
+
+    gateway: Gateway
+    settings: SampleSettings
+    attrs: Mapping[AnyType, tuple[str, ...]]
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        began = time.perf_counter()
+        sampled = self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
+        return replace(sampled, cost=replace(sampled.cost, wait_s=time.perf_counter() - began))
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, {})).subgraph

@@ -7,31 +7,78 @@ on a batch (``annotate``).
 from __future__ import annotations
 
 import hashlib
+import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 
 from trainer.core.arrays import Ids
 from trainer.core.batch_cost import Cost, CostSum
 from trainer.core.errors import SettingsError
 from trainer.core.rng import batch_key
-from trainer.loader.agree import SameOnAllRanks
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
-from trainer.loader.join import Attrs, gathered_attrs, join_of
 from trainer.loader.node_seeds import as_array
 from trainer.loader.open import Graph
-from trainer.loader.prefetch import ordered_ahead
-from trainer.loader.pyg_batch import Output, hetero_blocks, homo_blocks, sampler_output
-from trainer.loader.samplers import Sampler
+from trainer.loader.prefetch import Sampler, ordered_ahead
+from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, hetero_blocks, homo_blocks, join_of, sampler_output
 from trainer.loader.seed_order import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
-from trainer.sampler.subgraph import SampleSettings, SeedSet
 from trainer.sampler.subgraph_sampler import Sampled
+from trainer.sampler.types import SampleSettings, SeedSet
+
+_TRAINER = str(Path(__file__).resolve().parents[1])
+
+_made: Counter[str] = Counter()  #: loaders by the line of the user's code that made them
+
+
+class SameOnAllRanks:
+    """Compares a loader's seeds with those of the same loader on other ranks, once, without waiting for them.
+
+    Loaders are told apart by the line of the user's code that made them, and by how many that line had made.
+    """
+
+    def __init__(self, digest: str, rank: int, world_size: int):
+        self._digest, self._rank, self._world_size = digest, rank, world_size
+        self._place = _place()
+        _made[self._place] += 1
+        self._name = f"{self._place} #{_made[self._place]}"
+        self._done = False
+
+    def check(self) -> None:
+        """Raise ``SettingsError`` if another rank has other seeds or settings. Without a process group nothing
+        can be compared."""
+        if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size() != self._world_size:
+            return
+        store = dist.distributed_c10d._get_default_store()  # the only way to a rendezvous store that never blocks
+        own = f"{self._digest} rank {self._rank}"
+        first = store.compare_set(f"gnnfleet/loader/{self._name}", "", own).decode()
+        if first.split()[0] != self._digest:
+            raise SettingsError(
+                f"the loader made at {self._place} has other seeds, times or settings on rank {self._rank} than on"
+                f" {first.partition(' ')[2]}. Every rank must pass the same, complete seeds: the loader shares each"
+                " batch out over the ranks. Do not split them by rank, and shuffle by shuffle=True."
+                " For a loader that is this rank's alone, pass local=True"
+            )
+        self._done = True
+
+
+def _place() -> str:
+    """File and line of the nearest caller outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_TRAINER) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
 
 _CALLED = -2  #: the step of batches that are asked for by ``loader(index)``
 

@@ -1,20 +1,24 @@
-"""Trainable rows for nodes without features, spread over the ranks of a run."""
+"""Trainable rows for nodes without features, spread over the ranks of a run.
+
+All ranks call these functions; rows travel in pieces, and only rank 0 ever holds a whole table.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.core.compiled import njit
 from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, batch_key, fraction, mix, node_key
-from trainer.core.row_exchange import Route, group_rank, group_size, plan_route
+from trainer.core.row_exchange import Route, group_rank, group_size, plan_route, wire_device
 from trainer.core.schema import NodeType
 from trainer.nn.kernels.rows import run_rows
 
@@ -110,3 +114,133 @@ def _fill(first: int, last: int, ids: Any, rows: Any, key: Any, bound: float) ->
         own = node_key(key, ids[i])
         for k in range(rows.shape[1]):
             rows[i, k] = bound * (2.0 * fraction(mix(own + np.uint64(k) * GOLDEN)) - 1.0)
+
+
+_ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
+
+
+def gather_tables(embedding: ShardedEmbedding, shard: Tensor) -> Tables | None:
+    """Rows of all ranks by type and original id, on the CPU of rank 0 (None elsewhere); shard: [as weight, …]."""
+    whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == 0 else None
+    for first, count in _pieces(embedding):
+        part = _padded(shard.detach()[first : first + count], count, embedding)
+        parts = None if whole is None else [torch.empty_like(part) for _ in range(embedding.size)]
+        if embedding.size == 1:
+            parts = [part]
+        else:
+            dist.gather(part, parts, group=embedding.group, group_dst=0)
+        if whole is not None and parts is not None:
+            for rank, received in enumerate(parts):
+                place = _of_rank(whole, embedding, rank, first, count)
+                place.copy_(received[: len(place)])
+    return None if whole is None else _by_type(embedding, whole)
+
+
+def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
+    """This rank's shard of tables that rank 0 gives (the others None)."""
+    whole = None if tables is None else torch.cat([tables[of] for of in embedding.num_nodes])
+    shard = torch.empty_like(embedding.weight.detach())
+    for first, count in _pieces(embedding):
+        parts = None
+        if whole is not None:
+            ranks = range(embedding.size)
+            parts = [_padded(_of_rank(whole, embedding, rank, first, count), count, embedding) for rank in ranks]
+        place = shard[first : first + count]
+        place.copy_(_handed_out(embedding, parts, count)[: len(place)])
+    return shard
+
+
+def embedding_state(
+    embedding: ShardedEmbedding, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any] | None:
+    """Tables and optimizer state as plain values and CPU tensors, on rank 0 (None elsewhere)."""
+    tables = gather_tables(embedding, embedding.weight)
+    state = {} if optimizer is None else optimizer.state.get(embedding.weight, {})
+    per_row = [name for name, value in state.items() if _per_row(embedding, value)]
+    gathered = {name: gather_tables(embedding, state[name]) for name in per_row}
+    if tables is None:
+        return None
+    rest = {name: value for name, value in state.items() if name not in per_row}
+    return {"tables": tables, "optimizer_rows": gathered, "optimizer_rest": rest}
+
+
+def load_embedding_state(
+    embedding: ShardedEmbedding, state: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Go on from ``embedding_state``, given on rank 0 (the others None), of a run with any number of ranks."""
+    tables = None if state is None else state["tables"]
+    embedding.weight.data.copy_(scatter_tables(embedding, tables))
+    if optimizer is None:
+        return
+    plan: list[Any] = [state and (list(state["optimizer_rows"]), dict(state["optimizer_rest"]))]
+    if embedding.size > 1:
+        dist.broadcast_object_list(plan, group=embedding.group, group_src=0)
+    names, rest = plan[0]
+    rows = {name: scatter_tables(embedding, state and state["optimizer_rows"][name]) for name in names}
+    optimizer.state[embedding.weight] = {**rest, **rows}
+
+
+def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == embedding.weight.shape
+
+
+def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
+    """(first own row, rows) of each message, alike on all ranks."""
+    most = -(-embedding.total // embedding.size)
+    return ((first, min(_ROWS_AT_ONCE, most - first)) for first in range(0, most, _ROWS_AT_ONCE))
+
+
+def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
+    """A view of a rank's own rows ``first … first + count`` in the whole table, fewer at its end."""
+    return whole[first * embedding.size + rank :: embedding.size][:count]
+
+
+def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
+    """``rows`` as the first of ``count``, where messages start from: their length must be alike on all ranks."""
+    part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
+    part[: len(rows)] = rows
+    return part
+
+
+def _handed_out(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: int) -> Tensor:
+    if embedding.size == 1:
+        assert parts is not None
+        return parts[0]
+    part = _padded(embedding.weight.detach()[:0], count, embedding)
+    dist.scatter(part, parts, group=embedding.group, group_src=0)
+    return part
+
+
+def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
+    """Copies, so that a checkpoint of one type would not carry the storage of all."""
+    pieces = whole.split(list(embedding.num_nodes.values()))
+    return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
+
+
+class Embeddings(Protocol):
+    """Trainable rows of some node types. An ``nn.Module`` becomes part of the model that uses it and is trained with
+    it; anything else (rows sharded over ranks) has to be trained beside it.
+    """
+
+    dim: int  #: width of a row
+
+    @property
+    def num_nodes(self) -> Mapping[NodeType, int]:
+        """The types it has rows for."""
+
+    def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
+        """Rows of nodes, float32 [n, dim]; n_id: int64 [n] original ids of each type. Called once per batch."""
+
+
+class LocalEmbeddings(nn.Module):
+    """One dense ``nn.Embedding`` per type, for a single process."""
+
+    def __init__(self, num_nodes: Mapping[NodeType, int], dim: int):
+        from torch_geometric.nn.module_dict import ModuleDict
+
+        super().__init__()
+        self.num_nodes, self.dim = dict(num_nodes), dim
+        self.tables = ModuleDict({of: nn.Embedding(count, dim) for of, count in num_nodes.items()})
+
+    def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
+        return {of: self.tables[of](ids) for of, ids in n_id.items()}

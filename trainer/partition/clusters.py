@@ -13,7 +13,7 @@ from trainer.core.errors import PartitionError
 from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.partition.assign import PartitionAssignment, assign_parts
-from trainer.partition.relabel import Relabelling, relabel
+from trainer.partition.cut import Relabelling, relabel
 
 CLUSTER = "cluster"  #: the node attribute
 

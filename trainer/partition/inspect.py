@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.core.arrays import Ids
 from trainer.core.schema import NodeType, type_name
-from trainer.partition.kernels import mark_outside, new_bitset
+from trainer.partition.verify import mark_outside, new_bitset
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.store.part_store import Part, PartStore, open_parts
 

@@ -17,8 +17,7 @@ from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.data.dataset import Dataset
-from trainer.partition.balance import SLACK, balance_parts, fill_up, node_classes
-from trainer.partition.joined import JoinedNodes, Part, joined_adjacency
+from trainer.partition.balance import SLACK, JoinedNodes, Part, balance_parts, fill_up, joined_adjacency, node_classes
 
 #: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
 #: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.

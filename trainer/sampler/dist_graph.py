@@ -17,15 +17,12 @@ from trainer.core.batch_cost import ByHost, Cost, CostMeter, FromHost
 from trainer.core.errors import PartitionError, ServerGone
 from trainer.core.remote_access import SERVER_WAIT, WireRows
 from trainer.core.schema import AnyType, EdgeType
-from trainer.sampler.edge_slice import EDGES_AT_ONCE, edge_slice
-from trainer.sampler.feature_gather import Collection, Piece
-from trainer.sampler.grouping import cut_request, merge_samples
-from trainer.sampler.held import HELD, Answer, HeldRows
+from trainer.sampler.feature_gather import HELD, Answer, Collection, HeldRows, Piece
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import HERE, NOBODY, Holders, Pending, RemoteHost
-from trainer.sampler.request_split import Groups, Split
+from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, Split, cut_request, edge_slice, merge_samples
 from trainer.sampler.row_index import Codes, Placed, locate
-from trainer.sampler.specs import check_type, row_spec
+from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.row_cache import RowCache
 

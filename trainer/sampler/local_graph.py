@@ -16,9 +16,9 @@ from trainer.core.rounding import take_scaled
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler import neighbor
 from trainer.sampler.draw import sample_rows
-from trainer.sampler.grouping import cut_request, merge_samples
+from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import Codes, Placed, locate, put_rows
-from trainer.sampler.specs import blank_rows, check_type, row_spec
+from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 

@@ -18,8 +18,19 @@ from trainer.core.schema import EdgeType, NodeType, edge_salt
 from trainer.sampler import neighbor
 from trainer.sampler.relabel import NodeGrowth, RelabelTables, TreeGrowth
 from trainer.sampler.settings import bound_here, check_settings
-from trainer.sampler.subgraph import EdgeSet, Positions, Rows, SampledSubgraph, SampleSettings, SeedSet
-from trainer.sampler.types import GraphAccess, GraphSchema, HopRequest, HopSample, TimeBound
+from trainer.sampler.types import (
+    EdgeSet,
+    GraphAccess,
+    GraphSchema,
+    HopRequest,
+    HopSample,
+    Positions,
+    Rows,
+    SampledSubgraph,
+    SampleSettings,
+    SeedSet,
+    TimeBound,
+)
 from trainer.store.manifest import EdgeSpec
 
 

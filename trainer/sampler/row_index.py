@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.compiled import njit
 from trainer.sampler import neighbor
-from trainer.sampler.position_tables import MOST_HASHED, free_slots, shift_of, slot_of
+from trainer.sampler.relabel import MOST_HASHED, free_slots, shift_of, slot_of
 
 _jit = njit(boundscheck=False)
 

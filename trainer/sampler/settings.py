@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from trainer.core.errors import SettingsError
-from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.sampler.subgraph import SampleSettings, TimeRule
-from trainer.sampler.types import GraphSchema
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
+from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
 from trainer.store.manifest import EdgeSpec, NodeSpec
+from trainer.store.part_store import PartStore
 
 _FANOUT_LIMIT = 2**31  # counts are int32
 
@@ -97,3 +101,29 @@ def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> 
 def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
     """Whether the rule bounds edges of this type: the others have no such time."""
     return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
+
+
+def check_type(store: PartStore, of: AnyType) -> None:
+    """Raise ``PartitionError`` for a type the graph does not have."""
+    manifest = store.manifest
+    known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
+    if of not in known:
+        kind = "node" if isinstance(of, str) else "edge"
+        raise PartitionError(f"no {kind} type {of!r} in {store.folder}; there are {list(known)}")
+
+
+def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """dtype and shape of one row of what can be gathered. Raises ``PartitionError`` for what cannot."""
+    check_type(store, of)
+    if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
+        return np.dtype(np.int64), ()
+    manifest = store.manifest
+    attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs
+    if name not in attrs:
+        raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
+    return attrs[name].stored, tuple(attrs[name].shape[1:])
+
+
+def blank_rows(count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """``dtype`` [count, …] without memory, read-only: one row of zeros over and over."""
+    return np.broadcast_to(np.zeros((), dtype), (count, *shape))

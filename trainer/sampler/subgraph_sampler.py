@@ -13,8 +13,7 @@ from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, NodeType
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.subgraph import SampledSubgraph, SampleSettings, SeedSet
-from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest
+from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
 
 Rows = Mapping[str, Array]  #: attribute -> [n, …]
 

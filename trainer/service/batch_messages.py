@@ -16,13 +16,11 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import WireError
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.subgraph import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.subgraph import Rows as Places
 from trainer.sampler.subgraph_sampler import BatchWork, Rows, Sampled
-from trainer.service.frames import Kind, Message
-from trainer.service.messages import ClientName, FormOf
-from trainer.service.rounded import restored, rounded
-from trainer.service.tables import NONE, TableReader, TableWriter
+from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import Rows as Places
+from trainer.service.frames import NONE, Kind, Message, TableReader, TableWriter
+from trainer.service.messages import ClientName, FormOf, restored, rounded
 
 MAX_SEEDS = 1 << 20  #: of one batch, over all types
 

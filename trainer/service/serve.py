@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.malloc import give_back_freed_memory
 from trainer.core.remote_access import SERVER_WAIT, Topology
+from trainer.core.slabs import give_back_freed_memory
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.curve_keys import read_key_file
-from trainer.service.limits import allow_many_files
 from trainer.service.messages import HelloInfo
-from trainer.service.server import GraphServer
+from trainer.service.server import GraphServer, allow_many_files
 from trainer.service.server_peers import Peer, Peers
 from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.store.manifest import manifest_digest

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import resource
 import sys
 import threading
 import time
@@ -16,15 +18,13 @@ import zmq
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.service import batch_messages
-from trainer.service.batch_scheduler import BatchDesk
-from trainer.service.clients import DeskStatus, Job
+from trainer.service.batch_scheduler import BatchDesk, DeskStatus, Job, WaitingTurns
 from trainer.service.curve_keys import CurveKeys, start_authenticator
 from trainer.service.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
 from trainer.service.messages import HelloInfo, ServerStats
 from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
-from trainer.service.turns import WaitingTurns
 
 MAX_REQUEST = 64 << 20  #: bytes
 
@@ -229,3 +229,27 @@ def _cause(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error, file=sys.stderr)
     return f"{type(error).__name__}: {error}"
+
+
+_CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
+
+_MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
+
+_MAX_FILES = 65_536
+
+
+@functools.cache
+def client_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The ZeroMQ context of all clients in this process."""
+    allow_many_files()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_CLIENT_IO_THREADS)
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files; the usual 1024 may be too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.service.clients import DeskStatus
+from trainer.service.batch_scheduler import DeskStatus
 from trainer.service.frames import Kind
 from trainer.service.messages import HelloInfo, ServerStats
 

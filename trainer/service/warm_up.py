@@ -16,10 +16,9 @@ from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import Pending
-from trainer.sampler.specs import row_spec
-from trainer.sampler.subgraph import SampleSettings, SeedSet
+from trainer.sampler.settings import row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
-from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, TimeBound
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.store.part_store import Part, PartStore
 
 _ELSEWHERE = 0  #: a node rank

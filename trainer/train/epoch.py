@@ -19,8 +19,7 @@ from trainer.core.ranks import RankGroup
 from trainer.loader.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.pace import Pace
-from trainer.train.step_timing import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Lap, Pace, Phase, by_host, traffic
 from trainer.train.task import Task
 
 AnyBatch = Batch | HeteroBatch
@@ -204,3 +203,38 @@ def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:
             f"the loss is {loss} in epoch {epoch} at step {step} ({group.ranks}); "
             "lower lr, or look for NaN and huge values in the features"
         )
+
+
+EVAL_EPOCH = 0  #: training counts from 1; always the same samples, so that scores can be compared
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result on one split, over all ranks."""
+
+    accuracy: float
+    loss: float  #: mean over seeds
+    seeds: int
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -> Score:
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result.
+
+    Raises ``TrainingError`` when the loss is NaN.
+    """
+    model.eval()
+    bring = feed(group.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
+    with closed_after(batches.epoch(EVAL_EPOCH)) as own:
+        for batch in own:
+            batch = bring(batch)
+            out = model(batch)
+            sums[0] += task.correct(out, batch)
+            sums[1] += task.loss_sum(out, batch)
+            sums[2] += batch.num_seeds
+            del batch, out  # before the next one is asked for, so that its memory can be used again
+    correct, loss, seeds = group.sum(sums.cpu()).tolist()
+    if math.isnan(loss):
+        raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
+    return Score(correct / seeds, loss / seeds, int(seeds))

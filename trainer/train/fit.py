@@ -11,23 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.core.malloc import give_back_freed_memory
 from trainer.core.ranks import RankGroup
+from trainer.core.slabs import give_back_freed_memory
 from trainer.loader.cache_fill import FilledCache
 from trainer.loader.cache_policy import Prediction
-from trainer.nn.sharded_embedding import ShardedEmbedding
-from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
-from trainer.train.advice import keeping_up
+from trainer.nn.sharded_embedding import (
+    ShardedEmbedding,
+    embedding_state,
+    gather_tables,
+    load_embedding_state,
+    scatter_tables,
+)
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
-from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
-from trainer.train.evaluate import Score, evaluate
-from trainer.train.gradients import averaged
+from trainer.train.epoch import AnyBatch, Batches, EpochReport, Score, Tally, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
-from trainer.train.optimize import Optimizers
-from trainer.train.recorded import RankRecord
-from trainer.train.regroup import NoWayOn
+from trainer.train.optimize import Optimizers, averaged
+from trainer.train.profile import RankRecord, keeping_up
+from trainer.train.regroup import SNAPSHOT_STEPS, NoWayOn, Progress, Snapshots, newest_common
 from trainer.train.settings import TrainSettings
-from trainer.train.snapshot import SNAPSHOT_STEPS, Progress, Snapshots, newest_common
 from trainer.train.task import Task
 
 

@@ -24,7 +24,7 @@ from trainer.nn.graph_facts import facts_of
 from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
-from trainer.train.layerwise_inference import WholeGraph
+from trainer.train.layerwise_inference import LayerRows, Range, WholeGraph, stack_of
 from trainer.train.settings import InferJob
 from trainer.train.setup import (
     check_same_partition,
@@ -34,8 +34,6 @@ from trainer.train.setup import (
     read_on_first,
     trained_model,
 )
-from trainer.train.shares import LayerRows, Range
-from trainer.train.stack import stack_of
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from trainer.core.memory import keep_freed_memory
 from trainer.core.ranks import RankGroup, Ranks, pick_device
 from trainer.core.schema import NodeType
+from trainer.core.slabs import keep_freed_memory
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.loader.environment import await_own_server
 from trainer.loader.open import Graph

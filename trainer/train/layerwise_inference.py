@@ -7,28 +7,177 @@ torch.distributed: hosts share no disk, and graph servers serve what a partition
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Block, HeteroBatch
+from trainer.core.batch import Block, HeteroBatch, as_tensor
+from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import EdgeType, NodeType
+from trainer.core.row_exchange import exchange_rows
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.loader.open import Graph
-from trainer.loader.pyg_batch import as_tensor
 from trainer.loader.seed_order import RankLayout
-from trainer.nn.graph_facts import LayerNeed
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.hetero_models import HeteroModel
+from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import cut_block, sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.subgraph import SampleSettings, SeedSet
-from trainer.sampler.types import RowRequest
-from trainer.train.shares import LayerRows, Range, Shares
-from trainer.train.stack import LayerStack
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring nodes of one part that one rank computes."""
+
+    part_id: int
+    rank: int
+    first: int  #: global ids first … last - 1
+    last: int
+    row: int  #: of ``first`` among the rank's own rows
+
+
+class Shares:
+    """The nodes of one type, shared out: each part's evenly over the ranks beside it."""
+
+    def __init__(self, offsets: Sequence[int], layout: RankLayout):
+        self.ranges = tuple(_ranges(offsets, layout))
+        self._starts = np.array([of.first for of in self.ranges], np.int64)
+        self._ranks = np.array([of.rank for of in self.ranges], np.int64)
+        self._rows = np.array([of.row for of in self.ranges], np.int64)
+
+    def own(self, rank: int) -> tuple[Range, ...]:
+        """A rank's ranges, by global id."""
+        return tuple(of for of in self.ranges if of.rank == rank)
+
+    def owned(self, rank: int) -> int:
+        """Nodes of a rank."""
+        return sum(of.last - of.first for of in self.own(rank))
+
+    def owners(self, ids: Ids) -> Ids:
+        """Rank of each global id, int64."""
+        return self._ranks[self._at(ids)]
+
+    def rows(self, ids: Ids) -> Ids:
+        """Each global id's place among its owner's rows, int64."""
+        at = self._at(ids)
+        return self._rows[at] + ids - self._starts[at]
+
+    def _at(self, ids: Ids) -> Ids:
+        return np.searchsorted(self._starts, ids, side="right") - 1
+
+
+def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[Range]:
+    """No range is empty, so that starts are distinct."""
+    held = [0] * layout.world_size
+    for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # a host may serve and not train
+        bounds = [first + (last - first) * place // len(ranks) for place in range(len(ranks) + 1)]
+        for rank, begin, end in zip(ranks, bounds, bounds[1:], strict=False):
+            if begin < end:
+                yield Range(part_id, rank, begin, end, held[rank])
+                held[rank] += end - begin
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """One layer's result for the nodes of one type, each rank's own on its own disk."""
+
+    shares: Shares
+    values: Array  #: float32 [own nodes, f]
+
+    def fetch(self, ids: Ids) -> Tensor:
+        """Rows of any nodes, float32 [n, f]; all ranks take part."""
+        owners = torch.from_numpy(self.shares.owners(ids))
+        return exchange_rows(torch.from_numpy(ids), owners, self._answer)
+
+    def _answer(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(self.values[self.shares.rows(ids.numpy())])
+
+
+Rows = Mapping[NodeType, Tensor]
+
+Blocks = Mapping[EdgeType, Block]
+
+
+class LayerStack(Protocol):
+    """The layers of a model in evaluation. Give your own model one to infer with it over a whole graph."""
+
+    @property
+    def needs(self) -> tuple[LayerNeed, ...]:
+        """What each layer reads and writes, first layer first."""
+
+    @property
+    def needs_degree(self) -> bool:
+        """Whether layers want whole-graph in-degrees."""
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        """What the first layer reads, of each of its source types: [n, f], from features and ids."""
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        """What the layer after ``number`` (from 0) reads of each target type; logits after the last one."""
+
+
+class BlockStack:
+    """A model of a homogeneous graph."""
+
+    def __init__(self, model: BlockModel):
+        self.model, self.needs_degree = model, model.needs_degree
+        self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        return {HOMO_NODE: batch.x[HOMO_NODE]}
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree)
+        return {HOMO_NODE: h if number + 1 == len(self.model.layers) else h.relu()}
+
+
+class HeteroStack:
+    """A ``HeteroModel``."""
+
+    needs_degree = False
+
+    def __init__(self, model: HeteroModel, facts: GraphFacts):
+        self.model = model
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, model.shape.num_layers)
+        alone = LayerNeed((facts.target,), (facts.target,), ())  # where no edge type ends in the target
+        self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        return self.model.inputs(batch)  # type: ignore[no-any-return]
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        if number < len(self.model.layers):
+            rows = self.model.layers[number](blocks, rows, num_dst)
+            rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
+        if number + 1 < len(self.needs):
+            return rows
+        return {self.model.target: self.model.head(rows[self.model.target])}
+
+
+def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
+    """The layers of a bundled model. Raises ``SettingsError`` for any other."""
+    if isinstance(model, BlockModel):
+        return BlockStack(model)
+    if isinstance(model, HeteroModel):
+        return HeteroStack(model, facts)
+    raise SettingsError(
+        f"{type(model).__name__} is no bundled model; give a LayerStack of it (trainer/train/layerwise_inference.py)"
+    )
+
 
 EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
 

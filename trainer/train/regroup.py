@@ -6,27 +6,31 @@ A loss shows in one of two ways: a collective fails, at once where a process has
 is in the file, also when a host has vanished and nothing comes from it. Then a thread cuts the
 connections, so that the collective fails here, and at the other ends. Teams meet in the run's store,
 under their generation's prefix; a team that loses somebody while it meets gives way to the next.
+
+gloo's ``ProcessGroup.abort()`` leaves collectives that are under way alone (torch 2.13), and they wait for the
+group's timeout. A connection that is shut down fails them at once, here and at the other end.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]
-    Store,  # type: ignore[attr-defined]
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.core.errors import PeerError, TrainingError
 from trainer.core.ranks import (
@@ -40,7 +44,56 @@ from trainer.core.ranks import (
     patience,
     says_peer_gone,
 )
-from trainer.train.wires import wires_made_by
+from trainer.train.checkpoint import Best
+from trainer.train.epoch import EpochReport, Tally
+from trainer.train.optimize import Optimizers
+
+
+@dataclass(frozen=True)
+class Wires:
+    """TCP connections of this process: (descriptor, inode), so that a descriptor used anew is told from them."""
+
+    sockets: frozenset[tuple[int, int]] = frozenset()
+
+    def cut(self) -> None:
+        """Shut down those that are still open; may be done twice, and from any thread."""
+        for descriptor, inode in self.sockets:
+            with suppress(OSError), _held(descriptor) as held:  # closed since, or by the other end
+                if os.fstat(held.fileno()).st_ino == inode:
+                    held.shutdown(socket.SHUT_RDWR)
+
+
+def wires_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Wires]:
+    """What ``connect`` returns, and the connections that are new after it; those of a store at ``store_port`` left out.
+
+    A connection that another thread makes meanwhile counts as well. Those of the graph service are
+    made anew when they break.
+    """
+    before = set(_connections(store_port))
+    made = connect()
+    return made, Wires(frozenset(_connections(store_port)) - before)
+
+
+def _connections(but_port: int) -> Iterator[tuple[int, int]]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), _held(int(name)) as held:  # no socket, or not connected
+            if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
+                if but_port not in (held.getsockname()[1], held.getpeername()[1]):
+                    yield int(name), os.fstat(held.fileno()).st_ino
+
+
+@contextmanager
+def _held(descriptor: int) -> Iterator[socket.socket]:
+    """A descriptor's socket, which stays the same meanwhile whatever is closed. Raises ``OSError`` if it is none."""
+    copy = os.dup(descriptor)
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with held:
+        yield held
+
 
 T = TypeVar("T")
 
@@ -282,3 +335,75 @@ def _run_store(ranks: Ranks, timeout: float) -> Store:
 def _destroy_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are done again
+
+KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
+
+Place = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has to show so far, apart from the weights. Never changed, so a snapshot need not copy it."""
+
+    done: int = 0  #: epochs
+    scored: bool = True  #: whether epoch ``done`` has been evaluated where it is to be
+    step_loss: tuple[Tensor, ...] = ()  #: float64 [steps] per epoch done
+    best: Best | None = None
+    seconds: tuple[float, ...] = ()  #: of the epochs of this process
+    report: EpochReport | None = None  #: of epoch ``done``, if this process trained it
+    tally: Tally | None = None  #: of the epoch under way; None at its start
+
+    @property
+    def place(self) -> Place:
+        """Ascends while a run goes on."""
+        return self.done, self.scored, self.tally.steps if self.tally else 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one place; the tensors are its own."""
+
+    progress: Progress
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, progress: Progress, model: nn.Module, optimizers: Optimizers) -> Snapshot:
+        """A copy, on the model's device."""
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return cls(progress, weights, copy.deepcopy(optimizers.model.state_dict()))
+
+    def restore(self, model: nn.Module, optimizers: Optimizers) -> None:
+        """Write the weights and the optimizer's state back; the snapshot can be used again."""
+        model.load_state_dict(dict(self.model))
+        optimizers.model.load_state_dict(copy.deepcopy(dict(self.optimizer)))
+
+
+class Snapshots:
+    """A rank's last snapshots."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Snapshot] = deque(maxlen=KEPT)
+
+    def keep(self, progress: Progress, model: nn.Module, optimizers: Optimizers) -> None:
+        """Take one, unless the last is of the same place."""
+        if not self._kept or self._kept[-1].progress.place != progress.place:
+            self._kept.append(Snapshot.of(progress, model, optimizers))
+
+    def places(self) -> tuple[Place, ...]:
+        """Where this rank could go on."""
+        return tuple(kept.progress.place for kept in self._kept)
+
+    def back_to(self, place: Place) -> Snapshot:
+        """The snapshot of a place, now the last one: later ones are of a past that did not happen."""
+        while self._kept[-1].progress.place != place:
+            self._kept.pop()
+        return self._kept[-1]
+
+
+def newest_common(places: Iterable[tuple[Place, ...]]) -> Place:
+    """The furthest place that all ranks can go back to."""
+    return max(set.intersection(*(set(own) for own in places)))

@@ -12,17 +12,15 @@ from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_access import CacheSize, Reach
 from trainer.core.schema import NodeType
-from trainer.loader.attach import open_client
 from trainer.loader.block_loader import BatchLoader, columns_of
 from trainer.loader.cache_fill import FilledCache, device_rows, fill_cache
 from trainer.loader.cache_policy import BatchPlan
 from trainer.loader.environment import is_client
-from trainer.loader.open import Graph, open_graph
+from trainer.loader.open import Graph, open_client, open_graph
 from trainer.loader.seed_order import RankLayout
 from trainer.nn.graph_facts import facts_of, layer_needs
 from trainer.nn.models import build_model
-from trainer.nn.sharded_embedding import ShardedEmbedding
-from trainer.nn.sharded_state import scatter_tables
+from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.service.cluster import read_cluster
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, load_checkpoint

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
 from trainer.train.metrics import MetricsLog
-from trainer.train.pace import Costed, Pace
-from trainer.train.step_timing import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Costed, Lap, Pace, Phase, by_host, traffic
 
 
 class StepLog:

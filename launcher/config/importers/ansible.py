@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from launcher.config.importers.base import Foreign, Source, number, section, text
-from launcher.config.importers.flags import Flags
-from launcher.config.yaml_tree import Origin, Scalar, Section, Sequence, Tree
+from launcher.config.importers.base import Flags, Foreign, Source, number, section, text
+from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
 
 ALL = "all"
@@ -69,7 +69,7 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
         notes[f"{' and '.join(beside)} beside it are not read"] = None
     at = source.at(1)
     words = f"{kind}, group {', '.join(chosen)}"
-    return Foreign(words, section(at, {"nodes": Sequence(nodes[0].origin, tuple(nodes))}), tuple(notes))
+    return Foreign(words, section(at, {"nodes": YamlSequence(nodes[0].origin, tuple(nodes))}), tuple(notes))
 
 
 def expand(source: Source, line: int, name: str) -> list[str]:
@@ -168,3 +168,98 @@ def _depth(groups: Groups, name: str, seen: tuple[str, ...] = ()) -> int:
     """How many groups stand around one."""
     around = [other for other, group in groups.items() if name in group.children and other not in seen]
     return 1 + max((_depth(groups, other, (*seen, name)) for other in around), default=0)
+
+
+_HEADER = re.compile(r"\[([^\[\]:\s]+)(?::(vars|children|hosts))?\]")
+
+
+def read_ini(source: Source) -> Groups:
+    """Raises ConfigError at the first line that is none of an inventory's."""
+    groups: Groups = {}
+    group, what = "ungrouped", "hosts"
+    for line, words in source.lines(comment="#;"):
+        if header := _HEADER.fullmatch(words):
+            group, what = header[1], header[2] or "hosts"
+            groups.setdefault(group, Group())
+        elif what == "children":
+            groups[group].children[words] = source.at(line)
+        elif what == "vars":
+            name, equals, value = (word.strip() for word in words.partition("="))
+            if not equals:
+                raise source.wrong(line, f"expected name=value in [{group}:vars], found `{words}`")
+            groups[group].variables[name] = text(source.at(line), _unquoted(value))
+        else:
+            _host(source, line, words, groups.setdefault(group, Group()))
+    return groups
+
+
+def _host(source: Source, line: int, words: str, group: Group) -> None:
+    try:
+        pattern, *pairs = shlex.split(words)
+    except ValueError as error:
+        raise source.wrong(line, f"`{words}`: {str(error).lower()}") from None
+    origin, variables = source.at(line), {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise source.wrong(line, f"expected name=value after the host, found `{pair}`")
+        variables[name] = text(origin, value)
+    name, port = _port(pattern, origin)
+    for host in expand(source, line, name):
+        group.add(host, origin, {**port, **variables})
+
+
+def _port(pattern: str, origin: Origin) -> tuple[str, Variables]:
+    """``host:2222``, but not ``node[01:03]``."""
+    match = re.fullmatch(r"([^:]*(?:\[[^\]]*\][^:]*)*):(\d+)", pattern)
+    return (match[1], {"ansible_port": text(origin, match[2])}) if match else (pattern, {})
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+
+
+def read_yaml(source: Source) -> Groups:
+    """Raises ConfigError."""
+    problems: list[Problem] = []
+    tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
+    if problems or not isinstance(tree, Section):
+        raise ConfigError(problems)
+    groups: Groups = {}
+    for name, group in tree.items.items():
+        _group(source, groups, name, group, tree.keys[name])
+    return groups
+
+
+def _group(source: Source, groups: Groups, name: str, tree: Tree, at: Origin) -> None:
+    group = groups.setdefault(name, Group())
+    keys = _section(source, tree, at, name)
+    for key in keys.items:
+        if key not in ("hosts", "vars", "children"):
+            line = keys.keys[key].line
+            raise source.wrong(line, f"{name}: expected hosts, vars or children, found `{key}`")
+    hosts = _section(source, keys.items.get("hosts"), at, f"{name}.hosts")
+    for pattern, variables in hosts.items.items():
+        origin = hosts.keys[pattern]
+        for host in expand(source, origin.line, pattern):
+            group.add(host, origin, _yaml_variables(source, variables, origin, pattern))
+    group.variables |= _yaml_variables(source, keys.items.get("vars"), at, f"{name}.vars")
+    children = _section(source, keys.items.get("children"), at, f"{name}.children")
+    for child, below in children.items.items():
+        if name != ALL:
+            group.children[child] = children.keys[child]
+        _group(source, groups, child, below, children.keys[child])
+
+
+def _yaml_variables(source: Source, tree: Tree | None, at: Origin, name: str) -> Variables:
+    """Plain values only; lists and sections are no concern of a launcher."""
+    items = _section(source, tree, at, name).items
+    return {key: value for key, value in items.items() if isinstance(value, Scalar)}
+
+
+def _section(source: Source, tree: Tree | None, at: Origin, name: str) -> Section:
+    if tree is None or isinstance(tree, Scalar) and tree.empty:
+        return Section(at, {})
+    if not isinstance(tree, Section):
+        raise source.wrong(tree.origin.line, f"{name}: expected a section of keys, found {describe(tree)}")
+    return tree

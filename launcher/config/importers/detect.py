@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from launcher.config.importers.ansible import inventory
-from launcher.config.importers.base import Foreign, Source
-from launcher.config.importers.flags import NODES_ONLY, Flags
+from launcher.config.importers.ansible import inventory, read_ini, read_yaml
+from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
 from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
-from launcher.config.importers.inventory_ini import read_ini
-from launcher.config.importers.inventory_yaml import read_yaml
 from launcher.config.yaml_tree import Section
 from launcher.errors import ConfigError, Problem, UsageError
 

@@ -13,8 +13,8 @@ import yaml
 
 from launcher.config.importers.base import Foreign
 from launcher.config.loader import Dumper
-from launcher.config.yaml_tree import Origin, Scalar, Section, Sequence, Tree
-from launcher.recipe import OWN_VENV
+from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence
+from launcher.text import OWN_VENV
 
 _HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
 
@@ -46,7 +46,7 @@ def _moved(tree: Tree, folder: Path, key: str) -> Tree:
     if isinstance(tree, Section):
         items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
         return replace(tree, items=items)
-    if isinstance(tree, Sequence):
+    if isinstance(tree, YamlSequence):
         return replace(tree, items=tuple(_moved(item, folder, key) for item in tree.items))
     if key not in _HERE or tree.text.startswith(("/", "~")):
         return tree
@@ -61,7 +61,7 @@ def _empty(tree: Tree) -> bool:
 def _with_defaults(tree: Section) -> Section:
     """What all nodes have alike stands under `defaults`."""
     nodes = tree.items.get("nodes")
-    if not isinstance(nodes, Sequence) or len(nodes.items) < 2:
+    if not isinstance(nodes, YamlSequence) or len(nodes.items) < 2:
         return tree
     entries = [node for node in nodes.items if isinstance(node, Section)]
     if len(entries) < len(nodes.items):
@@ -84,7 +84,7 @@ def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, 
     nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
     if isinstance(transport, Scalar) and transport.text == "local":
         return lines
-    entries = [tree.items.get("defaults"), *(nodes.items if isinstance(nodes, Sequence) else ())]
+    entries = [tree.items.get("defaults"), *(nodes.items if isinstance(nodes, YamlSequence) else ())]
     if any(isinstance(one, Section) and _ENVIRONMENT & one.items.keys() for one in entries):
         return lines
     place = (f"  # venv: {OWN_VENV}", "environment on the hosts; without it their python3 is used")
@@ -101,11 +101,11 @@ def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
         if isinstance(item, Section):
             yield f"{before}{key}:", ""
             yield from _section(item, depth + 1)
-        elif isinstance(item, Sequence) and any(not isinstance(one, Scalar) for one in item.items):
+        elif isinstance(item, YamlSequence) and any(not isinstance(one, Scalar) for one in item.items):
             yield f"{before}{key}:", ""
             for one in item.items:
                 yield from _entry(one, depth + 1)
-        elif key == "nodes" and isinstance(item, Sequence):
+        elif key == "nodes" and isinstance(item, YamlSequence):
             yield f"{before}{key}:", ""
             yield from ((f"{before}  - {_one_line(one)}", _where(one.origin)) for one in item.items)
         else:
@@ -128,7 +128,7 @@ def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
 
 
 def _one_line(tree: Tree) -> str:
-    if isinstance(tree, Sequence):
+    if isinstance(tree, YamlSequence):
         return f"[{', '.join(map(_one_line, tree.items))}]"
     if isinstance(tree, Section):
         return "{" + ", ".join(f"{key}: {_one_line(item)}" for key, item in tree.items.items()) + "}"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.config.importers.base import Foreign, Source, listed, number, said, section, text
-from launcher.config.importers.flags import Flags
-from launcher.config.yaml_tree import Scalar, Section, Sequence, Tree, describe, read_tree
+from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, text
+from launcher.config.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
 
 #: Its lists that ours are made of, besides `nodes`.
@@ -40,7 +39,7 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
 
 def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]:
     found = tree.items.get(name)
-    if isinstance(found, Sequence):
+    if isinstance(found, YamlSequence):
         return found.items
     origin = tree.keys.get(name, tree.origin)
     words = "is missing" if found is None else f"expected a list with one entry per node, found {describe(found)}"
@@ -50,7 +49,7 @@ def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]
 
 def _differs(tree: Section, name: str, nodes: tuple[Tree, ...]) -> bool:
     values = tree.items[name]
-    return isinstance(values, Sequence) and len(values.items) != len(nodes)
+    return isinstance(values, YamlSequence) and len(values.items) != len(nodes)
 
 
 def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tree, ...]) -> Problem:
@@ -95,7 +94,7 @@ def _node(host: Tree, values: dict[str, Tree]) -> Section:
     if isinstance(devices, Scalar) and devices.text.strip() not in ("", "-1") and not devices.empty:
         words = [word.strip() for word in devices.text.split(",") if word.strip()]
         items["devices"] = listed(devices.origin, [number(devices.origin, word) for word in words])
-    elif isinstance(devices, Sequence):
+    elif isinstance(devices, YamlSequence):
         items["devices"] = devices
     return section(host.origin, items)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 
-from launcher.config.importers.base import Foreign, Source, listed, number, said, section, text
-from launcher.config.importers.flags import Flags, split_hosts
+from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, split_hosts, text
 from launcher.config.importers.pyg_command import Remote
 from launcher.config.yaml_tree import Origin, Section, Tree
 from launcher.errors import ConfigError, Problem

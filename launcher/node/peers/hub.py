@@ -13,7 +13,6 @@ from typing import Any
 
 from launcher.node.child_process import Loop
 from launcher.node.peers.link import Link, Message, proof, proven
-from launcher.node.peers.losses import fatal, left_words, next_team
 from launcher.node.peers.model import (
     EOF_PATIENCE,
     Cause,
@@ -22,7 +21,10 @@ from launcher.node.peers.model import (
     Report,
     Team,
     earlier,
+    fatal,
+    left_words,
     make_cause,
+    next_team,
     received_cause,
 )
 

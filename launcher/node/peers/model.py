@@ -8,11 +8,63 @@ Every message repeats all that matters, so that a connection may break and be ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from launcher.node.peers.crew import Crew
+
+@dataclass(frozen=True)
+class Crew:
+    """The nodes of a run. A server may go while others hold its parts, a client if that is wanted; the lead never."""
+
+    lead: int  #: node_rank of the hub
+    roles: tuple[str, ...] = ()  #: worker, server or client, by node_rank; empty: all are workers
+    parts: tuple[tuple[int, ...], ...] = ()  #: held, by node_rank
+    go_on: bool = False  #: without lost clients
+
+    def role(self, k: int) -> str:
+        return self.roles[k] if self.roles else "worker"
+
+    def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
+        """Whether the run can do without node ``k``, where ``gone`` have left already."""
+        if self.role(k) == "server":
+            return k != self.lead and not self.last_copies(k, gone) and self._clients_have_others(k, gone)
+        return self.role(k) == "client" and self.go_on and k != self.lead
+
+    def spare(self, gone: Collection[int] = ()) -> list[int]:
+        """All nodes of which any one could be lost next."""
+        return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
+
+    def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
+        """Parts that nobody holds but ``k`` and those who are gone."""
+        return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
+
+    def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
+        """Nodes that hold any of ``parts``."""
+        return [j for j in range(len(self.parts)) if j not in gone and set(parts) & set(self._held(j))]
+
+    def served_by(self, k: int, gone: Collection[int]) -> list[int]:
+        """Who still holds the parts of ``k``."""
+        return self.holders(self._held(k), {*gone, k})
+
+    def held(self, k: int) -> str:
+        """``parts 2, 3``."""
+        return parts_words(self._held(k))
+
+    def _held(self, k: int) -> tuple[int, ...]:
+        return self.parts[k] if k < len(self.parts) else ()
+
+    def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
+        """Clients ask server nodes only, where there are any."""
+        servers = [j for j, role in enumerate(self.roles) if role == "server" and j != k and j not in gone]
+        return bool(servers) or "client" not in self.roles
+
+
+def parts_words(parts: Collection[int]) -> str:
+    """``part 2``, ``parts 2, 3``."""
+    return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
+
 
 EOF_PATIENCE = 2.0  #: seconds a closed connection has to come back; that of a killed supervisor never does
 
@@ -174,3 +226,49 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
         return f"{label}: {cause['reason']}"
     who = f"{name} of" if cause["rank"] is None else f"rank {cause['rank']} on"
     return f"{who} {label} {cause['reason']}"
+
+
+def left_words(cause: Cause, meeting: Meeting, gone: Collection[int]) -> str:
+    """How the run goes on without a node; ``gone`` had left before."""
+    k, crew = cause["node_rank"], meeting.crew
+    verb = "was lost" if cause["kind"] == "lost" else "failed"
+    at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
+    told = f"{crew.role(k)} {meeting.labels[k]} {verb} at {at} ({_why(cause)})"
+    if crew.role(k) != "server":
+        return f"{told}: the others go on without it"
+    others = ", ".join(meeting.labels[j] for j in crew.served_by(k, gone))
+    verb = "are" if len(crew.parts[k]) > 1 else "is"
+    return f"{told}: {crew.held(k)} {verb} served by {others}" if others else f"{told}: nobody needs it any more"
+
+
+def fatal(cause: Cause, meeting: Meeting, gone: Collection[int]) -> Cause:
+    """The cause, with the parts that nobody holds any more where a server node takes the last copies along."""
+    if cause["kind"] not in ("failure", "lost"):
+        return cause
+    told = nobody_left(cause["node_rank"], meeting.crew, meeting.labels, gone)
+    return {**cause, "reason": cause["reason"] + told} if told else cause
+
+
+def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
+    """``; nobody holds part 1 any more`` where server node ``k`` takes the last copies along, else ''."""
+    missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
+    if not missing:
+        return ""
+    before = ", ".join(labels[j] for j in sorted(gone) if set(missing) & set(crew.parts[j]))
+    return f"; nobody holds {parts_words(missing)} any more" + (f", as {before} was lost before" if before else "")
+
+
+def next_team(before: Team | None, staying: Sequence[Sequence[int]], lost: Sequence[int], cause: Cause) -> Team:
+    """Who goes on after a node's ranks ``lost``: the ranks of those who stay and still train."""
+    told = {"node_rank": cause["node_rank"], "ranks": list(lost), "why": _why(cause)}
+    return {
+        "generation": before["generation"] + 1 if before else 1,
+        "ranks": sorted(rank for ranks in staying for rank in ranks),
+        "lost": [*(before["lost"] if before else []), told],
+    }
+
+
+def _why(cause: Cause) -> str:
+    """``rank 3 was killed by signal 9 (SIGKILL)``."""
+    name = cause["name"]
+    return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

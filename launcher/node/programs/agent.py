@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MARKER = "gnnfleet-reply:"  # so that output of profiles and setup lines does no harm
 
 PACKAGE = "launcher.node"
+
 PROGRAMS = PACKAGE + ".programs"
 
 

@@ -14,13 +14,15 @@ import _socket as socket
 import os
 import sys
 import time
+from typing import Any, Iterable
 
 from launcher.node.programs import folders, machine, packages
-from launcher.node.programs.addresses import addresses
+from launcher.node.programs.folders import Suspect, lives
+from launcher.node.programs.network import addresses
 
 TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
 if TYPE_CHECKING:
-    from typing import Any, Iterable, Sequence
+    from typing import Sequence
 
 LISTEN = "0A"  # state in /proc/net/tcp
 
@@ -149,7 +151,7 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
     suspects = folders.ended_without_result(workdir)
     if not suspects:
         return []
-    from launcher.node.programs import orphans
+    from launcher.node.programs import probe as orphans
 
     return orphans.of_runs(suspects)
 
@@ -158,7 +160,7 @@ def gpus(asked: dict[str, Any]) -> dict[str, Any]:
     """Devices in the order of nvidia-smi (PCI bus); "devices" are their names."""
     if "nvidia-smi" not in asked:
         return {"devices": [], "gpus": [], "driver": ""}
-    from launcher.node.programs import devices
+    from launcher.node.programs import machine as devices
 
     return devices.look(machine.finish(asked["nvidia-smi"]))
 
@@ -217,3 +219,41 @@ def open_files(pid: str) -> set[str]:
         return {os.readlink(base + fd) for fd in os.listdir(base)}
     except OSError:  # gone, or not ours
         return set()
+
+
+def of_runs(suspects: Iterable[Suspect]) -> list[dict[str, Any]]:
+    """[{"run_id", "pids", "commands"}] of the runs of which something still lives: what their last state.json
+    names, and all that carries GNNFLEET_RUN_DIR of theirs in its environment."""
+    named = {one.run_dir: one for one in suspects}
+    pids: dict[str, set[int]] = {folder: known(one) for folder, one in named.items()}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        folder = run_dir_of(pid)
+        if folder in pids:
+            pids[folder].add(int(pid))
+    return [
+        {"run_id": named[folder].run_id, "pids": sorted(found), "commands": sorted({command(pid) for pid in found})}
+        for folder, found in sorted(pids.items())
+        if found
+    ]
+
+
+def known(suspect: Suspect) -> set[int]:
+    return {entry["pid"] for entry in suspect.processes if lives(entry.get("pid"), entry.get("start_ticks"))}
+
+
+def run_dir_of(pid: str) -> str:
+    try:
+        with open("/proc/%s/environ" % pid, "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:  # ended meanwhile, or another user's
+        return ""
+    value = next((entry for entry in entries if entry.startswith(b"GNNFLEET_RUN_DIR=")), b"=")
+    return os.path.realpath(value.split(b"=", 1)[1].decode("utf-8", "replace")) if value != b"=" else ""
+
+
+def command(pid: int) -> str:
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as file:
+            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:80]
+    except OSError:
+        return ""

@@ -4,14 +4,88 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.node.log_lines import LineLog
-from launcher.node.record import append_json, read_json, why_unwritten, write_json
-from launcher.node.supervisor.latest import Latest
-from launcher.node.supervisor.screen import Screen
+from launcher.node.record import append_json, read_json, why_unwritten, write_json, write_text
+
+
+class Latest:
+    """What is overtaken before it was written never is."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._next: str | None = None
+        self._busy = False
+        self._error: OSError | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def put(self, text: str) -> None:
+        """Have ``text`` written soon."""
+        with self._changed:
+            self._next = text
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_on, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def settle(self, seconds: float) -> bool:
+        """Wait until all is written; whether it was within that time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is None and not self._busy, seconds)
+
+    def failed(self) -> OSError | None:
+        """Why the last value could not be written, if it has not been asked for since."""
+        with self._changed:
+            error, self._error = self._error, None
+        return error
+
+    def _write_on(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None)
+                text, self._next, self._busy = self._next or "", None, True
+            error = self._write(text)
+            with self._changed:
+                self._busy, self._error = False, error
+                self._changed.notify_all()
+
+    def _write(self, text: str) -> OSError | None:
+        try:
+            write_text(self._path, text)
+        except OSError as error:
+            return error
+        return None
+
+
+_STDOUT = 1
+
+
+class Screen:
+    """Standard output that never blocks where it is a terminal; what it does not take is not shown."""
+
+    def __init__(self) -> None:
+        self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT
+
+    def show(self, line: bytes) -> None:
+        """Show a line. The terminal may be stopped, or gone with its tmux session."""
+        try:
+            os.write(self._file, line)
+        except OSError:  # the log has it
+            return
+
+
+def _terminal() -> int:
+    """The terminal, opened once more: the shell that it is shared with would be surprised by O_NONBLOCK."""
+    try:
+        return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:  # not to be found from here, as in some containers
+        return _STDOUT
+
 
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from launcher.node import procs
-from launcher.node.peers.crew import Crew
-from launcher.node.peers.model import Meeting
+from launcher.node.peers.model import Crew, Meeting
 from launcher.node.record import read_json
 
 

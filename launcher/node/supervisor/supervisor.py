@@ -25,14 +25,11 @@ from launcher.node.describe import asked, describe
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Alone, Cause, Order, Peers, make_cause, sentence
-from launcher.node.supervisor.departed import Departed
-from launcher.node.supervisor.ended import Ended, conflicts, who_holds
-from launcher.node.supervisor.ending import end_processes
-from launcher.node.supervisor.health import Finding, Health
+from launcher.node.supervisor.health import Departed, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
-from launcher.node.supervisor.outcomes import Book, Mailbox
-from launcher.node.supervisor.processes import Runners
+from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, conflicts, who_holds
+from launcher.node.supervisor.processes import Runners, end_processes
 from launcher.node.supervisor.server_keeper import Keeper
 from launcher.node.supervisor.spec import NodeSpec
 

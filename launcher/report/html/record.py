@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
-from launcher.report.found import FoundRun, known_here, read_folder
 from launcher.report.html.series import Series, read_series
+from launcher.report.metrics import metrics_lines
 from launcher.report.outcome import Outcome
 from launcher.report.profile import Analysis, analyse
-from launcher.report.report import metrics_lines
+from launcher.report.run_folder import FoundRun, known_here, read_folder
 
 LOG_LINES = 60  #: last lines of a log that are shown
 

@@ -10,14 +10,43 @@ import base64
 import gzip
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
+from launcher.files import write_whole
 from launcher.report.html.page import Chart, ReportPage
+from launcher.report.html.record import read_record
+from launcher.report.html.sections import report_page
+from launcher.report.report import RunReport, _analysed
+
+
+def written(report: RunReport) -> RunReport:
+    """Analyse the metrics, write the report's files; returns it with notes on what failed, as its words still count."""
+    report = _analysed(report)
+    try:
+        report.write()
+    except OSError as error:
+        note = f"the report could not be written: {error.filename or report.folder}: {error.strerror}"
+        return replace(report, notes=(*report.notes, note))
+    return _with_html(report)
+
+
+def _with_html(report: RunReport) -> RunReport:
+    """With report.html in its folder. A picture must not cost a run its words, so whatever fails here is a note."""
+    pass
+
+    try:
+        write_html(report.folder)
+    except Exception as error:  # noqa: BLE001
+        why = error if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        return replace(report, notes=(*report.notes, f"report.html was not made: {why}"))
+    return report
+
 
 _HERE = Path(__file__).parent
 
@@ -100,3 +129,14 @@ def _library() -> str:
     if file is None:
         raise FleetError("reports need the package plotly, which draws their charts: pip install plotly")
     return base64.b64encode(gzip.compress(file.read_bytes(), 6, mtime=0)).decode()
+
+
+NAME = "report.html"
+
+
+def write_html(folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = ()) -> Path:
+    """Write the report of ``folder``, by default into it; where it is now. It may hold log lines of the user's, so
+    only he may read it. Raises FleetError when it cannot be made, OSError when it cannot be written."""
+    place = dest or folder / NAME
+    write_whole(place, render(report_page(read_record(folder, runs_dirs=runs_dirs))), private=True)
+    return place

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from trainer.core.compiled import njit
 from trainer.core.rng import mix
-from trainer.nn.kernels.bits import as_array, narrow, wide
 from trainer.nn.kernels.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, stream, threshold_of
-from trainer.nn.kernels.rows import run_rows
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
 _STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
 

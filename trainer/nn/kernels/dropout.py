@@ -17,8 +17,7 @@ from torch import Tensor
 from trainer.core.compiled import njit
 from trainer.core.rng import batch_key, mix
 from trainer.core.schema import HOMO_NODE, NodeType
-from trainer.nn.kernels.bits import as_array, narrow, wide
-from trainer.nn.kernels.rows import run_rows
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 from trainer.nn.precision import sum_dtype
 
 # A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the

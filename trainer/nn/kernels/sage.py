@@ -15,8 +15,7 @@ from torch import Tensor
 from trainer.core.batch import Block
 from trainer.core.compiled import njit
 from trainer.nn.kernels.activation import Activation, activate_, column_sums
-from trainer.nn.kernels.bits import as_array, narrow, new_rows, wide
-from trainer.nn.kernels.rows import run_rows
+from trainer.nn.kernels.rows import as_array, narrow, new_rows, run_rows, wide
 from trainer.nn.kernels.spmm import transpose
 
 

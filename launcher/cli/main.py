@@ -269,8 +269,10 @@ def run_launch(options: LaunchOptions) -> NoReturn:
     import json
 
     from launcher.run.launch import launch as launch_run
+    from launcher.serving.attach_run import attach_of
 
-    report = launch_run(read_config(options), options, _console(options))
+    config, console = read_config(options), _console(options)
+    report = launch_run(config, options, console, attach_of(config, options.config, console))
     if options.as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))
     raise click.exceptions.Exit(report.exit_status)

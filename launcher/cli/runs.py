@@ -290,6 +290,7 @@ def resume(
     """
     from launcher.manage.resume import go_to, needs_no_node, prepare
     from launcher.run.launch import launch
+    from launcher.serving.attach_run import attach_of
 
     console, as_json = _console(ctx, values)
     before: Mapping[str, Any] = ctx.obj or {}
@@ -312,7 +313,7 @@ def resume(
         console.print(text, soft_wrap=True, markup=False)
     config = read_config(again.options)
     go_to(again.cwd)
-    report = launch(config, again.options, console)
+    report = launch(config, again.options, console, attach_of(config, again.options.config, console))
     if as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))
     ctx.exit(report.exit_status)

@@ -199,7 +199,7 @@ def _world_env(job: Job, site: Site) -> dict[str, str]:
 
 
 def _reach_env(job: Job, site: Site) -> dict[str, str]:
-    """How its processes get at what other nodes hold: ``trainer.core.remote_access.Reach``. Clients are sent whole batches."""
+    """Settings of ``trainer.core.remote_access.Reach``: how processes read what other nodes hold."""
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = job.config.data.cache

@@ -1,8 +1,8 @@
 """The wire between all nodes: every ordered pair on the ports that training will use, and the address of each node
 that all others reach.
 
-All nodes listen, then all connect at once (``node/programs/network.py``). The lead node's control port is asked for by every node,
-its master port by every node that trains; a free port of each node that trains, as gloo and NCCL take them, by the
+All nodes listen, then all connect at once (``node/programs/network.py``). Every node connects to the lead node's
+control port; its master port by every node that trains; a free port of each node that trains, as gloo and NCCL take them, by the
 others that do; a graph service port by all who have questions for it (``Ways``). Where an address is not reached by
 all, the node's other addresses are tried, too.
 """

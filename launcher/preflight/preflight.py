@@ -1,7 +1,8 @@
 """Look at every node before anything is sent: facts for the plan, findings for the user.
 
 One Python on each node (``NodeAgent``) answers all questions, in rounds over all nodes at once: what it is and has
-(``node/programs/probe.py``), whether folders are shared (``launcher.preflight.shared_folder``), the wire between them (``launcher.preflight.connectivity``).
+(``node/programs/probe.py``), whether folders are shared (``launcher.preflight.shared_folder``), and the network
+between them (``launcher.preflight.connectivity``).
 """
 
 from __future__ import annotations

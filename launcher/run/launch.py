@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import click
@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from launcher.command import Secret
 from launcher.config.loader import to_yaml
-from launcher.config.roles import carried_out
+from launcher.config.roles import ServingCluster, carried_out
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
@@ -36,13 +37,26 @@ from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import Going, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
-from launcher.serving.attach_run import Attachment, attachment, check_ways
 from launcher.sync.progress import transfer_progress
 from launcher.sync.push import sync
 from launcher.sync.verify_parts import verify
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
+
+
+@dataclass
+class Attachment:
+    """The serving cluster that a run attaches to, and the key that lets the run in."""
+
+    serving: ServingCluster
+    key: Secret  #: text of the clients' service.key; '' where nothing is encrypted
+    check_reachable: Callable[[LaunchPlan, Mapping[int, Transport]], list[str]]  #: notes; raises PreflightRefused
+    stays: bool = False  #: the run goes on when its launcher leaves
+
+
+#: Opens the serving cluster to the run of this id for the time of a ``with`` block.
+Attach = Callable[[str], AbstractContextManager[Attachment]]
 
 
 class Job:
@@ -114,8 +128,9 @@ class Job:
         self.at("end")
 
 
-def launch(config: ClusterConfig, options: LaunchOptions, console: Console) -> RunReport:
-    """Launch ``config``, follow the run to its end, bring everything here, and report.
+def launch(config: ClusterConfig, options: LaunchOptions, console: Console, attach: Attach | None = None) -> RunReport:
+    """Launch ``config``, follow the run to its end, bring everything here, and report. ``attach``: of a run that reads
+    its graph from a serving cluster.
 
     Raises FleetError for what goes wrong before anything runs on the nodes; after that the report says what
     happened. With ``options.detach`` it returns once the first step has trained.
@@ -126,7 +141,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console) -> R
     job = Job(carried_out(config), options, run_id, console)
     with Interrupts() as interrupts, closing(job.events):
         try:
-            with attachment(config, options.config, run_id, console) as attached, connected(job) as attempts:
+            with attach(run_id) if attach else nullcontext() as attached, connected(job) as attempts:
                 facts, transports = passed_preflight(job, attempts, draft)
                 plan = final_plan(job, facts, attached)
                 if attached:
@@ -197,7 +212,7 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
 
 def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
     """See that all nodes reach the servers of the cluster that the run attaches to; raises PreflightRefused."""
-    for note in check_ways(attached.serving, plan, transports):
+    for note in attached.check_reachable(plan, transports):
         job.say(f"note: {note}", "yellow")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.placement import endpoint
 from launcher.plan.serialize import read_run
 from launcher.report.run_folder import FoundRun, known_here, read_folder
+from launcher.run.launch import Attach, Attachment
 from launcher.serving.client_keys import admit, server_key, withdraw
 from launcher.serving.cluster_state import FILES, Described, NodeThere, look, newest, open_serving, server_lines
 from launcher.serving.serve_status import ServeStatus
@@ -39,26 +40,19 @@ wait
 """
 
 
-@dataclass
-class Attachment:
-    """What lets a run in."""
-
-    serving: ServingCluster
-    key: Secret  #: text of the clients' service.key; '' where nothing is encrypted
-    stays: bool = False  #: the run goes on when its launcher leaves
+def attach_of(config: ClusterConfig, given: Path, console: Console) -> Attach | None:
+    """Attaches a run to the serving cluster that ``config`` (of file ``given``) names; None where it names none."""
+    name = config.data.serving
+    return None if name is None else lambda run_id: attachment(name, config, given, run_id, console)
 
 
 @contextmanager
-def attachment(config: ClusterConfig, given: Path, run_id: str, console: Console) -> Iterator[Attachment | None]:
-    """The serving cluster that ``config`` (of file ``given``) names, open to run ``run_id``; None where it names none.
+def attachment(name: str, config: ClusterConfig, given: Path, run_id: str, console: Console) -> Iterator[Attachment]:
+    """Serving cluster ``name``, open to run ``run_id``.
 
     The run's key is taken back in the end, unless the run goes on. Raises UsageError and FleetError when there is no
     such cluster, or nothing of it serves.
     """
-    name = config.data.serving
-    if name is None:
-        yield None
-        return
     made = _attach(name, config, given, run_id, console)
     try:
         yield made
@@ -91,7 +85,8 @@ def _attach(name: str, config: ClusterConfig, given: Path, run_id: str, console:
         console.print(line, soft_wrap=True, markup=False)
     for note in notes:
         _say(console, f"note: {note}")
-    return Attachment(_for_run(cluster, server is not None), key)
+    serving = _for_run(cluster, server is not None)
+    return Attachment(serving, key, partial(check_ways, serving))
 
 
 def detach(name: str, config: ClusterConfig, given: Path, run_id: str) -> list[str]:

@@ -211,7 +211,8 @@ class FakeTalk(Talk):
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What node/programs/network.py of a healthy node replies; ``closed(source, target, address, port)`` says why a way is shut."""
+    """Replies of node/programs/network.py on a healthy node; ``closed(source, target, address, port)`` says why a route
+    is closed."""
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":

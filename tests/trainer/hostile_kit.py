@@ -79,7 +79,9 @@ def valid_requests(num_nodes: int) -> list[Message]:
     found = [
         Message(Kind.HELLO, Status.REQUEST, 0),
         Message(Kind.STATS, Status.REQUEST, 0),
-        hop_messages.sample_request([hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]),
+        hop_messages.sample_request(
+            [hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]
+        ),
         hop_messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
         messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
         messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),

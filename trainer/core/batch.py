@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.arrays import Array
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import EdgeType, NodeType
-from trainer.store.manifest import AttrSpec
-
-
-def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Rows as stored in the dtype the dataset gave them; shares memory."""
-    if spec.dtype == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
 
 
 @dataclass(frozen=True)

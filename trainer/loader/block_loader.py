@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Batch, HeteroBatch, KeptRows, as_tensor
+from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.loader.arguments import time_level
-from trainer.loader.device import DeviceRows
+from trainer.loader.device import DeviceRows, as_tensor
 from trainer.loader.open import Graph
 from trainer.loader.prefetch import ordered_ahead
 from trainer.loader.pyg_batch import as_label, hetero_blocks, homo_blocks

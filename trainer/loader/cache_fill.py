@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from trainer.core.arrays import Ids
-from trainer.core.batch import as_tensor
 from trainer.core.errors import PartitionError, SettingsError
-from trainer.core.ranks import RankGroup
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_access import CacheSize
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.loader.cache_policy import (
@@ -33,17 +33,35 @@ from trainer.loader.cache_policy import (
     presample,
     remote_ids,
 )
-from trainer.loader.device import DeviceRows
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import OTHER_STREAM, STREAMS, SeedOrder, shares
+from trainer.loader.device import DeviceRows, as_tensor
+from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.settings import check_settings, row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+from trainer.service.remote_graph import Gateway
+from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import CachedRows, RowCache
 
 _FETCH = 64 << 20  #: bytes of rows that are fetched in one call
+
+
+class OpenedGraph(Protocol):
+    """What a cache needs of ``loader.open.Graph``."""
+
+    @property
+    def store(self) -> PartStore: ...
+    @property
+    def access(self) -> DistGraph | Gateway: ...
+    @property
+    def gateway(self) -> Gateway | None: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def layout(self) -> RankLayout: ...
+    @property
+    def manifest(self) -> Manifest: ...
 
 
 @dataclass(frozen=True)
@@ -84,8 +102,8 @@ def fill_cache(
 
 
 def cache_rows(
-    graph: Graph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int, size: str,
-    node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
+    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
     """See ``Graph.cache_rows``."""
     plan = _plan(graph, fanouts, split, batch_size, node_type, replace, attrs)
@@ -101,7 +119,9 @@ def cache_rows(
     return None if filled is None else filled.prediction
 
 
-def device_rows(graph: Graph, plan: BatchPlan, size: CacheSize, device: torch.device) -> dict[NodeType, DeviceRows]:
+def device_rows(
+    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
+) -> dict[NodeType, DeviceRows]:
     """Features ``x`` that this rank's batches request most, as float32 on ``device``; {} for a cache of no bytes.
 
     A share in ``size`` is one of all rows of the graph. Raises ``SettingsError`` in a client, which is sent whole
@@ -179,7 +199,7 @@ def _temporary_folders() -> Iterator[list[Path]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _on_device(graph: Graph, of: NodeType, ids: Ids, device: torch.device) -> DeviceRows:
+def _on_device(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device) -> DeviceRows:
     spec = graph.manifest.nodes[of].attrs["x"]
     rows = torch.empty((len(ids), *spec.shape[1:]), dtype=torch.float32, device=device)
     at_once = max(1, _FETCH // max(1, rows[:1].nbytes))
@@ -191,7 +211,7 @@ def _on_device(graph: Graph, of: NodeType, ids: Ids, device: torch.device) -> De
 
 
 def _plan(
-    graph: Graph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
     """Batches like those of a loader with these arguments; its own order of seeds is not known."""
@@ -215,13 +235,13 @@ def _plan(
     return BatchPlan(order, {of: ("orig_id", *names) for of, names in chosen.items()}, requests)
 
 
-def _requests_edges(graph: Graph, edge_types: Mapping[EdgeType, object]) -> bool:
+def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
     """Whether attributes of edges come from other hosts: with replicated topology only those of several dimensions."""
     shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
     return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
 
 
-def _only_type_with(graph: Graph, split: str) -> NodeType:
+def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:
     types = sorted(of for of, name in graph.store.splits if name == split)
     if len(types) == 1:
         return types[0]

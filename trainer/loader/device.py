@@ -17,8 +17,16 @@ import torch
 from torch import Tensor
 
 from trainer.core import slabs
-from trainer.core.arrays import Ids
+from trainer.core.arrays import Array, Ids
+from trainer.store.manifest import AttrSpec
 from trainer.store.row_cache import CachedRows
+
+
+def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
+    """Rows as stored in the dtype the dataset gave them; shares memory."""
+    if spec.dtype == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
 
 
 class Movable(Protocol):

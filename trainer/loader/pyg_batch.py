@@ -20,9 +20,10 @@ from torch_geometric.sampler import SamplerOutput
 
 from trainer.core import slabs
 from trainer.core.arrays import Array
-from trainer.core.batch import Block, as_tensor
+from trainer.core.batch import Block
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.loader.device import as_tensor
 from trainer.loader.node_seeds import checked_ids
 from trainer.loader.open import Graph
 from trainer.sampler.multi_hop import cut_block

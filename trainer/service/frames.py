@@ -90,6 +90,9 @@ class Kind(IntEnum):
     ALIVE = 12  #: sent by a server, unasked, to clients that wait for a batch
 
 
+NONE = -1  #: the place of what is not there
+
+
 class Flag(IntFlag):
     """How a request wants to be answered."""
 
@@ -324,9 +327,6 @@ def check_ids(array: Array) -> Array:
 def widen_ids(array: Array) -> Ids:
     """Received ids as int64 [n]. Raises ``WireError`` unless they are a vector of int32 or int64."""
     return slabs.cast(check_ids(array), np.int64)
-
-
-NONE = -1  #: the place of what is not there
 
 
 class TableWriter:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Block, HeteroBatch, as_tensor
+from trainer.core.batch import Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.row_exchange import exchange_rows
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.loader.device import as_tensor
 from trainer.loader.open import Graph
 from trainer.loader.seed_order import RankLayout
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs

@@ -17,18 +17,19 @@ import difflib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.loader.graph_saint import (
-    DistGraphSAINTEdgeSampler,
-    DistGraphSAINTNodeSampler,
-    DistGraphSAINTRandomWalkSampler,
-)
-from trainer.loader.link_loader import DistLinkNeighborLoader
-from trainer.loader.neighbor_loader import DistNeighborLoader
-from trainer.loader.open import Graph
-from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
-from trainer.train.steplog import StepLog
+if TYPE_CHECKING:
+    from trainer.loader.graph_saint import (
+        DistGraphSAINTEdgeSampler,
+        DistGraphSAINTNodeSampler,
+        DistGraphSAINTRandomWalkSampler,
+    )
+    from trainer.loader.link_loader import DistLinkNeighborLoader
+    from trainer.loader.neighbor_loader import DistNeighborLoader
+    from trainer.loader.open import Graph
+    from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
+    from trainer.train.steplog import StepLog
 
 __version__ = "0.1.0"
 

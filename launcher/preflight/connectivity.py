@@ -2,9 +2,9 @@
 that all others reach.
 
 All nodes listen, then all connect at once (``node/programs/network.py``). Every node connects to the lead node's
-control port; its master port by every node that trains; a free port of each node that trains, as gloo and NCCL take them, by the
-others that do; a graph service port by all who have questions for it (``Ways``). Where an address is not reached by
-all, the node's other addresses are tried, too.
+control port, and every node that trains to the master port; nodes that train also connect to a free port of each
+other, as gloo and NCCL take them; clients of a graph server connect to its service port. Where an address is not
+reached by all, the node's other addresses are tried, too.
 """
 
 from __future__ import annotations

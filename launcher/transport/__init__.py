@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig
@@ -12,8 +13,10 @@ from launcher.errors import PasswordRefused, TransportError
 from launcher.fanout import on_nodes
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.local import LocalTransport
-from launcher.transport.login import Credentials
-from launcher.transport.passwords import AskPassword, Passwords
+
+if TYPE_CHECKING:
+    from launcher.transport.login import Credentials
+    from launcher.transport.passwords import AskPassword, Passwords
 
 __all__ = [
     "Completed",

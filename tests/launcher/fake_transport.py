@@ -186,7 +186,7 @@ class FakeTalk(Talk):
             self._answers.append(MARKER + repr({"times": [now, now]}))
             return
         self._sources |= asked["sources"]
-        program = self._sources[asked["program"]]
+        program = self._sources["programs." + asked["program"]]
         try:
             done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
         except TransportError as error:

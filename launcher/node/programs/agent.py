@@ -4,10 +4,10 @@ Everything that is started on all nodes at once is sparing: typing, json, socket
 import than Python to start. So lines are Python literals, and annotations alone name types of ``typing``.
 
 A line of stdin is ``{"program": name, "sources": {name: source}, "request": …}``: modules it can import as
-``launcher.node.<name>`` from now on, and the program (``launcher.node.programs.<program>``) whose
-``main(request)`` gives the reply. The answer is ``MARKER{"reply": …, "times": [received, sent]}`` on a line of stdout, or ``{"error": traceback}``; without a program,
-the times alone. Modules stay loaded from call to call. When stdin closes, ``leave()`` of each module that has one
-is called.
+``launcher.node.<name>`` from now on, and the program (``launcher.node.programs.<program>``) whose ``main(request)``
+gives the reply. The answer is ``MARKER{"reply": …, "times": [received, sent]}`` on a line of stdout, or ``{"error":
+traceback}``; without a program, the times alone. Modules stay loaded from call to call. When stdin closes, ``leave()``
+of each module that has one is called.
 """
 
 from __future__ import annotations

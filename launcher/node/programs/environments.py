@@ -1,9 +1,9 @@
 """Node program: which Pythons of this machine have torch, and which folders it may share with others.
 
-Python 3.8, standard library only. ``main({"packages": source of node/programs/packages.py,
-"given": [folders and programs to look at besides], "shared": [folders that are said to be shared]})`` replies ``{"environments": [{"key": venv, conda or
-python, "path": as a cluster.yml names it, ~/ for the home folder, "versions": reply of packages.versions}],
-"shares": [folders of network file systems, and those of "shared", that can be written to]}``.
+Python 3.8, standard library only. ``main({"packages": source of node/programs/packages.py, "given": [folders and
+programs to look at besides], "shared": [folders that are said to be shared]})`` replies ``{"environments": [{"key":
+venv, conda or python, "path": as a cluster.yml names it, ~/ for the home folder, "versions": reply of
+packages.versions}], "shares": [folders of network file systems, and those of "shared", that can be written to]}``.
 """
 
 from __future__ import annotations

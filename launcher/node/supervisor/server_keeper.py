@@ -122,7 +122,7 @@ class Keeper:
 
 
 def _has_kernels(env: Mapping[str, str]) -> bool:
-    """Whether a server with this environment finds compiled kernels on this host, by the rule of trainer/core/compiled.py."""
+    """Whether a server with this environment finds compiled kernels on this host, as trainer/core/compiled.py does."""
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
     try:

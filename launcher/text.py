@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 Cell = Text | str
-
 _GAP = 2
 
 
@@ -97,7 +96,6 @@ def console_for(*, stderr: bool) -> Console:
 
 
 OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise
-
 WHEELS = "https://download.pytorch.org/whl/"
 
 

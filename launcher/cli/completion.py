@@ -17,9 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 PROGRAM = "gnnfleet"
-
 VARIABLE = "_GNNFLEET_COMPLETE"  # by which the shell asks the program, as click makes it of the name
-
 Shell = Literal["bash", "zsh", "fish"]
 
 _EPILOG = """\b
@@ -52,7 +50,6 @@ def completion(shell: Shell | None) -> None:
 
 
 _MOST = 200  # runs; each is looked into
-
 _HOSTS_LISTED = 500
 
 

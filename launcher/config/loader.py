@@ -142,7 +142,6 @@ def _checkpoint(reader: Reader, text: str) -> str:
 
 
 Choose = Callable[[ClusterConfig], ClusterConfig]
-
 _NODE = re.compile(r"\bnodes\.\d+")
 
 

@@ -29,7 +29,6 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
 
 
 HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
-
 Role = Literal["worker", "server", "client"]
 
 

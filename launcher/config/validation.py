@@ -27,13 +27,9 @@ from launcher.errors import Problem
 from launcher.hostlist import RangeError, expand, is_range
 
 Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
-
 _INT = re.compile(r"[-+]?\d[\d_]*")
-
 FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
-
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
-
 _OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
 
 #: Keys that earlier versions had, and what to write instead.
@@ -45,7 +41,6 @@ _REMOVED: Mapping[Place, str] = {
 }
 
 _ALL = "--set nodes.*."  #: begins the origin of a value that was set on every node
-
 _hints = cache(get_type_hints)
 
 

@@ -57,7 +57,6 @@ class Section:
 
 
 Tree = Scalar | YamlSequence | Section
-
 Report = Callable[[Problem], None]
 
 

@@ -20,7 +20,6 @@ from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, le
 from launcher.transport.base import Transport
 
 _SECONDS = 120.0  # Pythons on a slow network disk
-
 _CLOSE_SECONDS = 6.0
 
 #: Behind what PATH has: a machine may have no Python but that of a conda or of ours.

@@ -55,7 +55,6 @@ def _cure(wish: Wish, ranks: list[int]) -> str:
 
 
 T = TypeVar("T")
-
 _SHOWN = 8  #: hosts, or environments, that are shown one by one
 
 

@@ -20,7 +20,6 @@ from launcher.files import written_path
 from launcher.hostlist import RangeError, expand, is_range
 
 _OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
-
 _COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
 
 

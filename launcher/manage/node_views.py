@@ -19,7 +19,6 @@ from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
 
 _ABSENT = "gnnfleet: nothing of this run is here"
-
 _TIMEOUT = 30.0  # seconds for one look
 
 #: $1 run folder, $2 what to run if the node has been sent something of the run.

@@ -22,12 +22,10 @@ from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 
 _TIMEOUT = 20.0
-
 _LISTED = 6
 
 #: $1 a pattern of run.json files; a line of mtime and path for each.
 _LIST = 'compgen -G "${1/#\\~/$HOME}" | while IFS= read -r file; do stat -c "%Y %n" "$file"; done'
-
 _PLACE = re.compile(r"(?P<run_id>[^/]+)/node(?P<node_rank>\d+)/run\.json$")
 
 

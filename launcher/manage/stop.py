@@ -26,11 +26,8 @@ from launcher.text import count
 from launcher.transport.base import Transport
 
 _EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
-
 _NOW = 5.0  # the same with --now: its supervisor kills all at once, and writes down that it was asked to
-
 _ANSWER = 20.0  # seconds beyond that in which control.py ends by itself
-
 _LAUNCHER_WAIT = 15.0
 
 

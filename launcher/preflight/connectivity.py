@@ -27,13 +27,9 @@ from launcher.preflight.finding import Finding, Survey
 from launcher.text import spans
 
 _OPEN_TIMEOUT = 20.0
-
 _SECONDS = 4.0  # for one connection: three SYNs
-
 _VIRTUAL = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|weave|vmnet|vboxnet|tap)")
-
 MASTER, CONTROL, SERVICE, FREE = "master port", "control port", "service port", "free port"
-
 Agents = Mapping[int, NodeAgent]
 
 

@@ -45,9 +45,7 @@ def all_findings(survey: Survey) -> list[Finding]:
 
 
 _PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
-
 _CALL_MARGIN = 30.0  # for starting python there
-
 _CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
 
 

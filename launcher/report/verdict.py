@@ -67,7 +67,6 @@ class NodeView:
 
 
 State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
-
 Views = Mapping[int, NodeView]
 
 #: Of ``gnnfleet status``.

@@ -86,7 +86,6 @@ def parts_words(parts: tuple[int, ...]) -> str:
 
 
 _TIMEOUT = 30.0
-
 _MARK = "gnnfleet-file "
 
 #: $@: patterns of files, ~ is home; a line of base64 and path for each.
@@ -120,7 +119,6 @@ class NodeThere:
 
 
 FILES = ("cluster.json", "server_stats.json")
-
 SECRETS = ("service.key", "clients/*.key")
 
 

@@ -20,13 +20,9 @@ from launcher.serving.cluster_state import NodeThere, remove_files
 from launcher.transport.base import Transport
 
 _EVERY = 0.5  # seconds between two looks
-
 _SLACK = 15.0  # seconds a supervisor may take beyond start_timeout to say that it failed
-
 _STOP = 5.0
-
 _ENDED = "state.json result.json team.json server.ready server_stats.json control outcomes procs clients".split()
-
 _NO_FILES = ("--only", "")
 
 
@@ -106,7 +102,6 @@ def _stop_all(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], gra
 
 
 Lines = Mapping[int, Transport | TransportError]
-
 _TOLD = ("run.json", "cluster.json")  # the last one is what servers look at
 
 

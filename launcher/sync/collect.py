@@ -21,9 +21,7 @@ from launcher.report.metrics import read_metrics
 from launcher.transport.base import Transport
 
 _TIMEOUT = 120.0
-
 _SMALL = 1 << 20  # bytes; such files come all in one answer
-
 _ROOM = 32 << 20  # bytes of small files in one answer
 
 #: node's file → place here

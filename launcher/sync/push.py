@@ -34,13 +34,9 @@ from launcher.sync.progress import TransferProgress
 from launcher.transport.base import Transport
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
-
 _OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between looks whether another run has brought a file
-
 _SLOWEST_DISK = 20e6  # bytes per second a node hashes at worst
-
 _CALL_TIMEOUT = 60.0
-
 _LARGE = 64 << 20  # bytes from which a file is committed by itself, so that its hashing shows
 
 

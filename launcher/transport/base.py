@@ -12,7 +12,6 @@ from types import TracebackType
 from launcher.command import Command
 
 OnBytes = Callable[[int], None]  #: called with the bytes moved since its last call
-
 OnLine = Callable[[str], None]
 
 

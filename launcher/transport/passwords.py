@@ -17,7 +17,6 @@ from launcher.transport.login import Credentials
 from launcher.transport.sshconfig import find_way
 
 AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
-
 _SHOWN = 3  # hosts named in a prompt
 
 

@@ -26,9 +26,7 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
 _IMPORTED = re.compile(r"^(?:from (trainer[\w.]*) import (\([^)]*\)|[^\n]*)|import (trainer[\w.]*))", re.MULTILINE)
-
 _UNUSED_DAYS = 60
 
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from torch_geometric.sampler import NumNeighbors
 
 SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
-
 Fanouts: TypeAlias = "Sequence[int] | Mapping[EdgeType, Sequence[int]] | NumNeighbors"
-
 AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
 
 #: Arguments of torch's DataLoader that cannot be honoured here, with the reason.
@@ -36,9 +34,7 @@ _REFUSED = {
 }
 
 _NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device")
-
 _HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
-
 _HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor")
 
 

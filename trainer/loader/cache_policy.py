@@ -31,11 +31,8 @@ from trainer.store.part_store import PartStore
 from trainer.store.row_cache import RowCache
 
 LEAST_STEPS, MOST_STEPS = 12, 240  #: batches that are presampled
-
 ENOUGH_ROWS = 2_000_000  #: requested by all presampled batches together, after which no further one is made
-
 MOST_SECONDS = 30.0  #: after which no further one is made: other ranks wait meanwhile
-
 Steps = npt.NDArray[np.float64]  #: a number for each presampled step
 
 

@@ -18,7 +18,6 @@ from trainer.loader.seed_order import RankLayout
 from trainer.service.cluster import read_cluster
 
 _GLANCE = 0.02  #: seconds between looks for a graph server's ready file
-
 _RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
 
 

@@ -110,7 +110,6 @@ def fractions(key: int, count: int) -> npt.NDArray[np.float64]:
 
 
 _NORM_EPOCH = -1  #: the "epoch" of the subgraphs that statistics are made from
-
 _FORMAT = "gnnfleet-saint-norm 1"
 
 

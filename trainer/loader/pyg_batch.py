@@ -107,7 +107,6 @@ def _per_hop(sets: Mapping[Any, NodeSet] | Mapping[Any, EdgeSet]) -> dict[Any, l
 
 
 Join = Callable[[Output, Sampled], Any]
-
 Attrs = Mapping[AnyType, tuple[str, ...]]
 
 

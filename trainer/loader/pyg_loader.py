@@ -35,7 +35,6 @@ from trainer.sampler.subgraph_sampler import Sampled
 from trainer.sampler.types import SampleSettings, SeedSet
 
 _TRAINER = str(Path(__file__).resolve().parents[1])
-
 _made: Counter[str] = Counter()  #: loaders by the line of the user's code that made them
 
 

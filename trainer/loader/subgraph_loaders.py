@@ -242,7 +242,6 @@ def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: 
 
 
 CLUSTER = "cluster"  #: the node attribute that ``partition make --clusters`` writes
-
 _NODES_AT_ONCE = 1 << 22
 
 

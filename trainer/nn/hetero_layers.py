@@ -29,7 +29,6 @@ from trainer.nn.layers import SAGEConv, linear_first
 from trainer.nn.precision import for_sums
 
 Blocks = Mapping[EdgeType, Block]
-
 Rows = dict[NodeType, Tensor]
 
 #: Share of a block's targets below which the rest, which have no edges, are left out of its dense product.

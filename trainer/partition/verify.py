@@ -246,7 +246,6 @@ def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
 
 
 _BLOCK = 4 << 20
-
 _READERS = 2
 
 

@@ -21,7 +21,6 @@ from typing import Generic, TypeVar
 from trainer.service.messages import ClientName
 
 _RECENT_REPLIES = 8  #: replies of which the largest stands for the next one
-
 Work = TypeVar("Work")
 
 
@@ -260,15 +259,10 @@ class WaitingTurns(Generic[T]):
 
 
 MAX_QUEUED = 64  #: requests waiting per client
-
 MAX_QUEUED_BYTES = 64 << 20  #: of requests waiting per client
-
 MAX_CLIENTS = 4096
-
 PATIENCE = 2.0  #: seconds for which all others wait for a client whose batch does not fit beside theirs
-
 FORGET = 60.0  #: seconds until a client without work is forgotten
-
 _RECENT = 32
 
 

@@ -28,11 +28,8 @@ from trainer.service.messages import ClientName, HelloInfo, ServerPlace, ServerS
 from trainer.service.server import client_context
 
 PIECE = 4 << 20  #: bytes of an answer, about
-
 UNDER_WAY = 4  #: pieces
-
 _ROW = 1 << 10  #: bytes of a row, as long as none has come
-
 Rows = dict[str, Array]  #: attribute -> [n, …]
 
 

@@ -19,9 +19,7 @@ from trainer.service.curve_keys import CurveKeys
 from trainer.service.messages import HelloInfo, ServerPlace
 
 ROLES = ("worker", "server", "client")
-
 _GLANCE = 0.1  #: seconds
-
 _FOR_COPIES = 3.0  #: seconds that a node without a part of its own has to answer
 
 

@@ -70,7 +70,6 @@ class BoundedGraph:
 
 
 Topology = Callable[[], tuple[int, tuple[ServerPlace, ...]]]  #: version of the cluster.json, all graph servers
-
 _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
 
 

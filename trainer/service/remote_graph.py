@@ -99,21 +99,13 @@ class ServerChoice:
 
 
 _AT_ONCE = 1 << 20  #: ids or edges that one request asks for: servers bound the size of requests and answers
-
 _BYTES_AT_ONCE = 1 << 25  #: of rows
-
 _SLICES_UNDER_WAY = 2
-
 _BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: for a while a server may hold those of a broken connection beside the new ones
-
 _BACK_EVERY = 0.5  #: seconds between questions to a server that is gone
-
 _LEARN_EVERY = 10.0  #: seconds between questions for servers that have joined
-
 _PATIENCE_FOR_NEWS = 2.0  #: seconds an answer to those questions may take
-
 T = TypeVar("T")
-
 T_co = TypeVar("T_co", covariant=True)
 
 

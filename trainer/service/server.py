@@ -27,13 +27,9 @@ from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
 
 MAX_REQUEST = 64 << 20  #: bytes
-
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
-
 _BACKLOG = 32  #: requests waiting per short thread; beyond that the network queues hold them
-
 _GLANCE = 1.0  #: seconds
-
 _Asked = tuple[Message, BatchWork | None]
 
 
@@ -232,9 +228,7 @@ def _cause(error: Exception) -> str:
 
 
 _CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
-
 _MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
-
 _MAX_FILES = 65_536
 
 

@@ -17,9 +17,7 @@ from trainer.service.frames import Kind
 from trainer.service.messages import HelloInfo, ServerStats
 
 STATS_EVERY = 2.0  #: seconds
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-
 Peers = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each
 
 

@@ -103,7 +103,6 @@ class LayerRows:
 
 
 Rows = Mapping[NodeType, Tensor]
-
 Blocks = Mapping[EdgeType, Block]
 
 
@@ -181,7 +180,6 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
 
 
 EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
-
 Computed = dict[NodeType, LayerRows]
 
 

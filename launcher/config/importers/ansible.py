@@ -13,7 +13,6 @@ from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequenc
 from launcher.errors import ConfigError, Problem
 
 ALL = "all"
-
 _OF_ALL = (ALL, "ungrouped")
 
 #: Variable of a host → key of a node. Later names are Ansible's older ones.
@@ -26,11 +25,8 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
-
 _JUMPS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
-
 _RANGE = re.compile(r"\[(\w+):(\w+)(?::(\d+))?\]")
-
 Variables = dict[str, Scalar]
 
 

@@ -13,15 +13,10 @@ from launcher.config.yaml_tree import Section
 from launcher.errors import ConfigError, Problem, UsageError
 
 _KEY = re.compile(r"^([A-Za-z_]\w*)\s*:(?:\s|$)", re.MULTILINE)
-
 _HEADER = re.compile(r"^\[[^\[\]\s,:]+(:(vars|children|hosts))?\]\s*([#;].*)?$", re.MULTILINE)
-
 _INVENTORY_KEY = re.compile(r"^[ \t]+(hosts|children)\s*:(?:\s|$)", re.MULTILINE)
-
 _ANSIBLE = re.compile(r"\bansible_\w+\s*=")
-
 _SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\w+)+")
-
 _LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
 
 

@@ -17,11 +17,8 @@ from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequenc
 from launcher.text import OWN_VENV
 
 _HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
-
 _ENVIRONMENT = {"python", "venv", "conda"}
-
 _ORDER = ("name", "transport", "defaults", "nodes", "data", "train", "run")
-
 _NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
 
 

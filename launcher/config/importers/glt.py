@@ -8,14 +8,11 @@ from launcher.errors import ConfigError, Problem
 
 #: Its lists that ours are made of, besides `nodes`.
 LISTS = ("ports", "usernames", "python_bins", "dst_paths", "visible_devices", "node_ranks")
-
 _COUNTS = ("in_channel", "out_channel")
-
 _OURS = ("data", "train", "run", "defaults", "transport", "host_keys")
 
 #: What its dist_train_sage_supervised.py has fixed.
 _TRAINS = {"hidden": "256", "dropout": "0.0", "lr": "0.01"}
-
 _FANOUTS = (15, 10, 5)
 
 

@@ -11,13 +11,9 @@ from launcher.config.yaml_tree import Origin, Section, Tree
 from launcher.errors import ConfigError, Problem
 
 HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*"
-
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
-
 _WITH_SLOTS = re.compile(rf"({HOST})((?:\s+[\w-]+\s*=\s*\w+)*)")
-
 _SETTING = re.compile(r"([\w-]+)\s*=\s*(\w+)")
-
 _EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
 
 

@@ -1,6 +1,7 @@
-"""Folders and file systems of a node, tried out rather than believed.
+"""Node program: folders and file systems of a node; is a folder the same one as on other nodes?
 
-Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
+Writes small files to test what a folder allows, and removes them. Python 3.8, standard library only, and little of
+that: node/programs/probe.py uses it too.
 
 ``{"op": "write", "folder", "name"}`` makes an empty file there; replies {"written", "identity"}. ``{"op": "look", …}``
 replies {"seen", "identity"}. ``{"op": "remove", …}`` takes the file away, as does the end of this process.
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 BLOCK = bytes(65536)  # enough that a quota or a full disk shows
-
 RUNS = 1000  # folders of runs that are looked at, newest first
 
 

@@ -23,9 +23,7 @@ from trainer.nn.precision import sum_dtype
 # A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
 # "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
 STRIDE = 0x9E3779B9
-
 LOW_A, LOW_B = 0x7FEB352D, 0x846CA68B
-
 MASK32 = 0xFFFFFFFF
 
 

@@ -8,9 +8,13 @@ import re
 from collections.abc import Iterable, Sequence
 
 MOST = 4096  #: hosts that one range may stand for
+
 _BRACKETS = re.compile(r"\[([^\[\]:]*)\]")
+
 _IPV6 = re.compile(r"\[[^\[\]]*:[^\[\]]*\]")
+
 _SPAN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
 _DIGITS = re.compile(r"([0-9]+)")
 
 

@@ -21,8 +21,11 @@ from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
+
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
+
 _CLOCK_ROUNDS = 2
+
 _PARSING = threading.Lock()
 
 _CHECK = f"""
@@ -49,6 +52,7 @@ agent["serve"](data, sys.stdout.buffer)
 """.strip()
 
 _NODE = Path(__file__).parent / "node"
+
 _IMPORTS = re.compile(r"^ *from launcher\.node((?:\.\w+)*) import (\w+(?:, \w+)*)", re.MULTILINE)
 
 

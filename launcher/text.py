@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 Cell = Text | str
+
 _GAP = 2
 
 
@@ -96,6 +97,7 @@ def console_for(*, stderr: bool) -> Console:
 
 
 OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise
+
 WHEELS = "https://download.pytorch.org/whl/"
 
 

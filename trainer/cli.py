@@ -21,6 +21,7 @@ from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
 _ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
+
 _ELSEWHERE["profile"] = ("trainer.train.profile", "profile")
 
 

@@ -17,7 +17,9 @@ import click
 from click.shell_completion import CompletionItem
 
 PROGRAM = "gnnfleet"
+
 VARIABLE = "_GNNFLEET_COMPLETE"  # by which the shell asks the program, as click makes it of the name
+
 Shell = Literal["bash", "zsh", "fish"]
 
 _EPILOG = """\b
@@ -50,6 +52,7 @@ def completion(shell: Shell | None) -> None:
 
 
 _MOST = 200  # runs; each is looked into
+
 _HOSTS_LISTED = 500
 
 

@@ -56,7 +56,9 @@ def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tup
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+
 _TAKE_REMOTE = ("launch", "plan", "check", "import")  #: commands that may be given torch_geometric's quoted command
+
 _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
 
 

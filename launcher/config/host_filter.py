@@ -13,9 +13,13 @@ from launcher.errors import UsageError
 from launcher.hostlist import RangeError, expand, fold
 
 Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
+
 _DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
+
 _MORE_DEVICES = re.compile(r"[0-9]+(?:-[0-9]+)?(?:@.*)?")
+
 _LABEL = re.compile(r"node[0-9]+")
+
 _ADDRESS = re.compile(r"[0-9.]+|.*:.*")
 
 

@@ -29,6 +29,7 @@ def setting(help: str, default: Any = ..., **limits: float) -> Any:
 
 
 HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
+
 Role = Literal["worker", "server", "client"]
 
 

@@ -116,6 +116,7 @@ def shares_of(
 
 
 _HETERO_NAMES = ("synthetic-hetero", "ogbn-mag", "OGB_MAG", "DBLP", "IMDB", "AMiner")
+
 _READ = 16 << 20  #: bytes of a pickle that are looked through; tensors lie outside of it
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from launcher.command import Command, quote
 from launcher.config.schema import ClusterConfig, node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
-from launcher.fanout import on_nodes
 from launcher.init.request import Wish
 from launcher.nodecall import NodeAgent, program_source
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _SECONDS = 120.0  # Pythons on a slow network disk
+
 _CLOSE_SECONDS = 6.0
 
 #: Behind what PATH has: a machine may have no Python but that of a conda or of ours.

@@ -21,6 +21,7 @@ from launcher.node.describe import size
 from launcher.text import OWN_VENV, count
 
 COLUMN = 40
+
 WIDTH = 118
 
 

@@ -55,6 +55,7 @@ def _cure(wish: Wish, ranks: list[int]) -> str:
 
 
 T = TypeVar("T")
+
 _SHOWN = 8  #: hosts, or environments, that are shown one by one
 
 

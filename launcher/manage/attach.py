@@ -19,6 +19,7 @@ from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 
 _PER_WINDOW = 16
+
 _WIDTH, _HEIGHT = 240, 120  # of a session nobody has attached to yet; its clients' own size counts later
 
 #: $1 label; the rest attaches. The pane stays, and says so, when that ends or never could begin.

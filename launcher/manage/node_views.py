@@ -11,14 +11,15 @@ from typing import Any
 
 from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import on_nodes
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
+from launcher.transport.fanout import on_nodes
 
 _ABSENT = "gnnfleet: nothing of this run is here"
+
 _TIMEOUT = 30.0  # seconds for one look
 
 #: $1 run folder, $2 what to run if the node has been sent something of the run.

@@ -15,6 +15,7 @@ from launcher.manage.show_logs import collected_logs
 from launcher.report.profile import Profile, analyse, print_profile
 
 _LAST = 2000  # lines of each rank of a running node; at most one a second is written
+
 _FILES = "metrics-rank*.jsonl"
 
 

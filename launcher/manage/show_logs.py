@@ -25,11 +25,17 @@ from launcher.report.verdict import NodeView
 from launcher.transport.base import Transport
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
+
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
+
 _FIRST_LINES = 10  # of each log, where following begins
+
 _RETRY = 2.0  # seconds
 
 

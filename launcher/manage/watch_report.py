@@ -27,6 +27,7 @@ from launcher.report.run_folder import read_result
 from launcher.report.verdict import known_without_nodes
 
 HOST = "127.0.0.1"
+
 EVERY = 3.0  # seconds between two looks at the nodes
 
 

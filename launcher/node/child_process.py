@@ -15,6 +15,7 @@ from launcher.node import procs
 from launcher.node.log_lines import LineLog
 
 _READ = 1 << 16
+
 _READS_AT_ONCE = 32  # more than a pipe holds, so one pump after the end reads all of it
 
 

@@ -24,7 +24,9 @@ from launcher.node import leases, procs
 from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds
+
 _GRACE = 5.0  # seconds, when node.json does not tell
+
 _SLACK = 6.0  # seconds a supervisor may need beyond its grace: outcomes, leftovers, result
 
 

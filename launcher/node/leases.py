@@ -22,9 +22,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, Iterable, Iterator, NamedTuple
 
 FOLDER = "/tmp/gnnfleet-leases"
+
 _PATIENCE = 5.0  # seconds to wait for others who look at the folder
+
 _SIZE = 4096  # bytes; a longer file is none of ours
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+\.(\d+)\.json")
+
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 

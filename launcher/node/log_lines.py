@@ -10,16 +10,27 @@ from collections import deque
 from launcher.node.record import stamp
 
 MAX_LINE = 64 * 1024  #: bytes; a longer line goes on in the next one
+
 SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar that has not ended
+
 TAIL = 40  #: lines
+
 _MAX_TAIL = 2000  # characters of a line of the tail, which is for people to read and travels with each outcome
+
 _HEADER = re.compile(r"^[ |+]*(Exception Group )?Traceback \(most recent call last\):")
+
 _CHAIN = re.compile(r"^[ |+]*(During handling of the above exception|The above exception was the direct cause)")
+
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # what torch.distributed's excepthook puts before each line
+
 _FATAL = re.compile(r"^Fatal Python error: ")
+
 _CRASHED_THREAD = re.compile(r"^Current thread .*\(most recent call first\):")
+
 _CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
 _MAX_TRACEBACK = 400
+
 _MAX_MESSAGE = 10  # further lines of an exception's text, indented ones not counted
 
 

@@ -139,6 +139,7 @@ def _is_flat(file: Mapping[str, Any]) -> bool:
 
 
 _STAMP = ".gnnfleet-made.json"  #: in the partition folder: what made it, so that torch need not be loaded to know
+
 _ERROR = "error: "  #: begins the last message of a trainer command that failed
 
 

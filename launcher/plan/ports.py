@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     from launcher.plan.model import NodeFacts
 
 CONTROL_PORT = 29400
+
 MASTER_PORT = 29500
+
 SERVICE_PORT = 29600
+
 _CANDIDATES = 64
 
 

@@ -17,7 +17,9 @@ from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.text import count, spans
 
 Rows = Sequence[tuple[str, str]]
+
 _WORD = re.compile(r"([\w.-]+)")
+
 _NUMBER = re.compile(r"([0-9]+)")
 
 
@@ -111,9 +113,13 @@ def _folds(group: list[_Taken]) -> Iterator[Fold]:
 
 
 _Rows = Iterator[tuple[str, str]]
+
 _Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
+
 _MANY = 4  # nodes of which only the least and the most are told
+
 _FOLDED = "nodes alike are told once, {node_rank} … standing for what this table has of each"
+
 _FULL = "commands and environment of each node: --verbose; all as data: --json"
 
 

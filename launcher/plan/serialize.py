@@ -19,6 +19,7 @@ from launcher.errors import FleetError
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, generated
 
 FORMAT, VERSION = "gnnfleet-run", 2
+
 _LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
 
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from launcher.plan.model import NodeFacts
 
 MOST = 4 * 10**9  #: bytes of edges that a host has by ``auto``
+
 SHARE = 10  #: of its memory they are at most one part in so many
+
 MOST_FILES = 100_000  #: that are sent to all nodes together for it: they grow with the square of the nodes
 
 

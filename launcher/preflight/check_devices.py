@@ -10,7 +10,9 @@ from launcher.node.describe import size
 from launcher.preflight.finding import Finding, Survey, listed
 
 MOST_USED = 0.1  #: share of a device's memory that others may hold
+
 _IDLE = 16  # MiB that a device may show as used though nobody uses it
+
 _MIB = 1 << 20
 
 #: The oldest driver that runs each major version of CUDA (NVIDIA's table of minor version compatibility).

@@ -12,7 +12,9 @@ from launcher.plan.ports import master_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey, listed
 
 MAX_CLOCK_OFFSET = 5.0  #: seconds
+
 OLDEST_TMUX = (2, 1)  #: knows `=name` for a session of exactly that name
+
 _FILES_BASE, _FILES_PER_RANK = 256, 4
 
 

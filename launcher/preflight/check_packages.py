@@ -102,9 +102,13 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
 
 
 PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
+
 OLDEST_PYTHON = (3, 10)
+
 _OWN_NEEDS = ("torch",)  # what an own command is expected to train with
+
 _SHOWN = ("python", "torch", "torch_geometric", "numba", "numpy")
+
 _SYSTEM = ("/usr/bin/", "/bin/")  #: of the operating system, which lets nobody install there (PEP 668)
 
 

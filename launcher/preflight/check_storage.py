@@ -14,8 +14,11 @@ _MB = 10**6
 
 # Private memory of our processes on a tiny graph, measured with torch 2.13.0+cpu and Python 3.11 on x86_64:
 SUPERVISOR = 20 * _MB  #: with watch.py
+
 RUNNER = 10 * _MB  #: of each rank
+
 SERVER = 60 * _MB  #: graph server
+
 RANK = 260 * _MB  #: bundled trainer
 
 
@@ -64,7 +67,9 @@ def _tree(train: TrainConfig) -> int:
 
 
 _LOGS = 200 * 10**6  # bytes that logs and checkpoints of a small run take
+
 _FEW_FILES = 1000
+
 _SHM_PER_PROCESS = 64 << 20  # NCCL's buffers between two processes of a machine
 
 

@@ -19,17 +19,21 @@ from typing import Any, NamedTuple
 
 from launcher.config.roles import gateways, lead, trainers
 from launcher.config.schema import ClusterConfig
-from launcher.fanout import on_nodes
 from launcher.nodecall import NodeAgent
 from launcher.plan.model import NodeFacts
 from launcher.plan.ports import choose, control_candidates, master_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey
 from launcher.text import spans
+from launcher.transport.fanout import on_nodes
 
 _OPEN_TIMEOUT = 20.0
+
 _SECONDS = 4.0  # for one connection: three SYNs
+
 _VIRTUAL = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|weave|vmnet|vboxnet|tap)")
+
 MASTER, CONTROL, SERVICE, FREE = "master port", "control port", "service port", "free port"
+
 Agents = Mapping[int, NodeAgent]
 
 

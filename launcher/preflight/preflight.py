@@ -15,7 +15,6 @@ from typing import Any
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import Answers, on_nodes
 from launcher.nodecall import NodeAgent
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import interpreter
@@ -30,6 +29,7 @@ from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import Sharing
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
+from launcher.transport.fanout import Answers, on_nodes
 
 
 def all_findings(survey: Survey) -> list[Finding]:
@@ -45,7 +45,9 @@ def all_findings(survey: Survey) -> list[Finding]:
 
 
 _PROBE_TIMEOUT = 90.0  # versions on a slow shared disk, nvidia-smi without persistence mode
+
 _CALL_MARGIN = 30.0  # for starting python there
+
 _CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
 
 

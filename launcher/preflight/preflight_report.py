@@ -37,7 +37,9 @@ class PreflightReport:
 
 
 _STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
+
 _TITLES = {"warn": "Worth a look:", "block": "What to do:"}
+
 _LOOP = 3  #: hosts with the same repair from which on it is one line with a loop
 
 

@@ -30,9 +30,13 @@ from launcher.report.run_history import Entry, entry_of
 from launcher.report.verdict import seconds_words
 
 Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
+
 Section = Literal["run", "config", "results", "speed", "step", "loss", "accuracy", "versions"]
+
 _GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: keys that say which graph it is
+
 _GOES_ON = ("open", "running", "preparing")  #: states of a run whose end is not here
+
 _CUT = ("data.num_parts", "data.partition", "nodes.*.role", "nodes.*.host")  #: and how it is cut
 
 
@@ -337,6 +341,7 @@ _TITLES: dict[Section, str] = {
 }
 
 _STATES = {"done": "green", "failed": "red", "never started": "red", "damaged": "red"}
+
 _EPOCHS_SHOWN = 12
 
 

@@ -27,6 +27,7 @@ def _order(outcome: Outcome) -> tuple[bool, bool, float, int, int]:
 
 
 _KINDS_SHOWN = 4
+
 _LONGEST = 120  # characters of a folded reason
 
 #: What differs between equal errors of different processes: numbers and addresses.

@@ -22,9 +22,13 @@ from launcher.errors import FleetError
 from launcher.text import count, spans
 
 _CODE = Path(__file__).resolve().parents[2]  # where the trainer lies, too
+
 _TIMEOUT = 600.0  # seconds; a minute of one rank's lines takes it about a millisecond
+
 _NOTABLE = 0.005  # share of a step from which on a kind has a column
+
 _GAP = "  "
+
 _DETAILS = ("ranks", "advice")  # of the document's "time", left out of result.json
 
 

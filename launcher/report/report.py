@@ -23,6 +23,7 @@ from launcher.report.profile import print_profile
 from launcher.text import count, spans
 
 _TAIL = 1 << 14  # bytes from the end of a metrics file that hold a line
+
 _SHOWN = 8  # files
 
 
@@ -91,7 +92,9 @@ def resume_command(run: str, exclude: Collection[str] = ()) -> str:
 
 
 RunState = Literal["done", "failed", "interrupted", "detached"]
+
 _EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
+
 _EPOCHS_SHOWN = 12
 
 

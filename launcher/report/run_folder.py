@@ -22,9 +22,13 @@ from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 
 Stage = Literal["connect", "preflight", "partition", "sync", "start", "train", "collect", "end"]
+
 NAME = "launch.json"
+
 _MARKS = (NAME, "run.json")  # a folder with one of them is a run's
+
 BEFORE_NODES = ("connect", "preflight", "partition", "sync")  #: stages in which nothing of a run runs on its nodes
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -67,6 +67,7 @@ class NodeView:
 
 
 State = Literal["preparing", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
+
 Views = Mapping[int, NodeView]
 
 #: Of ``gnnfleet status``.

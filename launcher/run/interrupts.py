@@ -19,10 +19,15 @@ from launcher.files import remove_unfinished
 from launcher.run.live_log import LiveLog
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 _ECHO = 0.5  # seconds in which a wrapper script passes on what the terminal has sent already
+
 _TAP = 0.1  # the same where a person may press twice: nobody is quicker
+
 _TWICE = 2.0  # seconds between two Ctrl-C that mean stop
+
 _SHOW_CURSOR = b"\x1b[?25h"
+
 OnInterrupt = Literal["ask", "stop", "detach"]
 
 
@@ -161,6 +166,7 @@ class Keys:
 
 
 _WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "the terminal was closed"}
+
 _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": None, "\r": None}
 
 

@@ -29,6 +29,7 @@ from launcher.text import count
 from launcher.transport.base import Transport
 
 _TAIL = 10  # lines of each log that a run taken up again begins with
+
 Starts = Mapping[int, Callable[[], None]]
 
 

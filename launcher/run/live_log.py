@@ -20,15 +20,25 @@ from launcher.run.live_state import Board
 from launcher.run.live_table import render
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
+
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
+
 _EVERY = 5.0  # seconds between progress lines where there is no live view
+
 _NOT_SHOWN = ("supervisor", "server", "runners", "start")  # for when they fail; events come as words of our own
+
 _TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
+
 _HOLD = 3.0  # seconds a traceback is held back: if it ends the run, the report leads with the one that matters
+
 _REFRESH = 0.5  # seconds between two pictures of the live view
+
 _BATCH = 0.1  # seconds of log lines that are printed at once above it
+
 _SHARE = 0.7  # of the terminal's height that the live view may take
+
 Metric = Mapping[str, Any]
 
 

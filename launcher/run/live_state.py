@@ -13,7 +13,9 @@ from launcher.plan.model import LaunchPlan
 from launcher.text import count
 
 Metric = Mapping[str, Any]
+
 _RATE_AFTER = 3.0  # seconds of steps before the time left is worth guessing
+
 OLD_HEARTBEAT = 5.0  #: seconds after which a node's silence is worth a look
 
 

@@ -12,7 +12,9 @@ from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
 from launcher.text import spans
 
 _GAP = "  "
+
 _FINDINGS = 2  # lines of findings
+
 _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 

@@ -74,12 +74,19 @@ class Starting:
 
 
 _TURN = 0.2  # seconds to wait for news
+
 _LOOK_EVERY = 0.5  # seconds between looks at what time alone changes
+
 _HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, beyond peer_timeout
+
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
+
 _LOST_TO_ALL = 10.0  # seconds to wait for the line to a node that the other nodes have lost as well
+
 _STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
+
 _MOST_NEWS = 1000  # messages that wait to be shown
+
 _LET_GO = 3.0  # seconds the watchers on the nodes have to end when we leave
 
 

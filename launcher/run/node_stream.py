@@ -16,9 +16,13 @@ from launcher.run.tmux_session import watch_command
 from launcher.transport.base import Transport
 
 SILENCE = 10.0  #: seconds a line may say nothing before it is opened anew; a live node says something every 3 s or so
+
 _FIRST_WORD = 30.0  # the same before its first word: starting Python on a busy node takes its time
+
 RETRY_EVERY = 2.0  #: seconds between attempts to get a line back, at first
+
 _RETRY_SLOWEST = 10.0
+
 Start = Callable[[], None]  #: starts the node's supervisor; raises FleetError
 
 

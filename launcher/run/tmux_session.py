@@ -19,6 +19,7 @@ from launcher.report.run_folder import user_at_host
 from launcher.transport.base import Completed, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
+
 _STOP_SLACK = 20.0  # seconds beyond the timeout in which control.py ends by itself
 
 #: $1 run folder. What the session runs; what start.sh complains about stays readable afterwards.

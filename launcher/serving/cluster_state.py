@@ -18,7 +18,6 @@ from launcher.config.loader import to_yaml
 from launcher.config.roles import GraphServer
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
 from launcher.plan.model import LaunchPlan
@@ -31,6 +30,7 @@ from launcher.run.launch import Job
 from launcher.run.options import LaunchOptions
 from launcher.text import count, spans
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def parts_words(parts: tuple[int, ...]) -> str:
 
 
 _TIMEOUT = 30.0
+
 _MARK = "gnnfleet-file "
 
 #: $@: patterns of files, ~ is home; a line of base64 and path for each.
@@ -119,6 +120,7 @@ class NodeThere:
 
 
 FILES = ("cluster.json", "server_stats.json")
+
 SECRETS = ("service.key", "clients/*.key")
 
 

@@ -17,6 +17,7 @@ from launcher.serving.cluster_state import Described, NodeThere, look, newest, p
 from launcher.text import Cell, Column, FittedTable, count, spans
 
 _EVERY = 2.0  # seconds between two looks with --watch
+
 _STALE = 10.0  # seconds after which what a server has written of itself is old
 
 _SERVERS = (

@@ -10,7 +10,6 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import if_there, look_at, was_absent
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import user_at_host
@@ -18,11 +17,16 @@ from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
 from launcher.serving.cluster_state import NodeThere, remove_files
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _EVERY = 0.5  # seconds between two looks
+
 _SLACK = 15.0  # seconds a supervisor may take beyond start_timeout to say that it failed
+
 _STOP = 5.0
+
 _ENDED = "state.json result.json team.json server.ready server_stats.json control outcomes procs clients".split()
+
 _NO_FILES = ("--only", "")
 
 
@@ -102,6 +106,7 @@ def _stop_all(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], gra
 
 
 Lines = Mapping[int, Transport | TransportError]
+
 _TOLD = ("run.json", "cluster.json")  # the last one is what servers look at
 
 

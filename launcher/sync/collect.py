@@ -12,16 +12,18 @@ from typing import Any
 
 from launcher.command import Command
 from launcher.errors import TransportError
-from launcher.fanout import on_nodes
 from launcher.files import appearing
 from launcher.nodecall import call, program_source
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _TIMEOUT = 120.0
+
 _SMALL = 1 << 20  # bytes; such files come all in one answer
+
 _ROOM = 32 << 20  # bytes of small files in one answer
 
 #: node's file → place here

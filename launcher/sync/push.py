@@ -25,18 +25,22 @@ from rich.filesize import decimal
 
 from launcher.command import Command
 from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncError, UnreachableError
-from launcher.fanout import on_nodes
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
 from launcher.nodecall import call, program_source
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.plan.partition import PartFile
 from launcher.sync.progress import TransferProgress
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
+
 _OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between looks whether another run has brought a file
+
 _SLOWEST_DISK = 20e6  # bytes per second a node hashes at worst
+
 _CALL_TIMEOUT = 60.0
+
 _LARGE = 64 << 20  # bytes from which a file is committed by itself, so that its hashing shows
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from launcher.command import Command
 
 OnBytes = Callable[[int], None]  #: called with the bytes moved since its last call
+
 OnLine = Callable[[str], None]
 
 

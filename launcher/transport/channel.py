@@ -15,12 +15,15 @@ import paramiko
 from launcher.command import Command, shell_line
 
 _READ = 1 << 16
+
 _INLINE_STDIN = 1 << 15  # what every server's first window takes without waiting
 
 # Closing a channel ends nothing, and sshd takes signals only for users other than root. So
 # each command first says on stderr which process it is, and is ended by a second command.
 _PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
+
 _SAY_PID = "echo gnnfleet-pid:$$ >&2"
+
 OnData = Callable[[bytes], None]
 
 

@@ -14,11 +14,17 @@ from pathlib import Path
 from launcher.config.schema import login_text
 
 Options = Mapping[str, Sequence[str]]  #: values of each keyword (in lower case) in the order found
+
 _SYSTEM_KNOWN = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
+
 _USER_KNOWN = ("~/.ssh/known_hosts", "~/.ssh/known_hosts2")
+
 _USUAL_KEYS = tuple(f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519"))
+
 _METHODS = ("publickey", "keyboard-interactive", "password")
+
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+
 _NOT_OURS = re.compile(r"%[^%dhiklLnpru]")  # tokens only OpenSSH can fill in
 
 

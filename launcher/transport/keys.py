@@ -21,9 +21,13 @@ from launcher.command import Secret
 from launcher.transport.hop import Hop
 
 _AGENT_TIMEOUT = 60.0  # it may ask its owner
+
 _SIGN_REQUEST, _SIGN_RESPONSE = bytes([13]), 14
+
 _SIGN_FLAGS = {"rsa-sha2-256": 2, "rsa-sha2-512": 4}
+
 _CERT = "-cert-v01@openssh.com"
+
 _OPENSSH_MAGIC = b"openssh-key-v1\0"
 
 
@@ -237,6 +241,7 @@ def _openssh_public(data: bytes) -> bytes:
 # -- private keys ----------------------------------------------------------
 
 _loading = threading.Lock()  # a passphrase takes 0.1 s and more to apply: once, not once a node
+
 _loaded: dict[tuple[str, int, int, str | None], paramiko.PKey | None] = {}
 
 

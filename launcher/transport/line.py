@@ -24,11 +24,17 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 # authenticated ciphers first: 145 against 75 MB/s up on loopback, as no separate MAC is computed in Python
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
+
 _AT_ONCE = 8  # logins begun at one address at a time; sshd's default MaxStartups drops some from the tenth on
+
 _PING_EVERY = 15.0
+
 _PING_TIMEOUT = 45.0
+
 _JOIN_TIMEOUT = 5.0
+
 _Proxy = subprocess.Popen[bytes]  # of a ProxyCommand
+
 LINE_ERRORS = (paramiko.SSHException, EOFError, OSError)
 
 
@@ -185,6 +191,7 @@ def _transport(sock: socket.socket | paramiko.Channel, known_types: list[str], t
 
 
 _turns_lock = threading.Lock()
+
 _turns: dict[str, threading.BoundedSemaphore] = {}
 
 

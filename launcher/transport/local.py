@@ -22,6 +22,7 @@ from launcher.transport.lines import LineSplitter
 from launcher.transport.talks import PipeTalk
 
 _CHUNK = 1 << 20
+
 _KILL_AFTER = 1.0  # seconds a stopped command gets between SIGTERM and SIGKILL
 
 

@@ -33,9 +33,13 @@ from launcher.transport.sessions import STALL, SessionTransport
 from launcher.transport.sshconfig import find_way, is_home_of_passwd, labelled, ssh_argv, ssh_program
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+
 _READY = b"gnnfleet-ready"
+
 _CHECK_TIMEOUT = 5.0
+
 _END_WAIT = 1.0
+
 _AGAIN = 0.2
 
 _QUIET = {
@@ -52,6 +56,7 @@ _KEPT = {"ControlMaster": "yes", "ControlPersist": "no", "ServerAliveInterval": 
 
 # without a proxy that works, a client that is refused a session cannot open a line of its own
 _THROUGH = {"ControlMaster": "no", "ProxyCommand": "false", "BatchMode": "yes", "LogLevel": "ERROR"}
+
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
 
 

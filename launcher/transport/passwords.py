@@ -17,6 +17,7 @@ from launcher.transport.login import Credentials
 from launcher.transport.sshconfig import find_way
 
 AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
+
 _SHOWN = 3  # hosts named in a prompt
 
 

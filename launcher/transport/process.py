@@ -15,6 +15,7 @@ from launcher.command import Command
 from launcher.transport.channel import OnData, Remote, started_line
 
 _READ = 1 << 16
+
 _SSH_FAILED = 255  # also what ssh exits with for a command that a signal ended
 
 

@@ -25,8 +25,11 @@ from launcher.transport.talks import ChannelTalk
 
 # sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
 _COMMAND_SLOTS = 6
+
 _SFTP_SLOTS = 2
+
 STALL = 60.0  # seconds without progress after which a transfer is given up
+
 _STOP_TIMEOUT = 5.0
 
 # bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
@@ -37,6 +40,7 @@ _KILL = (
 )
 
 _CHUNK = 32768  # the largest SFTP packet every server takes
+
 _READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
 
 

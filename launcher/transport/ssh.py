@@ -22,7 +22,9 @@ from launcher.transport.sshconfig import find_way, labelled
 from launcher.transport.ssherrors import connect_error, relabelled, was_dropped
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+
 _PROXY_ATTEMPTS = 3  # a ProxyCommand that ends says nothing of why
+
 _END_WAIT = 1.0
 
 

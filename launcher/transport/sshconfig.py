@@ -26,9 +26,13 @@ from launcher.errors import TransportError
 from launcher.transport.hop import Hop, make_hop
 
 _SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+
 _MAX_INCLUDES = 16  # as OpenSSH
+
 _MAX_HOPS = 16
+
 _VALID = 30.0  # seconds; in another network, Match exec may say something else
+
 _RESOLVE_TIMEOUT = 20.0  # Match exec and canonicalisation may ask the network
 
 #: Keywords that paramiko's parser reads as OpenSSH does, as long as no token, quote or comment is in the value.
@@ -75,6 +79,7 @@ class SshConfig:
 
 
 _lock = threading.Lock()
+
 _current: dict[str, SshConfig] = {}  # by home folder
 
 

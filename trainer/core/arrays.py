@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+
 Ids = npt.NDArray[np.int64]
 
 

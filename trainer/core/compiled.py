@@ -26,7 +26,9 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 _IMPORTED = re.compile(r"^(?:from (trainer[\w.]*) import (\([^)]*\)|[^\n]*)|import (trainer[\w.]*))", re.MULTILINE)
+
 _UNUSED_DAYS = 60
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 from trainer.core.errors import PeerError, SettingsError, TrainerError
 
 T = TypeVar("T")
+
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 _SETTLE = 10.0  #: seconds the ranks of a run that cannot start wait for each other at most
 
 #: How gloo, NCCL and the store say that another process is gone or silent.

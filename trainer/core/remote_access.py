@@ -11,9 +11,13 @@ from typing import Literal, cast, get_args
 from trainer.core.errors import SettingsError
 
 Topology = Literal["partitioned", "replicated"]
+
 WireRows = Literal["stored", "float16", "int8"]
+
 SERVER_WAIT = 60.0  #: seconds a lost server may take to come back when nobody else has its parts
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
+
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 

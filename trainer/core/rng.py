@@ -13,9 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
 _MUL1 = np.uint64(0xBF58476D1CE4E5B9)
+
 _MUL2 = np.uint64(0x94D049BB133111EB)
+
 _S11, _S30, _S27, _S31, _S32 = np.uint64(11), np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+
 _MASK = (1 << 64) - 1
 
 

@@ -25,13 +25,21 @@ from trainer.core.errors import DataError
 from trainer.core.remote_access import WireRows
 
 _ROWS_BYTES = 1 << 20  #: of float32, converted at once
+
 _SINGLE = np.dtype(np.float32)
+
 _NEVER = frozenset({"y"})  #: labels
+
 _NO_SIGN = np.uint32(0x7FFFFFFF)
+
 _INF = np.uint32(0x7F800000)  # float32's bits
+
 _HALF_INF_FROM = np.uint32(0x477FF000)  # 65520, which rounds to float16's infinity
+
 _HALF_NORMAL_FROM = np.uint32(0x38800000)  # 2**-14
+
 _HALF_STEP = np.float32(2**24)  # 1 / the smallest float16
+
 _REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, and just below half of float16's last place
 
 

@@ -13,10 +13,15 @@ import re
 from trainer.core.errors import DataError
 
 NodeType = str
+
 EdgeType = tuple[str, str, str]  #: (source type, relation, target type)
+
 AnyType = NodeType | EdgeType
+
 HOMO_NODE: NodeType = "node"
+
 HOMO_EDGE: EdgeType = (HOMO_NODE, "to", HOMO_NODE)
+
 _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: type names become folder names, joined by ``__``
 
 

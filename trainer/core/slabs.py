@@ -20,8 +20,11 @@ import numpy.typing as npt
 from trainer.core.arrays import Array
 
 LARGE = 1 << 20  #: bytes; smaller arrays come from numpy, whose allocator keeps their memory
+
 KEEP = 1 << 30  #: bytes of free slabs that are kept
+
 IDLE = 64  #: slabs that are taken while one lies free, after which it goes: some batches
+
 _HUGE = 1 << 22  #: bytes from which on huge pages are asked for, as numpy does
 
 
@@ -164,6 +167,7 @@ def give_back_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  #: of glibc's malloc.h
+
 _KEEP = 2**31 - 1  #: bytes free at the end of the heap above which they are returned, the most mallopt takes
 
 

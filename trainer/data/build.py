@@ -67,7 +67,9 @@ def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
 
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
+
 _MOST_CLASSES = 1 << 20
+
 _MOST_GRAPH_BYTES = 16 << 20  #: every host gets a copy of the graph's own arrays
 
 

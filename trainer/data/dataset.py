@@ -16,6 +16,7 @@ from trainer.data.edges import first_outside
 from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
 PLAIN_TARGET = "option num_classes=0 keeps y as a plain target"
+
 _ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
 
 

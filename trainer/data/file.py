@@ -20,7 +20,9 @@ from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, named
 
 SUBFOLDER = "hetero"  #: where option hetero finds the typed arrays of a graph that is there homogeneous as well
+
 COUNTS = "num_nodes.json"
+
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 
 

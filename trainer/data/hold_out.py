@@ -16,7 +16,9 @@ from trainer.core.schema import EdgeType, type_name
 from trainer.data.dataset import Dataset, EdgeData
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: attributes of the graph, int64 [2, n] original ids
+
 _Flags = npt.NDArray[np.bool_]
+
 _REVERSE = "rev_"
 
 

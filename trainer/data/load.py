@@ -18,7 +18,9 @@ from trainer.data.raw_arrays import RawGraph
 from trainer.data.synthetic import make_synthetic, make_synthetic_hetero
 
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
+
 _GENERATION = 2  #: raise when the same name and options begin to give another graph
+
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 

@@ -23,6 +23,7 @@ _NAMES = {
 }  #: names in ogb's graphs -> ours
 
 _NUMPY_ONLY = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  #: what a pickled numpy array names
+
 _NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
 
 

@@ -69,6 +69,7 @@ def named(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
 
 
 EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: of edges, whatever their number of rows
+
 _LINKS = "_label_index"  #: how names of T.RandomLinkSplit's links end; those of their labels lack `_index`
 
 

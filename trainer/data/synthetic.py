@@ -18,10 +18,15 @@ from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
 
 AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
+
 TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
+
 _AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that stay
+
 _LATE = 0.25  #: share of edges that appear some time after both ends
+
 _INSIDE = 4.0  #: how much heavier edges inside a class are
+
 _ROWS_AT_ONCE = 1 << 16
 
 
@@ -193,6 +198,7 @@ def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bo
 
 
 _AUTHORS, _FIELDS = 2, 20  #: papers per author, per field
+
 _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import AnyType, EdgeType
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 from trainer.sampler.settings import check_settings
 from trainer.sampler.types import SampleSettings, TimeRule
 from trainer.store.manifest import Manifest
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch_geometric.sampler import NumNeighbors
 
 SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
+
 Fanouts: TypeAlias = "Sequence[int] | Mapping[EdgeType, Sequence[int]] | NumNeighbors"
+
 AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
 
 #: Arguments of torch's DataLoader that cannot be honoured here, with the reason.
@@ -34,7 +36,9 @@ _REFUSED = {
 }
 
 _NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device")
+
 _HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
+
 _HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor")
 
 

@@ -19,7 +19,9 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.rng import GOLDEN, hashed
 
 SRC, DST = 0, 1  #: which end of a link is drawn
+
 _TRIES = 64  #: draws per negative that may hit a real link before giving up
+
 IsLink = Callable[[Ids, Ids], npt.NDArray[np.bool_]]  #: (sources, targets), original ids -> bool [n]
 
 

@@ -26,7 +26,9 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.nn.graph_facts import layer_needs
 
 Counts = list[int]  #: sampled per hop
+
 RowsOf = dict[NodeType, Tensor]
+
 EdgeRows = dict[EdgeType, Tensor]
 
 #: What normalises by degrees in the edges it is given, or looks further than one hop: trimmed it would differ.

@@ -53,8 +53,11 @@ def joined_adjacency(dataset: Dataset, joined: JoinedNodes) -> tuple[Array, Arra
 
 
 SLACK = 0.03  #: METIS's own for many parts
+
 _ROUNDS = 4  #: overfull parts are emptied in so many steps, the cheapest moves first in each
+
 _REFINE_PASSES = 3
+
 TRAIN = "train"  #: the split whose nodes are seeds
 
 

@@ -24,7 +24,9 @@ from trainer.partition.balance import TRAIN, JoinedNodes, NodeClasses, Part, nod
 from trainer.partition.metis import metis_assignment, without_empty_parts
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or for each
+
 Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> [num_nodes]
+
 _ALL = np.inf  #: fanout -1
 
 
@@ -124,6 +126,7 @@ def _arrive(log_missed: Array, visited: Array, fresh: Array) -> None:
 
 
 _BATCH = 256  #: seeds of one step and part; the outcome hardly depends on it
+
 _HOME = 0.001  #: how much more likely a visit must be elsewhere before a node leaves METIS's part
 
 

@@ -246,6 +246,7 @@ def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
 
 
 _BLOCK = 4 << 20
+
 _READERS = 2
 
 

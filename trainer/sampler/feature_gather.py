@@ -24,8 +24,11 @@ from trainer.sampler.types import RowRequest
 from trainer.store.row_cache import RowCache
 
 HELD = 2  #: batches
+
 MOST_ANSWERS = 16  #: arrays that the answers of one kind are kept in
+
 MOST_BYTES = 1 << 28  #: of one kind of rows
+
 Columns = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
 
 

@@ -34,12 +34,16 @@ def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_prefetch)
+
 _jit = njit(boundscheck=False)
 
 #: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
 _LIST_PICKS, _LONG = 64, 4096
+
 _AT_ONCE = 256  #: slots drawn before the first of them is read
+
 _IDS_AHEAD = 16  #: how far ahead of its use an id's entry of a table is fetched
+
 _ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
 
 

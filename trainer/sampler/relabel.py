@@ -26,11 +26,17 @@ from trainer.sampler.types import GraphSchema, NodeSet, Positions
 #: more nodes up to a fifth longer on hosts with huge pages, up to a quarter shorter on others; its memory goes by the
 #: batch (docs/LOG.md).
 MOST_DIRECT = 1 << 25
+
 MOST_HASHED = 1 << 32  #: nodes; an entry has 32 bits for the id
+
 _IDS_AHEAD = 16  #: how far ahead of its use an id's entry is fetched
+
 _CLOSE = 16  #: entries to a node; a line of 64 bytes holds as many
+
 _FIRST_BITS = 12  #: of the number of slots that a hash table begins with
+
 _S32, _LOW, _EMPTY = np.uint64(32), np.uint64(0xFFFFFFFF), np.uint64(0)
+
 _jit = njit(boundscheck=False)
 
 

@@ -15,7 +15,9 @@ from trainer.core.schema import EdgeType
 from trainer.sampler.types import HopRequest, RowRequest
 
 HERE, NOBODY = -1, -2  #: instead of a node rank
+
 _RETRY_EVERY = 1.0  #: seconds
+
 _POLL = 0.05  #: seconds
 
 

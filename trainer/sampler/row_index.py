@@ -16,7 +16,9 @@ from trainer.sampler import neighbor
 from trainer.sampler.relabel import MOST_HASHED, free_slots, shift_of, slot_of
 
 _jit = njit(boundscheck=False)
+
 _NO_SLOTS: Any = read_only(np.empty(0, np.int32))
+
 _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 

@@ -18,7 +18,9 @@ from trainer.core.rng import GOLDEN, draw, fraction, mix, node_key, tree_key
 from trainer.sampler.neighbor import first_at_least
 
 _jit = njit(boundscheck=False)
+
 TOO_MANY = -2  #: in place of a slot: there are more picks than allowed
+
 _ROUNDING = 1.0 + 1e-12
 
 

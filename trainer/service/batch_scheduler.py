@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.service.messages import ClientName
+from trainer.service.wire.messages import ClientName
 
 _RECENT_REPLIES = 8  #: replies of which the largest stands for the next one
+
 Work = TypeVar("Work")
 
 
@@ -259,10 +260,15 @@ class WaitingTurns(Generic[T]):
 
 
 MAX_QUEUED = 64  #: requests waiting per client
+
 MAX_QUEUED_BYTES = 64 << 20  #: of requests waiting per client
+
 MAX_CLIENTS = 4096
+
 PATIENCE = 2.0  #: seconds for which all others wait for a client whose batch does not fit beside theirs
+
 FORGET = 60.0  #: seconds until a client without work is forgotten
+
 _RECENT = 32
 
 

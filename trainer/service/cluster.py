@@ -16,10 +16,12 @@ from trainer.core.remote_access import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 
 ROLES = ("worker", "server", "client")
+
 _GLANCE = 0.1  #: seconds
+
 _FOR_COPIES = 3.0  #: seconds that a node without a part of its own has to answer
 
 

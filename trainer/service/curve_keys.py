@@ -22,8 +22,11 @@ from zmq.utils import z85
 from trainer.core.errors import ServiceError
 
 _RAW_KEY_BYTES, _Z85_KEY_BYTES = 32, 40
+
 _GUESTS = "clients"
+
 _REREAD = 0.5  #: seconds
+
 _MAX_GUEST_FILE = 1 << 20  #: bytes
 
 

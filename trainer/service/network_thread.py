@@ -11,21 +11,30 @@ from typing import Any
 import zmq
 
 from trainer.core.errors import ServiceError, WireError
-from trainer.service import messages
 from trainer.service.batch_scheduler import BatchDesk, WaitingTurns
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of
 from trainer.service.stats import Counters
+from trainer.service.wire import messages
+from trainer.service.wire.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of
 
 REPLIES = "inproc://replies"
+
 _ALIVE_EVERY = 1.0  #: seconds
+
 _FULL_GLANCE_MS = 1  #: until the next look at a full queue; dropped requests leave no reply to wake for
+
 _AT_ONCE = 16  #: messages taken from one socket before the others have their turn
+
 _SENT_AHEAD = 4  #: answers of one connection that wait in memory for the line; then its questions wait, too
+
 _HELD_GLANCE_MS = 5  #: until the next look at a line that was full
+
 _HELD_QUESTIONS = 256  #: of a connection that takes no answers; more are dropped
+
 _RECEIVED_AHEAD = 64  #: messages of one connection that wait in memory; beyond that the network holds them
+
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
 ShortQueue = WaitingTurns[tuple[bytes, list[Any]]]
 
 

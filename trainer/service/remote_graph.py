@@ -26,12 +26,12 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, Sampled
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.service.batch_messages import MAX_SEEDS
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
+from trainer.service.wire.batch_messages import MAX_SEEDS
+from trainer.service.wire.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 
 
@@ -99,13 +99,21 @@ class ServerChoice:
 
 
 _AT_ONCE = 1 << 20  #: ids or edges that one request asks for: servers bound the size of requests and answers
+
 _BYTES_AT_ONCE = 1 << 25  #: of rows
+
 _SLICES_UNDER_WAY = 2
+
 _BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: for a while a server may hold those of a broken connection beside the new ones
+
 _BACK_EVERY = 0.5  #: seconds between questions to a server that is gone
+
 _LEARN_EVERY = 10.0  #: seconds between questions for servers that have joined
+
 _PATIENCE_FOR_NEWS = 2.0  #: seconds an answer to those questions may take
+
 T = TypeVar("T")
+
 T_co = TypeVar("T_co", covariant=True)
 
 

@@ -17,19 +17,23 @@ import zmq
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.sampler.subgraph_sampler import BatchWork
-from trainer.service import batch_messages
 from trainer.service.batch_scheduler import BatchDesk, DeskStatus, Job, WaitingTurns
 from trainer.service.curve_keys import CurveKeys, start_authenticator
-from trainer.service.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.messages import HelloInfo, ServerStats
 from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
+from trainer.service.wire import batch_messages
+from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
+from trainer.service.wire.messages import HelloInfo, ServerStats
 
 MAX_REQUEST = 64 << 20  #: bytes
+
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
+
 _BACKLOG = 32  #: requests waiting per short thread; beyond that the network queues hold them
+
 _GLANCE = 1.0  #: seconds
+
 _Asked = tuple[Message, BatchWork | None]
 
 
@@ -228,7 +232,9 @@ def _cause(error: Exception) -> str:
 
 
 _CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
+
 _MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
+
 _MAX_FILES = 65_536
 
 

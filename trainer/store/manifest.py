@@ -18,10 +18,15 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 FORMAT = "gnnfleet-partition"
+
 VERSION = 2
+
 _VERSION_KEPT = 3  #: of a folder in which files do not hold the rows themselves: older programs must not read it
+
 MANIFEST = "manifest.json"
+
 NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names: they become file names
+
 RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: what can be gathered besides attributes
 
 

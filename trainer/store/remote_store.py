@@ -16,6 +16,7 @@ from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 
 K = TypeVar("K")
+
 _TABLE_FROM = 0.25  #: share of a type's nodes that is asked for one by one before the whole table is fetched
 
 

@@ -20,7 +20,9 @@ from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
 
 FORMAT = "gnnfleet-checkpoint"
+
 VERSION = 2
+
 KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
 
 #: Settings that change the loss curve; a run goes on only with the same.

@@ -14,11 +14,14 @@ from typing import Any
 from trainer.core.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
+
 PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
+
 LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the work on it
 
 #: What a step's time goes to.
 KINDS = (*LOADING, "copy", "forward", "backward", "reduce", "optimizer", "other")
+
 _WIDTH = 40  # bytes of the progress file, so that it is always overwritten whole
 
 
@@ -89,9 +92,13 @@ class MetricsLog:
 
 
 FOLDER = "tensorboard"  #: below the run folder
+
 _FLUSH = 10  # seconds that a scalar may wait to be written
+
 _PLACES = ("t", "kind", "rank", "epoch", "step", "steps")  # which are no figures
+
 _RUN_WIDE = ("loss", "step_loss")  # of an epoch line; every rank has the same
+
 Line = Mapping[str, Any]
 
 

@@ -19,8 +19,11 @@ from trainer.core.errors import SettingsError
 from trainer.train.metrics import KINDS, LOADING
 
 TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
+
 PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: of ``by_host`` in an epoch line
+
 _ROUGHLY = 0.9  # times the predicted bytes: fewer are worth an explanation
+
 Line = Mapping[str, Any]
 
 
@@ -307,7 +310,9 @@ def _number(value: Any) -> float:
 
 
 NOTABLE = 0.1  #: share of a step from which on a kind is worth a line
+
 _UNEVEN = 1.15  #: times the own work of the rank that waits
+
 _OFF = 0.1  #: of a prediction
 
 
@@ -460,6 +465,7 @@ def _s(seconds: float) -> str:
 
 
 VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
+
 _WIDTH = 110  # of what is not shown in a terminal
 
 

@@ -96,9 +96,13 @@ def _held(descriptor: int) -> Iterator[socket.socket]:
 
 
 T = TypeVar("T")
+
 LOOK = 0.5  #: seconds between looks at team.json
+
 _CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have come
+
 _POLL = 0.05  #: seconds between looks at the store
+
 _PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
 
 
@@ -334,7 +338,9 @@ def _destroy_groups() -> None:
 
 
 SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are done again
+
 KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
+
 Place = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
 
 

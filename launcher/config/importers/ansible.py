@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launcher.config.importers.base import Flags, Foreign, Source, number, section, text
-from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 
 ALL = "all"
+
 _OF_ALL = (ALL, "ungrouped")
 
 #: Variable of a host → key of a node. Later names are Ansible's older ones.
@@ -25,8 +26,11 @@ KEYS: Mapping[str, str] = {
 }  # fmt: skip
 
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
+
 _JUMPS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
+
 _RANGE = re.compile(r"\[(\w+):(\w+)(?::(\d+))?\]")
+
 Variables = dict[str, Scalar]
 
 

@@ -9,14 +9,19 @@ from launcher.config.importers.ansible import inventory, read_ini, read_yaml
 from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
 from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
-from launcher.config.yaml_tree import Section
 from launcher.errors import ConfigError, Problem, UsageError
+from launcher.yaml_tree import Section
 
 _KEY = re.compile(r"^([A-Za-z_]\w*)\s*:(?:\s|$)", re.MULTILINE)
+
 _HEADER = re.compile(r"^\[[^\[\]\s,:]+(:(vars|children|hosts))?\]\s*([#;].*)?$", re.MULTILINE)
+
 _INVENTORY_KEY = re.compile(r"^[ \t]+(hosts|children)\s*:(?:\s|$)", re.MULTILINE)
+
 _ANSIBLE = re.compile(r"\bansible_\w+\s*=")
+
 _SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\w+)+")
+
 _LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
 
 

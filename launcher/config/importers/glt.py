@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, text
-from launcher.config.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 
 #: Its lists that ours are made of, besides `nodes`.
 LISTS = ("ports", "usernames", "python_bins", "dst_paths", "visible_devices", "node_ranks")
+
 _COUNTS = ("in_channel", "out_channel")
+
 _OURS = ("data", "train", "run", "defaults", "transport", "host_keys")
 
 #: What its dist_train_sage_supervised.py has fixed.
 _TRAINS = {"hidden": "256", "dropout": "0.0", "lr": "0.01"}
+
 _FANOUTS = (15, 10, 5)
 
 

@@ -7,13 +7,17 @@ import re
 
 from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, split_hosts, text
 from launcher.config.importers.pyg_command import Remote
-from launcher.config.yaml_tree import Origin, Section, Tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Origin, Section, Tree
 
 HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*"
+
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
+
 _WITH_SLOTS = re.compile(rf"({HOST})((?:\s+[\w-]+\s*=\s*\w+)*)")
+
 _SETTING = re.compile(r"([\w-]+)\s*=\s*(\w+)")
+
 _EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
 
 

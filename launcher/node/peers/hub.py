@@ -29,10 +29,15 @@ from launcher.node.peers.model import (
 )
 
 _MAX_STRANGERS = 64  # connections that have not proven yet who they are; the oldest goes first
+
 _GREETING_TIME = 5.0  # seconds a stranger gets
+
 _ACCEPTS_AT_ONCE = 32
+
 _LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
+
 _TABLE_NODES = 64  # nodes up to which all get the table of nodes with every beat
+
 _ENDS = ("done", "failed", "stopped")
 
 

@@ -16,10 +16,15 @@ from typing import Any
 from launcher.node.child_process import Loop
 
 MAX_GREETING = 1 << 10  #: bytes of a line before the other end is known
+
 MAX_LINE = 1 << 18  #: bytes of a line afterwards
+
 MAX_UNSENT = 1 << 20  #: bytes that may wait for an end that does not read
+
 _READ = 1 << 16
+
 _READS_AT_ONCE = 8
+
 Message = dict[str, Any]
 
 

@@ -22,6 +22,7 @@ from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import EOF_PATIENCE, Cause, Meeting, Order, Report, Team, make_cause, received_cause
 
 _KEPT = 32  # round trips; older ones tell of a clock that may have drifted since
+
 _SLACK = 0.005  # seconds by which two round trips may disagree beyond what their times on the way allow
 
 
@@ -55,12 +56,19 @@ class ClockOffset:
 
 
 _TRY_EVERY = 0.3  # seconds between two attempts to connect
+
 _TRY_FOR = 1.0  # seconds an attempt may take; a new one gets through a mended line sooner than TCP's later repeats
+
 _TRIPS_FOR = 3.0  # round trips an attempt gets at least
+
 _PING_EVERY = 0.2  # seconds between two signs of life
+
 _PINGS = 640  # a second that the hub takes from all members
+
 _SILENT = 2.0  # seconds without an answer after which a new connection is made
+
 _LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
+
 _QUICK_TRIPS = 4  # round trips made at once, for the clocks' offset
 
 

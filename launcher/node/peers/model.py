@@ -67,7 +67,9 @@ def parts_words(parts: Collection[int]) -> str:
 
 
 EOF_PATIENCE = 2.0  #: seconds a closed connection has to come back; that of a killed supervisor never does
+
 _MAX_TEXT = 2000  # characters of a reason
+
 Cause = dict[str, Any]
 
 #: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall, "reason", "t",

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO, Optional
 
 MARKER = "gnnfleet-reply:"  # so that output of profiles and setup lines does no harm
+
 PACKAGE = "launcher.node"
+
 PROGRAMS = PACKAGE + ".programs"
 
 

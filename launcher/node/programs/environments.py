@@ -18,10 +18,15 @@ if TYPE_CHECKING:
     from typing import Any, Iterator
 
 MARK = "gnnfleet-versions:"
+
 ENDING = "\nprint('%s' + repr(versions()))\n" % MARK
+
 SECONDS = 20.0  # a Python on a network disk that sleeps
+
 AT_ONCE = 4
+
 MOST = 40  #: Pythons that are started
+
 ENTRIES = 500  #: of one folder that are looked at
 
 CONDA_ROOTS = (
@@ -42,6 +47,7 @@ VENV_FOLDERS = (
 )
 
 NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "orangefs", "virtiofs", "9p")
+
 SHARES = 8
 
 

@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CACHE_NAME = ".gnnfleet-digests.json"
+
 PART_SUFFIX = ".part"
+
 Entry = dict[str, Any]
 
 

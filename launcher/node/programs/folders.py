@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BLOCK = bytes(65536)  # enough that a quota or a full disk shows
+
 RUNS = 1000  # folders of runs that are looked at, newest first
 
 

@@ -174,6 +174,7 @@ def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list
 
 
 IDLE = 16  # MiB that a device may show as used though nobody uses it
+
 APPS = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits"]
 
 SHORT = [

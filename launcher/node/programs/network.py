@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from typing import Any, Iterator
 
 IN_FLIGHT = 256  # connections at a time, well below the usual limit on open files
+
 BACKLOG = 4096
+
 NO_LINGER = struct.pack("ii", 1, 0)  # closing leaves no TIME_WAIT, on either side
+
 STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
 
@@ -262,9 +265,13 @@ def meaning(error: OSError) -> str:
 
 
 RTM_GETADDR, RTM_NEWADDR, NLMSG_DONE = 22, 20, 3
+
 REQUEST_DUMP = 0x301
+
 IFA_ADDRESS, IFA_LOCAL = 1, 2
+
 TENTATIVE = 0x40  # not usable yet
+
 SCOPE_LINK = 253  # means nothing without naming an interface
 
 

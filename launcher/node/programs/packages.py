@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
+
 NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
 
 

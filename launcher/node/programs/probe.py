@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from typing import Any, Iterable, Sequence
 
 LISTEN = "0A"  # state in /proc/net/tcp
+
 LEASES = "/tmp/gnnfleet-leases"
+
 RESOLVE_SECONDS = 8.0
 
 

@@ -19,20 +19,35 @@ from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.vitals import PHASES, Vitals
 
 Entry = Mapping[str, Any]  # one rank's vitals
+
 Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (a number, or its text out of JSON) -> vitals
+
 FIRST_STEP = 900.0  #: seconds that starting may take: loading, compiling kernels, meeting the others
+
 AT_LEAST = 120.0  #: seconds without a step before a stall is spoken of, where that is learned
+
 TIMES_LONGEST = 5.0  #: and how many times the longest pause before
+
 REGROUPING = 300.0  #: seconds after the loss of ranks in which those that go on may stand still
+
 BY_LINES_ALONE = 900.0  #: instead of AT_LEAST for scripts, whose evaluation and checkpoints tell nothing
+
 SLOWER = 1.5  #: a straggler's own work, against the median of the others
+
 SHARE = 0.2  #: and what it costs at least, of the time of a step
+
 WINDOW = 30.0  #: seconds of step lines that are looked at
+
 ENOUGH = 10.0  #: seconds of them before anything is said
+
 QUIET = 600.0  #: seconds after a straggler has caught up before it is named again
+
 _ASLEEP = 5.0  # seconds between two looks that mean that the supervisor itself did not run
+
 _MOST_LINES = 64  # of a rank, as its clock may stand still: what WINDOW holds, at a look a second, and some
+
 _PACE_EVERY = 5.0  # seconds between two looks at how long steps take
+
 _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of lines within an epoch
 
 
@@ -239,8 +254,11 @@ def _seconds(value: float) -> str:
 
 
 Finding = dict[str, Any]
+
 _STACKS_WAIT = 2.0  # seconds the processes of a node get to show where they are
+
 _OTHERS_WAIT = 3.0  # seconds from asking until the other nodes' answers are no longer waited for
+
 _MOST = 50  # findings that are told to others
 
 

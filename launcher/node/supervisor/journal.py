@@ -88,6 +88,7 @@ def _terminal() -> int:
 
 
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
+
 _RESERVE = 1 << 18  # bytes kept for the last words of a node whose disk is full
 
 

@@ -13,10 +13,15 @@ from typing import Any
 from launcher.node.describe import size
 
 _WINDOW = 15.0  # seconds before the end of a process in which a kill counts as its own; a large one takes a while to go
+
 _KERNEL_LOG = "/dev/kmsg"
+
 _RECORD = 1 << 13  # bytes of a kernel log record, at most
+
 _KILLED = re.compile(r"Killed process (\d+) ")
+
 _OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # these count for the whole machine
+
 _NO_LIMIT = 1 << 60  # bytes; version 1 says a number about as large where there is none
 
 

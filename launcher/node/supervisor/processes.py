@@ -64,8 +64,11 @@ class Runners:
 
 
 _MARGIN = 1.5  # seconds rank runners get beyond the grace to write their outcomes
+
 _LEFTOVER_GRACE = 2.0  # seconds that what escaped from the process groups gets after SIGTERM
+
 _LEAST = 0.3  # seconds of grace in which a rank runner learns that its rank is told to stop
+
 Idle = Callable[[float], object]
 
 

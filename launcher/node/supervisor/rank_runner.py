@@ -25,6 +25,7 @@ from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import write_or_mail
 
 _GLANCE = 0.05  # seconds between looks for the graph server's ready file
+
 _LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
 
 

@@ -16,8 +16,11 @@ from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.spec import NodeSpec
 
 _FIRST_PAUSE = 0.5  # seconds before a server is started again; twice as long each next time
+
 _LATE = 3.0  # seconds after which it is told that a server compiles
+
 _FORGIVEN = 3600.0  # seconds after which a restart does not count any more
+
 Finding = dict[str, Any]
 
 

@@ -17,14 +17,23 @@ from launcher.node import procs
 from launcher.node.record import stamp
 
 SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
+
 MOST = 16  #: processes of a rank that are asked
+
 _TURN = 0.03  # seconds between two looks for answers
+
 _QUIET = 3  # looks without growth after which an answer is complete
+
 _LINES = 400  # kept of one answer
+
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
+
 _FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
+
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/python3\d+\.zip/|^<")
+
 _STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on"
+
 _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wrapped_call_impl", "decorate_context"])
 
 

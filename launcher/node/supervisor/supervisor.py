@@ -34,9 +34,13 @@ from launcher.node.supervisor.server_keeper import Keeper
 from launcher.node.supervisor.spec import NodeSpec
 
 HEARTBEAT = 1.0  #: seconds between two state.json
+
 _TURN = 0.2  # seconds between two looks at files
+
 _LOST_GRACE = 2.0  # seconds of grace when a lost node has cost most of the ten in which a run must end
+
 _LEAVING = 15.0  # seconds beyond the grace in which the others' end, or their word that ours is known, must come
+
 _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
 
 

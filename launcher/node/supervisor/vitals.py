@@ -12,11 +12,17 @@ from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at, as ``progress-rank<r>`` says
+
 _TRAINING = ("step", "epoch")  # kinds of lines whose loss and speed are those of training
+
 _AT_ONCE = 1 << 20  # bytes read of one file in one look; the rest comes with the next looks
+
 _LONGEST = 64 << 20  # bytes of a line; an epoch line holds the loss of every step
+
 _LONGEST_KIND = 40  # characters; it goes into the message of each second
+
 _TOO_LARGE = 1 << 63  # an int beyond may not fit into a float
+
 _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
 
 

@@ -11,7 +11,9 @@ from launcher.report.html.series import Point, Series, number
 from launcher.report.profile import Profile, rank_name
 
 _SINGLE = 12  # ranks that get a line each; more are a heat map
+
 _BAR = 22  # pixels of a row
+
 _EARLIER = "#9aa0a6"
 
 #: After Okabe and Ito, whose colours nearly everybody can tell apart; waiting for others is warm, own work cool.
@@ -36,7 +38,9 @@ _KIND_WORDS = {
 }
 
 _SPLIT_COLOURS = {"train": "#009e73", "val": "#0072b2", "test": "#d55e00"}
+
 _BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers upon it can be read on any page
+
 Trace = Mapping[str, Any]
 
 

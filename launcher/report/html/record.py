@@ -18,8 +18,11 @@ from launcher.report.profile import Analysis, analyse
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 
 LOG_LINES = 60  #: last lines of a log that are shown
+
 _LOG_BYTES = 1 << 16
+
 _ANCESTORS = 20  # earlier runs that are looked for
+
 Event = Mapping[str, Any]
 
 

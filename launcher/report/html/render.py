@@ -49,7 +49,9 @@ def _with_html(report: RunReport) -> RunReport:
 
 
 _HERE = Path(__file__).parent
+
 _TEXTS = frozenset({"name", "x", "y", "text", "customdata", "categoryarray"})  # what may come from a run
+
 _LONGEST = 160  # characters of a text in a chart
 
 

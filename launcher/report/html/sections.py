@@ -107,6 +107,7 @@ def _share(part: float, whole: float) -> str:
 
 
 _TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad", "interrupted": "warn"}
+
 _WORDS = {"interrupted": "stopped"}
 
 

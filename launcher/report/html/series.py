@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POINTS = 1500  #: of one curve; a page with more is slow, and nobody sees them
+
 Line = Mapping[str, Any]
+
 Point = tuple[float, float]
 
 

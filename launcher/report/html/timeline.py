@@ -10,7 +10,9 @@ from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
 
 _ROWS = 48  # processes that get a row each; of more, nodes do
+
 _COLOURS = {"ended": "#009e73", "failed": "#d55e00", "stopped": "#9aa0a6", "running": "#56b4e9", "stage": "#0072b2"}
+
 _WORDS = {"stage": "launcher"}
 
 #: Events that are marks, and their words.

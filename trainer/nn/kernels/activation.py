@@ -15,6 +15,7 @@ from trainer.nn.kernels.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, strea
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
 _STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+
 _S15, _S16 = np.uint32(15), np.uint32(16)
 
 

@@ -18,6 +18,7 @@ from trainer.core import slabs
 from trainer.core.arrays import Array
 
 SMALL = 2048  #: rows below which handing over to threads costs more than it saves
+
 CHUNKS_PER_THREAD = 4  #: so that a chunk of heavy rows does not keep the others waiting
 
 

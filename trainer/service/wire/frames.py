@@ -30,19 +30,33 @@ from trainer.core.errors import DataError, WireError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 VERSION = 5
+
 CHUNK = 1 << 20  #: bytes; no frame of an array is larger
+
 MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
+
 MAX_MESSAGE = 1 << 32  #: bytes of all arrays of a message
+
 MAX_ARRAYS = 4096
+
 MAX_RECORDS = 1 << 20  #: bytes
+
 MAX_TEXT = 1 << 16  #: bytes of UTF-8
+
 SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a frame of its own costs more than the copy
+
 _MAGIC = b"GNFS"
+
 _HEADER = struct.Struct("<4sHBBQIIII")
+
 _MAX_NDIM = 8
+
 _DESCRIPTOR = struct.Struct(f"<BB6s{_MAX_NDIM}Q")
+
 _ALIGN = 8
+
 _PAD = bytes(6)
+
 _INT32_MAX = np.iinfo(np.int32).max
 
 _DTYPES: tuple[npt.DTypeLike, ...] = (
@@ -50,10 +64,12 @@ _DTYPES: tuple[npt.DTypeLike, ...] = (
 )  # fmt: skip
 
 _DTYPE_OF_CODE = tuple(np.dtype(name) for name in _DTYPES)
+
 _CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(_DTYPE_OF_CODE)}
 
 #: Largest head, and largest frame, that a valid message can have.
 MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS + MAX_TEXT + _ALIGN
+
 MAX_FRAME = max(MAX_HEAD, CHUNK)
 
 
@@ -95,6 +111,7 @@ class Status(IntEnum):
 
 
 _KINDS = frozenset(Kind)
+
 _ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
 
 

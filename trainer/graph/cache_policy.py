@@ -21,7 +21,7 @@ from trainer.core import rounding
 from trainer.core.arrays import Ids
 from trainer.core.remote_access import CacheSize, WireRows
 from trainer.core.schema import AnyType, NodeType
-from trainer.loader.seed_order import SeedOrder
+from trainer.graph.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.feature_gather import Answer, HeldRows, Piece
 from trainer.sampler.settings import blank_rows, row_spec
@@ -31,8 +31,11 @@ from trainer.store.part_store import PartStore
 from trainer.store.row_cache import RowCache
 
 LEAST_STEPS, MOST_STEPS = 12, 240  #: batches that are presampled
+
 ENOUGH_ROWS = 2_000_000  #: requested by all presampled batches together, after which no further one is made
+
 MOST_SECONDS = 30.0  #: after which no further one is made: other ranks wait meanwhile
+
 Steps = npt.NDArray[np.float64]  #: a number for each presampled step
 
 

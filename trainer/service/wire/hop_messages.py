@@ -15,11 +15,14 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import WireError
 from trainer.sampler.types import HopRequest, HopSample, TimeBound
-from trainer.service.frames import MAX_ARRAYS, NONE, Kind, Message, TableReader, TableWriter, check_ids, narrow_ids
+from trainer.service.wire.frames import MAX_ARRAYS, NONE, Kind, Message, TableReader, TableWriter, check_ids, narrow_ids
 
 _RECORD = struct.Struct("<9iIqqQ")
+
 _REPLACE, _WITH_EDGE, _ON_NODE, _ON_EDGE, _LAST = 1, 2, 4, 8, 16
+
 _ALL_FLAGS = 31
+
 _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
 

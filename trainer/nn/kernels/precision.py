@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 Forward = TypeVar("Forward", bound=Callable[..., Tensor])
+
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 _CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: of /proc/cpuinfo; the last is Arm's
 
 

@@ -23,7 +23,7 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.request_split import EDGES_AT_ONCE
 from trainer.sampler.types import EdgeList, RowRequest
-from trainer.service.frames import (
+from trainer.service.wire.frames import (
     MAX_ARRAY,
     MAX_ARRAYS,
     NONE,
@@ -39,9 +39,13 @@ from trainer.service.frames import (
 )
 
 _F2, _F4, _F8 = map(np.dtype, ("<f2", "<f4", "<f8"))
+
 _AS_IT_IS: tuple[WireRows, np.dtype] = ("stored", _F4)
+
 _MARKS = (_AS_IT_IS, ("float16", _F4), ("float16", _F8), ("int8", _F2), ("int8", _F4), ("int8", _F8))
+
 _MARK_OF = {what: mark for mark, what in enumerate(_MARKS)}
+
 _FLAGS: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
 
 
@@ -103,11 +107,17 @@ class ServerPlace:
 
 
 _ROW_RECORD = struct.Struct("<iii")  # type, ids, attribute
+
 _PAIR_RECORD = struct.Struct("<iii")  # edge type, sources, targets
+
 _SLICE_RECORD = struct.Struct("<iiqq")  # edge type, part id, first slot, number of edges
+
 _SHARED_RECORD = struct.Struct("<iiqq")  # node type, name, first row, number of rows
+
 _IDS_RECORD = struct.Struct("<ii")  # node type, ids
+
 _MAX_SLOT = 1 << 62
+
 FormOf = Callable[[AnyType, str], WireRows]  #: how the rows of an attribute are to travel
 
 

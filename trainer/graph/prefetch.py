@@ -18,6 +18,7 @@ from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
 from trainer.service.remote_graph import Gateway
 
 Job = TypeVar("Job")
+
 Done = TypeVar("Done")
 
 

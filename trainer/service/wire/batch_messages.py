@@ -19,15 +19,21 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, Rows, Sampled
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.sampler.types import Rows as Places
-from trainer.service.frames import NONE, Kind, Message, TableReader, TableWriter
-from trainer.service.messages import ClientName, FormOf, restored, rounded
+from trainer.service.wire.frames import NONE, Kind, Message, TableReader, TableWriter
+from trainer.service.wire.messages import ClientName, FormOf, restored, rounded
 
 MAX_SEEDS = 1 << 20  #: of one batch, over all types
+
 MAX_HOPS = 64
+
 MAX_CLIENT_NAME = 200  #: characters
+
 _HEADER = struct.Struct("<QQq")  # key of the batch, number of the client, place of its name
+
 _REPLACE, _DISJOINT, _INDUCED, _EDGE_IDS, _ASK_AGAIN, _TIME_ON_EDGE, _TIME_LAST = (1 << bit for bit in range(7))
+
 _ALL_FLAGS = (1 << 7) - 1
+
 _FANOUT_LIMIT = 1 << 31
 
 

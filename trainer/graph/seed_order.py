@@ -21,6 +21,7 @@ from trainer.service.cluster import Cluster
 
 #: Streams keep the draws of training and of each evaluation apart.
 STREAMS = {"train": 0, "val": 1, "test": 2}
+
 OTHER_STREAM = 3
 
 

@@ -38,14 +38,12 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
     return found
 
 
-def imported(module: Module, known: Collection[str], at_import: bool = False) -> Iterator[str]:
+def imported(module: Module, known: Collection[str]) -> Iterator[str]:
     """Dotted names that ``module`` imports: a module among ``known`` where it is one, else as written.
 
-    Imports inside functions count as well, and those for type checkers, unless ``at_import``. Raises ``ValueError`` for
-    a relative import.
+    Imports inside functions count as well, and those for type checkers. Raises ``ValueError`` for a relative import.
     """
-    body = [node for node in module.body if not at_import or _runs_at_import(node)]
-    for node in (inner for outer in body for inner in ast.walk(outer)):
+    for node in (inner for outer in module.body for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -55,15 +53,10 @@ def imported(module: Module, known: Collection[str], at_import: bool = False) ->
             yield from (name if name in known else node.module for name in names)
 
 
-def _runs_at_import(node: ast.stmt) -> bool:
-    checking_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    return not checking_only and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-
-
 def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Which modules each module imports when it is imported."""
+    """Which modules each module imports, inside functions and for type checkers included."""
     return {
-        name: {other for other in imported(module, modules, at_import=True) if other in modules and other != name}
+        name: {other for other in imported(module, modules) if other in modules and other != name}
         for name, module in modules.items()
     }
 

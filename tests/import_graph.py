@@ -62,11 +62,14 @@ def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
 
 
 def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """From which other packages the files of each package import, imports inside functions included."""
-    graph: dict[str, set[str]] = {module.package: set() for module in modules.values()}
-    for module in modules.values():
-        others = {modules[name].package for name in imported(module, modules) if name in modules}
-        graph[module.package] |= others - {module.package}
+    """From which others the files of each package import, imports inside functions included.
+
+    A file beside the packages of launcher/ or trainer/ counts by itself.
+    """
+    unit = {name: module.package if "." in module.package else name for name, module in modules.items()}
+    graph: dict[str, set[str]] = {name: set() for name in unit.values()}
+    for name, module in modules.items():
+        graph[unit[name]] |= {unit[other] for other in imported(module, modules) if other in modules} - {unit[name]}
     return graph
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from import_graph import circles, imported, module_graph, read_modules
+from import_graph import circles, imported, module_graph, package_graph, read_modules
 
 MODULES = read_modules(Path(__file__).resolve().parents[1])
 IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.items()}

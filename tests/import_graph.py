@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-PACKAGES = ("launcher", "trainer")
+PACKAGES = ("launcher", "trainer", "gnnfleet")
 
 
 @dataclass(frozen=True)

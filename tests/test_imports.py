@@ -19,11 +19,12 @@ ORDER = {
         "plan", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
     ),
     "trainer": ("core", "store", "data", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli"),
+    "gnnfleet": ("shadow", "nn", "tasks"),
 }  # fmt: skip
 #: What no module of a package imports.
 FOREIGN = {
-    "launcher": ["trainer", "torch", "torch_geometric", "numba", "numpy", "pymetis", "ogb"],
-    "trainer": ["launcher", "paramiko", "fabric", "libtmux"],
+    "launcher": ["gnnfleet", "trainer", "torch", "torch_geometric", "numba", "numpy", "pymetis", "ogb"],
+    "trainer": ["gnnfleet", "launcher", "paramiko", "fabric", "libtmux"],
     "trainer.core.errors": ["torch"],
     "trainer.core.rng": ["torch"],
     "trainer.core.arrays": ["torch"],

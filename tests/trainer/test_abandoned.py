@@ -45,6 +45,6 @@ def test_the_next_batch_on_the_same_line_comes(server) -> None:
         client.hello()
         with pytest.raises(ServiceError):
             client.submit_batch(WORK, ME).result(0.03)
-        made = client.submit_batch(WORK, ME).result(10)
+        made = client.submit_batch(WORK, ME).result(60)
         assert len(made.subgraph.nodes) and made.rows
         assert client.hello().node_rank == server._info.node_rank

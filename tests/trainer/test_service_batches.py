@@ -59,7 +59,7 @@ def ask(peer, request_id, work=WORK, client=ME):
     peer.send_multipart(encode(batch_messages.batch_request(work, client), request_id=request_id))
 
 
-def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
+def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
     """The next message that is not only a sign of life."""
     until = time.monotonic() + seconds
     while peer.poll(max(0, 1000 * (until - time.monotonic()))):
@@ -69,7 +69,7 @@ def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
     raise AssertionError("no answer")
 
 
-def wait_until(true, seconds=5.0):
+def wait_until(true, seconds=30.0):
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until
@@ -254,7 +254,7 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
     with batch_server(graph, batch_threads=1) as server, ThreadPoolExecutor(20) as pool:
         place = ServerPlace("node1", 1, "h", server.endpoint, (0, 1, 2))
         running = [pool.submit(work, number) for number in range(20)]
-        time.sleep(3)
+        wait_until(lambda: sum(done.values()) > 300)
         stop.set()
         for one in running:
             one.result(20)
@@ -292,7 +292,7 @@ def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, serve
             for frames in (*wrong, *failing):
                 peer.send_multipart(frames)
             assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
-        wait_until(lambda: server.stats().errors == rounds * len(failing), 20)
+        wait_until(lambda: server.stats().errors == rounds * len(failing))
         assert server.stats().malformed == rounds * (len(wrong) - 1)  # a TAKEN of nothing is no harm
     assert server.running
 
@@ -306,7 +306,7 @@ def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph, monkeypatch) ->
             rows_of(client, many)
         with pytest.raises(ServiceError, match="has_edges failed: the request takes"):
             client.has_edges(HOMO_EDGE, many, many)
-        assert time.monotonic() - start < 5 and len(rows_of(client, many[:9])["x"]) == 9
+        assert time.monotonic() - start < 30 and len(rows_of(client, many[:9])["x"]) == 9
 
 
 def test_the_stats_file_tells_what_goes_on(graph, tmp_path) -> None:

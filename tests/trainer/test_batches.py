@@ -15,9 +15,9 @@ from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import ServiceError, WireError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.sampler.subgraph_sampler import BatchWork, Sampled, SubgraphSampler
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSampler
+from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.types import Rows as Places
 from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import Message, decode, encode
 from trainer.service.wire.messages import ClientName
@@ -87,7 +87,7 @@ def graphs():
     return {"homo": parts_of(homo_data(), 3), "hetero": parts_of(hetero_data(), 3)}
 
 
-def sample(graph, work: BatchWork) -> Sampled:
+def sample(graph, work: BatchWork) -> SampledBatch:
     sampler = SubgraphSampler(graph.access, graph.store.manifest, work.settings, work.attrs, work.labels)
     return sampler.sample(work.seeds, work.key)
 
@@ -161,7 +161,7 @@ def sampled(draw):
     fanouts = {("a", "to", "a"): (1,) * hops} if hops else {}
     attrs = {of: tuple(name for name in one if name != "orig_id") for of, one in rows.items()}
     work = BatchWork(SampleSettings(fanouts, induced=induced), seeds, 1, attrs, (label_type, tuple(labels)))
-    return Sampled(SampledSubgraph(hops, nodes, edges, induced), rows, labels, 0), work
+    return SampledBatch(SampledSubgraph(hops, nodes, edges, induced), rows, labels, 0), work
 
 
 @settings(max_examples=60, deadline=None)

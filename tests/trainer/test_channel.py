@@ -16,12 +16,12 @@ from trainer.core.errors import ServerGone, ServiceError
 from trainer.service.client import HostClient
 from trainer.service.wire import messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import ServerPlace
+from trainer.service.wire.messages import ServerAddress
 
 
 @contextlib.contextmanager
 def client_of(endpoint, deadline, gone_after=None):
-    place = ServerPlace("node1 (h1)", 1, "h1", endpoint, (1, 3))
+    place = ServerAddress("node1 (h1)", 1, "h1", endpoint, (1, 3))
     client = HostClient(place, deadline, gone_after=gone_after)
     try:
         yield client

@@ -73,7 +73,7 @@ def test_loaders_on_a_connected_graph(folder, plain):
             lambda g: DistLinkNeighborLoader(g, [4], batch_size=50, neg_sampling="binary"),
         ):
             assert_identical(list(make(graph)), list(make(local)))
-        (client,) = [client for client in plain.servers[1].desk_status().clients if "alice" in client.name]
+        (client,) = [client for client in plain.servers[1].scheduler_status().clients if "alice" in client.name]
         assert client.name.startswith("alice on ")
 
 

@@ -27,7 +27,7 @@ from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 from trainer.service import remote_graph as gateway_module
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.remote_graph import Gateway
-from trainer.service.wire.messages import ServerPlace
+from trainer.service.wire.messages import ServerAddress
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 
@@ -61,7 +61,7 @@ def loader(graph):
 
 def served(servers, number) -> int:
     """Batches that a server has made."""
-    return sum(client.batches for client in servers.servers[number].desk_status().clients)
+    return sum(client.batches for client in servers.servers[number].scheduler_status().clients)
 
 
 def until(holds, seconds=60.0):
@@ -75,7 +75,7 @@ def test_batches_are_asked_of_the_home_server(servers, expected):
     with client_graph(servers, home=1) as graph:
         assert_identical(list(loader(graph)), expected)
         assert (served(servers, 0), served(servers, 1)) == (0, len(expected))
-        until(lambda: servers.servers[1].desk_status().buffer_bytes == 0)
+        until(lambda: servers.servers[1].scheduler_status().buffer_bytes == 0)
 
 
 def test_more_batches_ahead_than_a_server_queues_for_one_client(servers, folder):
@@ -141,14 +141,14 @@ def test_when_none_comes_back_all_are_named(servers):
 
 
 def test_opening_passes_over_a_server_that_is_not_there(servers, expected):
-    absent = ServerPlace("node9 (far)", 9, "far", free_endpoint(), (0,))
+    absent = ServerAddress("node9 (far)", 9, "far", free_endpoint(), (0,))
     servers.places = {9: absent, **servers.places}
     with client_graph(servers, home=9) as graph:
         assert_identical(list(loader(graph)), expected)
 
 
 def test_opening_fails_within_its_patience_naming_the_server():
-    place = ServerPlace("node9 (far) of products", 9, "far", free_endpoint(), (0, 2))
+    place = ServerAddress("node9 (far) of products", 9, "far", free_endpoint(), (0, 2))
     start = time.monotonic()
     with contextlib.closing(Gateway([place], 30.0)) as gateway, pytest.raises(ServiceError) as caught:
         gateway.open(1.0)

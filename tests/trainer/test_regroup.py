@@ -20,7 +20,7 @@ from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
-from trainer.train.regroup import GoOn, Members, Progress, Snapshots, _Survivor, newest_common
+from trainer.train.regroup import Progress, RegroupOptions, Snapshots, Team, _RegroupingRank, newest_common
 from trainer.train.settings import TrainJob
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
@@ -120,11 +120,11 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
 ) -> None:
     """Ranks 0 and 1 have done their work, 2 is lost; 1 has heard so before it knew that 0 is done."""
     monkeypatch.setattr(regroup, "_PART", 0.0)
-    store, go_on = HashStore(), GoOn(tmp_path / "team.json")
-    everybody, waits = Members(0, (0, 1, 2)), []
+    store, go_on = HashStore(), RegroupOptions(tmp_path / "team.json")
+    everybody, waits = Team(0, (0, 1, 2)), []
     store.set("done/1", "")
     for rank in (0, 1):
-        survivor = object.__new__(_Survivor)
+        survivor = object.__new__(_RegroupingRank)
         survivor.ranks, survivor.timeout, survivor.store, survivor.go_on = Ranks(rank, 3), 20.0, store, go_on
         waits.append(survivor)
     write_team(tmp_path, 1, {0, 1})

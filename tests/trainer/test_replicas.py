@@ -22,7 +22,7 @@ from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
 from trainer.service.curve_keys import write_key_file
 from trainer.service.server_peers import Peers
-from trainer.service.wire.messages import ClientName, ServerPlace
+from trainer.service.wire.messages import ClientName, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
@@ -208,7 +208,7 @@ def test_batches_stay_the_same_when_a_server_behind_the_server_is_killed(site) -
     manifest = here.whole.store.manifest
     whole = SubgraphSampler(DistGraph(here.whole, {}), manifest, SETTINGS, {})
     with here.server(1), here.server(2) as process, here.server(3):
-        place = ServerPlace("node1 (h1)", 1, "h1", here.endpoints[1], (0, 1))
+        place = ServerAddress("node1 (h1)", 1, "h1", here.endpoints[1], (0, 1))
         client = HostClient(place, 30, here.keys, route=True)
         for key in range(12):
             if key == 4:

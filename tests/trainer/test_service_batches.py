@@ -24,7 +24,7 @@ from trainer.service import client as pieces
 from trainer.service.client import HostClient
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import ClientName, ServerPlace, SharedSlice
+from trainer.service.wire.messages import ClientName, ServerAddress, SharedSlice
 
 WORK = HOMO["attributes and labels"]
 
@@ -92,8 +92,8 @@ def test_batches_are_taken_and_counted(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         for _ in range(5):
             client.submit_batch(WORK, ME).result()
-        wait_until(lambda: server.desk_status().buffer_bytes == 0)
-    (shown,) = server.desk_status().clients
+        wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
+    (shown,) = server.scheduler_status().clients
     assert (shown.name, shown.batches) == (ME.name, 5) and shown.bytes > 5 * 1000
 
 
@@ -179,8 +179,8 @@ def test_shared_arrays_and_ids(graph, server) -> None:
 
 def test_hello_tells_of_all_servers(graph) -> None:
     places = (
-        ServerPlace("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
-        ServerPlace("node2", 2, "b", "tcp://b:5", ()),
+        ServerAddress("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
+        ServerAddress("node2", 2, "b", "tcp://b:5", ()),
     )
     with serving(graph.access.local, topology=lambda: (7, places)) as server, client_of(server.endpoint) as client:
         info = client.hello()
@@ -202,7 +202,7 @@ def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
         sign = answer_of(peer, kind=Kind.ALIVE)
         assert (sign.status, sign.request_id) == (Status.OK, 0)
         peer.send_multipart(encode(messages.taken(1)))
-        wait_until(lambda: server.desk_status().buffer_bytes == 0)
+        wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
         while peer.poll(100):
             peer.recv_multipart()
         assert not peer.poll(1500)
@@ -212,8 +212,8 @@ def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
     with peer_of(server) as peer:
         for number in range(10):
             ask(peer, number, client=ClientName(9, "leaver"))
-        wait_until(lambda: server.desk_status().batches > 0)
-    wait_until(lambda: server.desk_status().buffer_bytes == 0 and server.desk_status().queue == 0, 4)
+        wait_until(lambda: server.scheduler_status().batches > 0)
+    wait_until(lambda: server.scheduler_status().buffer_bytes == 0 and server.scheduler_status().queue == 0, 4)
     with client_of(server.endpoint, route=True) as client:
         client.submit_batch(WORK, ME).result()
     assert server.running
@@ -235,8 +235,8 @@ def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
                 ask(hog, number, client=ClientName(9, "hog"))
             for _ in range(50):
                 assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
-                highest = max(highest, server.desk_status().buffer_bytes)
-        hog = next(shown for shown in server.desk_status().clients if shown.name == "hog")
+                highest = max(highest, server.scheduler_status().buffer_bytes)
+        hog = next(shown for shown in server.scheduler_status().clients if shown.name == "hog")
         assert hog.queue and 2 * one < hog.buffer_bytes <= 5.5 * one
     assert highest <= 10 * one
 
@@ -252,7 +252,7 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
         client.close()
 
     with batch_server(graph, batch_threads=1) as server, ThreadPoolExecutor(20) as pool:
-        place = ServerPlace("node1", 1, "h", server.endpoint, (0, 1, 2))
+        place = ServerAddress("node1", 1, "h", server.endpoint, (0, 1, 2))
         running = [pool.submit(work, number) for number in range(20)]
         wait_until(lambda: sum(done.values()) > 300)
         stop.set()

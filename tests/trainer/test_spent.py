@@ -25,7 +25,7 @@ from trainer.train import step_timing as spent_module
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import DeviceClock, Lap, Load, Phase, behind, traffic
+from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
 from trainer.train.task import NodeClassification
 
 SLEEP = 0.02
@@ -129,12 +129,12 @@ def test_each_step_line_tells_of_what_came_since_the_last(tmp_path: Path, monkey
 
 
 def test_a_loader_that_does_not_tell_what_it_did_was_sampling() -> None:
-    assert Lap.of(1, [0.5, 0, 0, 0, 0, 0, 0], [Load(0.5, Cost())]).means()["spent"]["sample"] == 0.5
-    assert "spent" not in Lap.of(1, [0.5, 0, 0, 0, 0, 0, 0], [Load(0.5, None)]).means()
+    assert StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, Cost())]).means()["spent"]["sample"] == 0.5
+    assert "spent" not in StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, None)]).means()
 
 
 def test_laps_add_up() -> None:
-    lap = Lap.of(2, [0.4, 0, 1, 0, 0.5, 0, 0.1], [Load(0.2, WORK)] * 2)
+    lap = StepTimes.of(2, [0.4, 0, 1, 0, 0.5, 0, 0.1], [BatchWait(0.2, WORK)] * 2)
     both = lap + replace(lap, steps=6)
     assert (both.steps, both.batch_s, both.cost) == (8, pytest.approx(0.8), WORK + WORK + WORK + WORK)
     assert behind(both.cost, both.batches) == behind(WORK, 1)

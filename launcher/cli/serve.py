@@ -162,7 +162,7 @@ def _tell(served: Served, console: Console) -> None:
         f"serving cluster {name} {up}: {served.cluster.words}",
         f"  gnnfleet --config train.yml --serving {name}    train on it",
         f"  gnnfleet serve status {name}    its load and its clients",
-        f'  gnnfleet serve key {name} -o {name}.key    for a notebook: trainer.connect(key="{name}.key")',
+        f'  gnnfleet serve key {name} -o {name}.key    for a notebook: gnnfleet.connect(key="{name}.key")',
         f"  gnnfleet serve stop {name}    end it",
     ]
     for line in lines:
@@ -219,7 +219,7 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
 @click.option("--for", "person", metavar="WHO", help="Begins the key's name on the servers; default: who you are.")
 @click.pass_context
 def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> None:
-    """Make a key file with which a notebook reads the graph: trainer.connect(key=FILE).
+    """Make a key file with which a notebook reads the graph: gnnfleet.connect(key=FILE).
 
     Whoever has the file may read the graph. To take a key back, delete its file in the servers' clients/ folder.
     """

@@ -257,7 +257,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """``trainer.connect``: see there."""
+    """``gnnfleet.connect``: see there."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     given = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]

@@ -37,7 +37,7 @@ def open_any(
         assert cluster is not None
         return open_client(
             read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
-            reach=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
+            remote_access=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
         )  # fmt: skip
     if path is None:
         _check_in_run(environ)
@@ -49,7 +49,7 @@ def open_any(
         part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
-        ranks=ranks, placed=placed, reach=RemoteAccess.from_env(environ),
+        ranks=ranks, placed=placed, remote_access=RemoteAccess.from_env(environ),
     )  # fmt: skip
 
 

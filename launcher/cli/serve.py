@@ -136,12 +136,12 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> None:
     """What would be started, were nothing of that name there; opens no connection."""
+    from launcher.config.resolve import resolve_serving
     from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
-    from launcher.serving.membership import wanted_cluster
 
     check_run_id(name, "--name")
-    plan = offline_plan(wanted_cluster(config), name, serve_only=True)
+    plan = offline_plan(resolve_serving(config), name)
     if options.as_json:
         from launcher.plan.serialize import to_json
 

@@ -179,6 +179,44 @@ def test_relative_links_exist(page: Path) -> None:
     assert missing == []
 
 
+#: What may name files and modules of ours: pages but the log, and source, whose docstrings and comments do.
+NAMING = [
+    *(page for page in PAGES if page.name != "CHANGELOG.md" and page.name != "LOG.md"),
+    REPOSITORY / "Makefile",
+    *(path for folder in ("templates", "examples") for path in (REPOSITORY / folder).iterdir() if path.is_file()),
+    *(path for top in ("launcher", "trainer", "gnnfleet", "benchmarks") for path in (REPOSITORY / top).rglob("*.py")),
+]
+FOLDERS = ("launcher", "trainer", "gnnfleet", "benchmarks", "examples", "templates", "tests", "docs")
+
+
+def test_files_and_modules_that_are_named_exist() -> None:
+    """``launcher/plan/files.py``, ``node/control.py`` in a page, ``trainer.core.ranks.Ranks`` between backquotes."""
+    files = {path.relative_to(REPOSITORY).as_posix() for top in FOLDERS for path in (REPOSITORY / top).rglob("*.*")}
+    missing = []
+    for page in NAMING:
+        text = page.read_text()
+        named = set(re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w/-]+\.(?:py|yml|md|j2|css|js))\b", text))
+        if page.suffix == ".md":
+            named |= set(re.findall(r"`([\w-]+/[\w/-]+\.py)\b", text))  # some say `node/x.py` for launcher/node/x.py
+        missing += [
+            f"{page.name}: {name}" for name in named if not any(f"/{each}".endswith(f"/{name}") for each in files)
+        ]
+        dotted = set(re.findall(r"`((?:launcher|trainer)(?:\.(?!py\b)\w+)+)(?:\(\))?`", text))
+        missing += [f"{page.name}: {name}" for name in dotted if not _is_defined(name)]
+    assert missing == []
+
+
+def _is_defined(name: str) -> bool:
+    """Whether ``launcher.a.b.Name`` is a module, or up to two names that stand in the source of one."""
+    words = name.split(".")
+    for cut in range(len(words), max(len(words) - 3, 0), -1):
+        path = REPOSITORY.joinpath(*words[:cut])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.exists():
+                return all(re.search(rf"\b{word}\b", file.read_text()) for word in words[cut:])
+    return False
+
+
 def test_readme_begins_with_the_two_commands() -> None:
     first = next(block for block in blocks("bash") if block.page.name == "README.md")
     assert [words for block, words in commands() if block == first] == [["make", "demo"], ["make", "test"]]

@@ -201,7 +201,7 @@ def _world_env(context: RunContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: RunContext, site: Site) -> dict[str, str]:
-    """Settings of ``trainer.core.remote_access.Reach``: how processes read what other nodes hold."""
+    """Settings of ``trainer.core.remote_access.RemoteAccess``: how processes read what other nodes hold."""
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache

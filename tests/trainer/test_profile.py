@@ -15,7 +15,8 @@ from metrics_kit import lines_of
 from test_spent import Batches, one_epoch
 from trainer.cli import cli
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.profile import RankLines, RankTimes, RunTimes, advice, keeping_up, record_of
+from trainer.train.profile import advice, keeping_up
+from trainer.train.run_times import RankLines, RankTimes, RunTimes, record_of
 
 SPENT = {
     0: (0.004, 0.006, 0.0, 0.0, 0.03, 0.05, 0.06, 0.005, 0.005),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.service.batch_scheduler import BlockingFairQueue, FairQueue
+from trainer.service.fair_queue import BlockingFairQueue, FairQueue
 
 
 def given(turns: FairQueue[int]) -> list[int]:

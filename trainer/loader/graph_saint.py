@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
+from trainer.core.files import write_whole
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.rng import GOLDEN, batch_key, hashed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
@@ -214,13 +214,11 @@ def _read(path: Path, key: str) -> SaintNorm | None:
 
 
 def _write(path: Path, key: str, norm: SaintNorm) -> None:
-    """Beside the final name, then renamed: other ranks may write the same."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    """Other ranks may write the same."""
     kept = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(kept, beside)
-        beside.replace(path)
+        write_whole(path, lambda file: torch.save(kept, file))
     except OSError as error:
         raise SettingsError(f"save_dir: {path} cannot be written: {error.strerror or error}") from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
+from trainer.core.files import sync_path
 from trainer.store.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 
 _AT_FDCWD = -100
@@ -143,15 +144,7 @@ def _glob_escaped(text: str) -> str:
 
 def _sync_folders(root: Path) -> None:
     with ThreadPoolExecutor(_SYNCS) as pool:
-        list(pool.map(_sync, [path for path, _, _ in os.walk(root)]))
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        list(pool.map(sync_path, [path for path, _, _ in os.walk(root)]))
 
 
 def _install(staging: Path, folder: Path) -> None:
@@ -164,7 +157,7 @@ def _install(staging: Path, folder: Path) -> None:
         folder.rename(aside)
         staging.rename(folder)
         shutil.rmtree(aside)
-    _sync(folder.parent)
+    sync_path(folder.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:

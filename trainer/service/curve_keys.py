@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from trainer.core.errors import ServiceError
+from trainer.core.files import write_whole
 
 _RAW_KEY_BYTES, _Z85_KEY_BYTES = 32, 40
 
@@ -87,9 +86,7 @@ def admit_guest(key_file: str | Path, name: str, public: bytes) -> Path:
     """Have the servers with this key file admit ``public`` from now on (within a second); delete the file to revoke."""
     path = Path(key_file).parent / _GUESTS / f"{name}.key"
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_bytes(public + b"\n")
-    temporary.replace(path)
+    write_whole(path, public + b"\n")
     return path
 
 
@@ -103,12 +100,10 @@ def start_authenticator(context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys
 
 def write_key_file(path: str | Path, keys: CurveKeys) -> None:
     """Write the keypair with mode 0600, whole or not at all."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(_fields(keys), file)
-    temporary.replace(path)
+    fields: dict[str, object] = {"public": keys.public.decode(), "secret": keys.secret.decode()}
+    optional = {"server": keys.server.decode(), "endpoints": list(keys.endpoints), "name": keys.name}
+    fields |= {name: value for name, value in optional.items() if value}
+    write_whole(Path(path), json.dumps(fields), mode=0o600)
 
 
 def read_key_file(path: str | Path) -> CurveKeys:
@@ -129,13 +124,6 @@ def read_key_file(path: str | Path) -> CurveKeys:
     if mode & 0o077:
         raise ServiceError(f"service key {path} has mode {mode:04o}, others may read it; run: chmod 600 {path}")
     return _parse(path, text)
-
-
-def _fields(keys: CurveKeys) -> dict[str, object]:
-    """What a key file says; the optional fields only where they say something."""
-    fields: dict[str, object] = {"public": keys.public.decode(), "secret": keys.secret.decode()}
-    optional = {"server": keys.server.decode(), "endpoints": list(keys.endpoints), "name": keys.name}
-    return fields | {name: value for name, value in optional.items() if value}
 
 
 def _parse(path: Path, text: str) -> CurveKeys:

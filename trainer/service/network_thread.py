@@ -11,8 +11,9 @@ from typing import Any
 import zmq
 
 from trainer.core.errors import ServiceError, WireError
-from trainer.service.batch_scheduler import BatchScheduler, BlockingFairQueue
+from trainer.service.batch_scheduler import BatchScheduler
 from trainer.service.curve_keys import CurveKeys
+from trainer.service.fair_queue import BlockingFairQueue
 from trainer.service.stats import Counters
 from trainer.service.wire import messages
 from trainer.service.wire.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of

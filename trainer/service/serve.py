@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.files import write_whole
 from trainer.core.remote_access import SERVER_WAIT, Topology
 from trainer.core.slabs import give_back_freed_memory
 from trainer.sampler.dist_graph import DistGraph
@@ -101,9 +102,7 @@ def _catch_signals() -> threading.Event:
 
 
 def _write_ready(path: Path, endpoint: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
-        temporary.replace(path)
+        write_whole(path, json.dumps({"endpoint": endpoint, "pid": os.getpid()}))
     except OSError as error:
         raise SettingsError(f"ready file {path} cannot be written: {error.strerror}") from error

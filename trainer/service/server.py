@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import resource
 import sys
 import threading
@@ -16,12 +17,14 @@ from typing import Any
 import zmq
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
+from trainer.core.files import write_whole
 from trainer.sampler.subgraph_sampler import BatchWork
-from trainer.service.batch_scheduler import BatchScheduler, BlockingFairQueue, ScheduledRequest, SchedulerStatus
+from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest, SchedulerStatus
 from trainer.service.curve_keys import CurveKeys, start_authenticator
+from trainer.service.fair_queue import BlockingFairQueue
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
 from trainer.service.network_thread import REPLIES, NetworkThread, bound_front
-from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport, write_atomically
+from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport
 from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import HelloInfo, ServerStats
@@ -217,7 +220,7 @@ class GraphServer:
         )  # fmt: skip
         while True:
             try:
-                write_atomically(path, report.make())
+                write_whole(path, json.dumps(report.make()))
             except OSError as error:
                 print(f"stats file {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
             if self._stopping.wait(STATS_EVERY):

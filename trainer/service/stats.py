@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -111,10 +110,3 @@ class StatsReport:
 def resident_bytes() -> int:
     """Memory of this process that is in use."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
-
-
-def write_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON beside and rename it, so that readers see the old or the new one whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)

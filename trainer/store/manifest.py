@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
+from trainer.core.files import write_whole
 from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
@@ -163,14 +163,9 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
 def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
     """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
     path = Path(folder) / MANIFEST
-    temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
     version = _VERSION_KEPT if any(spec.kept for spec in _all_attrs(manifest)) else VERSION
     text = _layout({"format": FORMAT, "version": version, **_to_json(manifest)}) + "\n"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_whole(path, text, sync=True)
     return path
 
 

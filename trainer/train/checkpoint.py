@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.core.errors import CheckpointError
+from trainer.core.files import write_whole
 from trainer.core.schema import NodeType, type_name
 from trainer.store.manifest import Manifest
 from trainer.train.settings import TrainSettings
@@ -86,7 +87,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     path = folder / f"epoch-{checkpoint.epoch:04d}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, {"format": FORMAT, "version": VERSION, **_plain(checkpoint)})
+        content = {"format": FORMAT, "version": VERSION, **_plain(checkpoint)}
+        write_whole(path, lambda file: torch.save(content, file), sync=True)
         _point_to(folder / "last.pt", path)
         _prune(folder, checkpoint)
     except OSError as error:
@@ -134,20 +136,6 @@ def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**values, "step_loss": list(checkpoint.step_loss)}
 
 
-def _write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Written beside, synced, renamed: whoever finds ``path`` finds all of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _point_to(link: Path, target: Path) -> None:
     """Make ``link`` the same file as ``target``; a copy where there are no hard links."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
@@ -157,14 +145,6 @@ def _point_to(link: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(target, temporary)
     temporary.replace(link)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _prune(folder: Path, newest: Checkpoint) -> None:

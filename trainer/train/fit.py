@@ -26,8 +26,9 @@ from trainer.train.checkpoint import BestEpoch, Checkpoint, save_checkpoint, set
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
-from trainer.train.profile import RankTimes, keeping_up
+from trainer.train.profile import keeping_up
 from trainer.train.regroup import SNAPSHOT_STEPS, CannotRegroup, Progress, Snapshots, newest_common
+from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
 from trainer.train.task import Task
 

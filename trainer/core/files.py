@@ -1,0 +1,45 @@
+"""Files that appear whole: written beside their final name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+
+def write_whole(
+    path: Path, content: str | bytes | Callable[[BinaryIO], object], *, mode: int = 0o666, sync: bool = False
+) -> None:
+    """Replace ``path``; readers see the old content or the new one, and an error leaves the old one.
+
+    content: text in UTF-8, bytes, or what writes to the open file; mode: of the new file, less the umask; sync: wait
+    until content and name are on the disk. Raises ``OSError``.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_path(path.parent)
+
+
+def sync_path(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. Raises ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

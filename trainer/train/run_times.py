@@ -1,0 +1,305 @@
+"""Where the time of a run goes, read from its metrics lines: means per rank, and traffic between hosts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from trainer.core.errors import SettingsError
+from trainer.train.metrics import KINDS, LOADING
+
+TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
+
+PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: of ``by_host`` in an epoch line
+
+_ROUGHLY = 0.9  # times the predicted bytes: fewer are worth an explanation
+
+MetricsLine = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Means of one rank over the epochs looked at."""
+
+    rank: int
+    steps: int
+    spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
+    behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
+    traffic: Mapping[str, float]  #: per step, by ``TRAFFIC``
+    predict: MetricsLine | None = None  #: what it was told to expect per epoch
+    node: int | None = None  #: node rank, where the file lies in ``logs/node<k>/``
+    epochs: int = 0  #: whole epochs; 0 where these are steps of an unfinished one
+
+    @classmethod
+    def of(
+        cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
+    ) -> RankTimes:  # fmt: skip
+        """Weighted by steps; each line has ``spent``, ``behind`` and ``traffic``."""
+        counts = [float(line["traffic"]["batches"]) for line in lines]
+        steps = sum(counts)
+
+        def mean(group: str, names: Iterable[str], weights: Sequence[float]) -> dict[str, float]:
+            weighted = list(zip(weights, lines, strict=True))
+            return {name: sum(w * _number(line[group].get(name)) for w, line in weighted) / steps for name in names}
+
+        return cls(
+            rank,
+            round(steps),
+            mean("spent", KINDS, counts),
+            mean("behind", LOADING, counts),
+            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # which are sums already
+            predict,
+            node,
+            sum(line.get("kind") == "epoch" for line in lines),
+        )
+
+    @property
+    def name(self) -> str:
+        """``node1/rank3``; ``rank3`` where the node is not known."""
+        return f"rank{self.rank}" if self.node is None else f"node{self.node}/rank{self.rank}"
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.spent.values())
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a step without waiting for other ranks."""
+        return self.step_s - self.spent["reduce"]
+
+    @property
+    def wait_s(self) -> float:
+        """Waiting for batches."""
+        return sum(self.spent[kind] for kind in LOADING)
+
+    @property
+    def work_s(self) -> float:
+        """Of a sampler thread, per batch."""
+        return sum(self.behind.values())
+
+    def share(self, *kinds: str) -> float:
+        """Of a step."""
+        return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
+
+    def part(self, rows: str, of: str) -> float | None:
+        """Some of the rows as a part of others; None where there are none."""
+        return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
+
+    def per_epoch(self, name: str) -> float:
+        """One of ``TRAFFIC``, per whole epoch."""
+        return self.traffic[name] * self.steps / max(1, self.epochs)
+
+    @property
+    def bytes_predicted(self) -> float | None:
+        """Received per step."""
+        if self.predict is None or not self.predict.get("steps"):
+            return None
+        return float(self.predict["remote_bytes"]) / float(self.predict["steps"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "node": self.node,
+            "steps": self.steps,
+            "step_s": round(self.step_s, 6),
+            "own_s": round(self.own_s, 6),
+            **{name: {key: round(s, 6) for key, s in getattr(self, name).items()} for name in ("spent", "behind")},
+            "traffic": {name: round(value, 3) for name, value in self.traffic.items()},
+        }
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Where the time of a run goes, as far as its metrics lines say; at least one rank."""
+
+    epochs: tuple[int, ...]  #: looked at
+    without_first: bool  #: the first epoch, which compiles and warms up, was left out
+    ranks: tuple[RankTimes, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whole epochs; else steps of the only one so far."""
+        return all(rank.epochs for rank in self.ranks)
+
+    @property
+    def mean(self) -> RankTimes:
+        """Over ranks."""
+        ranks, count = self.ranks, len(self.ranks)
+        spent, behind, traffic = (
+            {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
+            for name in ("spent", "behind", "traffic")
+        )
+        return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
+
+    def traffic(self, name: str) -> float:
+        """One of ``TRAFFIC``, per epoch and over all ranks."""
+        return sum(rank.per_epoch(name) for rank in self.ranks)
+
+    def predicted(self, name: str) -> float | None:
+        """``remote_bytes`` or ``remote_bytes_without_cache`` per epoch over all ranks, as they were told to expect it
+        before the first one; None where one of them was told nothing."""
+        values = [(rank.predict or {}).get(name) for rank in self.ranks]
+        return sum(map(_number, values)) if all(map(_is_number, values)) else None
+
+    def rate(self, rows: str) -> float | None:
+        """Part of the rows that other hosts own which were ``cached_rows`` or ``held_rows``; None without any."""
+        remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
+        return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
+
+    @property
+    def why_less(self) -> str:
+        """Why fewer bytes came than predicted; '' where that is not so, or not known."""
+        expected = self.predicted("remote_bytes")
+        if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
+            return ""
+        if not self.rate("held_rows"):
+            return ""
+        return "of an epoch that begins with nothing held; later ones still have the rows of the last batches"
+
+    def to_json(self) -> dict[str, Any]:
+        """``time`` of the document, without ``advice``."""
+        mean, most = self.mean, max(self.ranks, key=lambda rank: rank.spent["remote"])
+        rates = {name: self.rate(rows) for name, rows in (("hit_rate", "cached_rows"), ("held_rate", "held_rows"))}
+        return {
+            "epochs": list(self.epochs),
+            "whole": self.whole,
+            "step_s": round(mean.step_s, 6),
+            "spent": {kind: round(mean.spent[kind], 6) for kind in KINDS},
+            "share": {kind: round(mean.share(kind), 4) for kind in KINDS},
+            "most_remote": {"rank": most.rank, "seconds": round(most.spent["remote"], 6)},
+            "remote_bytes": round(self.traffic("remote_bytes")) if self.whole else None,
+            "predicted": {name: self.predicted(name) for name in ("remote_bytes", "remote_bytes_without_cache")},
+            "why_less": self.why_less,
+            **{name: None if rate is None else round(rate, 4) for name, rate in rates.items()},
+            "ranks": [rank.to_json() for rank in self.ranks],
+        }
+
+
+@dataclass
+class RankLines:
+    """What the analysis needs of one rank's metrics lines."""
+
+    rank: int
+    node: int | None = None
+    epochs: dict[int, MetricsLine] = field(
+        default_factory=dict
+    )  #: the last line of each, where a run went on in its folder
+    steps: list[MetricsLine] = field(default_factory=list)  #: until there is an epoch line; there may be millions
+    predict: MetricsLine | None = None
+
+    def add(self, line: MetricsLine) -> None:
+        """Read the next line."""
+        if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
+            self.predict = line
+        elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
+            self.epochs[line["epoch"]] = {name: value for name, value in line.items() if name != "step_loss"}
+            self.steps = [] if _is_timed(line) else self.steps
+        elif line.get("kind") == "step" and _is_timed(line) and not self.timed_epochs:
+            self.steps.append(line)
+
+    @property
+    def timed_epochs(self) -> list[MetricsLine]:
+        """Epoch lines that say where time went."""
+        return [line for line in self.epochs.values() if _is_timed(line)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Of ``traffic`` in the document: sums over all epochs, and the same by the node that was asked."""
+        hosts: dict[int, dict[str, float]] = {}
+        for line in self.epochs.values():
+            for host, values in _group(line, "by_host").items():
+                if str(host).isdigit() and isinstance(values, Mapping):
+                    sums = hosts.setdefault(int(host), dict.fromkeys(PAIR, 0.0))
+                    for name in PAIR:
+                        sums[name] += _number(values.get(name))
+        sums = {
+            name: sum(_number(_group(line, "traffic").get(name)) for line in self.epochs.values()) for name in TRAFFIC
+        }
+        by_host = [{"node": host, **values} for host, values in sorted(hosts.items())]
+        return {"rank": self.rank, "node": self.node, **sums, "by_host": by_host}
+
+
+def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
+    """By rank; of run folders, and of files with the lines of one rank or several.
+
+    Raises ``SettingsError`` for a folder without metrics files.
+    """
+    ranks: dict[int, RankLines] = {}
+    for file in [file for path in paths for file in (_files(path) if path.is_dir() else [path])]:
+        found = re.fullmatch(r"node(\d+)", file.parent.name)
+        for line in _lines(file):
+            rank = line.get("rank")
+            if isinstance(rank, int):
+                ranks.setdefault(rank, RankLines(rank, int(found[1]) if found else None)).add(line)
+    return dict(sorted(ranks.items()))
+
+
+def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
+    """Means over the epochs asked for, or over all but the first where there are several, by their epoch lines; without
+    any, over the step lines but each rank's first. None where no line says where time went.
+
+    Raises ``SettingsError`` when the epochs asked for are not recorded.
+    """
+    timed = {rank: lines.timed_epochs for rank, lines in ranks.items()}
+    if not any(timed.values()):
+        timed = {rank: lines.steps[1:] or lines.steps for rank, lines in ranks.items()}
+    there = sorted({line["epoch"] for lines in timed.values() for line in lines})
+    if not there:
+        return None
+    without_first = epochs is None and len(there) > 1
+    wanted = tuple(there[1:] if without_first else (epoch for epoch in there if epochs is None or epoch in epochs))
+    if not wanted:
+        raise SettingsError(f"none of these epochs is recorded; there are {there[0]} to {there[-1]}")
+    chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
+    records = [
+        RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
+    ]
+    return RunTimes(wanted, without_first, tuple(records))
+
+
+def _files(folder: Path) -> list[Path]:
+    """A run's metrics files; raises ``SettingsError`` when there are none."""
+    for pattern in ("metrics-rank*.jsonl", "logs/node*/metrics-rank*.jsonl", "metrics.jsonl"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise SettingsError(
+        f"{folder} has no metrics-rank*.jsonl, and no logs/node*/ with some; give a run's folder: the --run-dir of"
+        " train, or runs/RUN of a launch"
+    )
+
+
+def _lines(path: Path) -> Iterator[MetricsLine]:
+    """The lines that can be read; the last one may be half written."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def _is_timed(line: MetricsLine) -> bool:
+    """Whether a line says where time went, and of how many batches."""
+    spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
+    if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
+        return False
+    timed = all(_is_number(spent.get(kind)) for kind in KINDS) and _number(traffic.get("batches")) > 0
+    return timed and isinstance(line.get("epoch"), int)
+
+
+def _group(line: MetricsLine, name: str) -> MetricsLine:
+    group = line.get(name)
+    return group if isinstance(group, Mapping) else {}
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else 0.0

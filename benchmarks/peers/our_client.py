@@ -16,25 +16,23 @@ import numpy as np
 from epochs import timed_epochs
 from torch import Tensor
 
-import trainer
-from trainer.core.batch import Batch
-from trainer.graph.open import Graph
-from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import BatchLoader, LoaderSettings
+import gnnfleet as gf
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
+
+    from trainer.core.batch import Batch
 
 
 class Blocks:
     """The bundled trainer's loader, an epoch at each iteration."""
 
-    def __init__(self, graph: Graph, settings: dict[str, Any]):
-        chosen = LoaderSettings(
+    def __init__(self, graph: gf.Graph, settings: dict[str, Any]):
+        chosen = gf.LoaderSettings(
             "train", tuple(settings["fanouts"]), settings["batch"], prefetch=settings["prefetch"],
             replace=settings["replace"],
         )  # fmt: skip
-        self._loader, self._epoch = BatchLoader(graph, chosen, 0, RankLayout.single(graph.manifest.num_parts)), -1
+        self._loader, self._epoch = gf.BatchLoader(graph, chosen, 0, gf.RankLayout.single(graph.manifest.num_parts)), -1
 
     def __iter__(self) -> Iterator[Batch]:
         self._epoch += 1
@@ -49,13 +47,11 @@ def look_at_data(data: Data) -> tuple[Tensor, int, int]:
     return data.n_id[: data.batch_size], data.edge_index.shape[1], len(data.x)
 
 
-def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
+def loader_of(graph: gf.Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
     """The loader, and how to look at its batches."""
     if settings["loader"] == "blocks":
         return Blocks(graph, settings), look_at_blocks
-    from trainer.loader.neighbor_loader import DistNeighborLoader  # needs torch_geometric, which blocks do without
-
-    loader = DistNeighborLoader(
+    loader = gf.DistNeighborLoader(  # imports torch_geometric, which blocks do without
         graph, settings["fanouts"], "train", batch_size=settings["batch"], shuffle=True, prefetch=settings["prefetch"],
         replace=settings["replace"],
     )  # fmt: skip
@@ -65,7 +61,7 @@ def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
 def main(plain: str, text: str) -> None:
     settings = json.loads(text)
     expected = np.load(Path(plain) / "train.npy")
-    with trainer.connect(settings["endpoint"], settings["key"]) as graph:
+    with gf.connect(settings["endpoint"], settings["key"]) as graph:
         loader, look = loader_of(graph, settings)
         found = timed_epochs(loader, look, expected, settings["warm"], settings["epochs"])
     print(json.dumps(found), flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.node.procs import look
 from launching import Launched
 from node_kit import wait_until
 from serving_kit import ServingKit
@@ -183,5 +184,7 @@ def test_a_server_that_cannot_start_is_the_reason_and_nothing_is_left(kit: Servi
 
 
 def process_is_there(kit: ServingKit, server: int) -> bool:
-    state = kit.run_dir("broken", server) / "state.json"
-    return state.exists() and Path(f"/proc/{json.loads(state.read_text())['pid']}").exists()
+    path = kit.run_dir("broken", server) / "state.json"
+    state = json.loads(path.read_text()) if path.exists() else {}
+    process = look(state["pid"]) if state else None
+    return process is not None and process.start_ticks == state["start_ticks"]

@@ -116,15 +116,17 @@ _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in 
 check_not_shadowed("trainer")
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("nn", "tasks"):
-        return importlib.import_module(f"gnnfleet.{name}")
-    if name not in __all__:
-        nearest = difflib.get_close_matches(name, __all__, 1)
-        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
-    return value
+if not TYPE_CHECKING:  # type checkers go by the imports above, and report names that are not there
+
+    def __getattr__(name: str) -> Any:
+        if name in ("nn", "tasks"):
+            return importlib.import_module(f"gnnfleet.{name}")
+        if name not in __all__:
+            nearest = difflib.get_close_matches(name, __all__, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -3,12 +3,7 @@
 It never imports ``launcher``; the two packages meet through command lines, environment
 variables and the files described in ``docs/ARCHITECTURE.md``.
 
-::
-
-    import trainer
-    graph = trainer.open("parts")            # or trainer.open() in a script that launch.py started
-    loader = trainer.DistNeighborLoader(graph, [10, 5], "train", batch_size=512, shuffle=True)
-    graph = trainer.connect("tcp://10.0.0.2:29601", key="products.key")   # the same from anywhere, of a serving cluster
+Scripts import these names, and more, from ``gnnfleet``: a file trainer.py beside a script would shadow this package.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, cast, get_args
@@ -16,17 +16,13 @@ from typing import Any, NoReturn, cast, get_args
 import click
 
 from trainer.core.errors import SettingsError, TrainerError
-from trainer.core.remote_access import CacheSize, RemoteAccess, Topology, WireRows
+from trainer.core.remote_access import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
 _LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
 
 _LAZY_COMMANDS["profile"] = ("trainer.train.profile", "profile")
-
-
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")
 
 
 class _LazyGroup(click.Group):
@@ -86,65 +82,48 @@ class _CacheSize(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+_FOLDER = click.Path(path_type=Path)
+
+
+def _from_run(flag: str, variable: str, help: str, **more: Any) -> Callable[[F], F]:
+    """An option that the launcher sets by a variable, in a run."""
+    return click.option(flag, envvar=f"GNNFLEET_{variable}", help=help, **more)
+
+
+def _topology(help: str) -> Callable[[F], F]:
+    choice = click.Choice(get_args(Topology))
+    return _from_run("--topology", "TOPOLOGY", help, type=choice, default="partitioned", show_default=True)
+
+
+def _server_wait(help: str) -> Callable[[F], F]:
+    at_least = click.FloatRange(min=0)
+    return _from_run("--server-wait", "SERVER_WAIT", help, type=at_least, default=SERVER_WAIT, show_default=True)
+
+
 _GRAPH_OPTIONS = (
-    click.option(
-        "--parts",
-        type=click.Path(path_type=Path),
-        envvar="GNNFLEET_PARTS",
-        help="Partition folder; client nodes of a run have none.",
+    _from_run("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
+    _from_run(
+        "--part-ids", "PART_IDS", "Parts to open here; default: all, or none where the variable is set but empty.",
+        type=IntList(), default=_no_parts_if_set_empty,
     ),
-    click.option(
-        "--part-ids",
-        type=IntList(),
-        envvar="GNNFLEET_PART_IDS",
-        default=_no_parts_if_set_empty,
-        help="Parts to open here; default: all, or none where the variable is set but empty.",
+    _from_run(
+        "--cluster", "CLUSTER", "cluster.json of the run, when other hosts serve the other parts.", type=_FOLDER
     ),
-    click.option(
-        "--cluster",
-        type=click.Path(path_type=Path),
-        envvar="GNNFLEET_CLUSTER",
-        help="cluster.json of the run, when other hosts serve the other parts.",
+    _from_run(
+        "--key-file", "SERVICE_KEY", "service.key of the run, when the graph service is encrypted.", type=_FOLDER
     ),
-    click.option(
-        "--key-file",
-        type=click.Path(path_type=Path),
-        envvar="GNNFLEET_SERVICE_KEY",
-        help="service.key of the run, when the graph service is encrypted.",
+    _server_wait("Seconds a lost graph server may take to come back."),
+    _topology("replicated: the edges of all parts are in the folder, so that only rows are asked of other hosts."),
+    _from_run(
+        "--cache", "CACHE",
+        "Rows of other hosts kept here, those most likely to be asked for: a share of them, a size (512MB), or 0.",
+        type=_CacheSize(), default="10%", show_default=True,
     ),
-    click.option(
-        "--server-wait",
-        type=click.FloatRange(min=0),
-        envvar="GNNFLEET_SERVER_WAIT",
-        default=60.0,
-        show_default=True,
-        help="Seconds a lost graph server may take to come back.",
+    _from_run(
+        "--wire-rows", "WIRE_ROWS", "What floating-point rows are rounded to on their way from other hosts.",
+        type=click.Choice(get_args(WireRows)), default="stored", show_default=True,
     ),
-    click.option(
-        "--topology",
-        type=click.Choice(get_args(Topology)),
-        envvar="GNNFLEET_TOPOLOGY",
-        default="partitioned",
-        show_default=True,
-        help="replicated: the edges of all parts are in the folder, so that only rows are asked of other hosts.",
-    ),
-    click.option(
-        "--cache",
-        type=_CacheSize(),
-        envvar="GNNFLEET_CACHE",
-        default="10%",
-        show_default=True,
-        help="Rows of other hosts kept here, those most likely to be asked for: a share of them, a size (512MB), or 0.",
-    ),
-    click.option(
-        "--wire-rows",
-        type=click.Choice(get_args(WireRows)),
-        envvar="GNNFLEET_WIRE_ROWS",
-        default="stored",
-        show_default=True,
-        help="What floating-point rows are rounded to on their way from other hosts.",
-    ),
-)
+)  # fmt: skip
 
 _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
@@ -162,16 +141,19 @@ def _graph_options(function: F) -> F:
     return cast(F, reaching)
 
 
-@click.group(cls=_LazyGroup, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
+#: A setting may be written as in a cluster file, with underscores.
+_NAMES = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
+
+
+@click.group(cls=_LazyGroup, context_settings=_NAMES)
 def cli() -> None:
     """Partition a graph, train on it, infer over it, serve its parts to other hosts."""
 
 
 @cli.command()
-@click.option(
-    "--run-dir", type=click.Path(path_type=Path), envvar="GNNFLEET_RUN_DIR", default="run", show_default=True,
-    help="Folder for metrics and checkpoints.",
-)  # fmt: skip
+@_from_run(
+    "--run-dir", "RUN_DIR", "Folder for metrics and checkpoints.", type=_FOLDER, default="run", show_default=True
+)
 @_graph_options
 @settings_options
 def train(
@@ -187,8 +169,8 @@ def train(
 
 
 @cli.command()
-@click.option("--checkpoint", type=click.Path(path_type=Path), required=True, help="Checkpoint file; rank 0 reads it.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the results of each part.")
+@click.option("--checkpoint", type=_FOLDER, required=True, help="Checkpoint file; rank 0 reads it.")
+@click.option("--out", type=_FOLDER, required=True, help="Folder for the results of each part.")
 @_graph_options
 @click.option(
     "--nodes-at-once", type=click.IntRange(min=1), default=4096, show_default=True,
@@ -212,56 +194,31 @@ def infer(**options: Any) -> None:
 
 
 @cli.command()
-@click.option(
-    "--parts", type=click.Path(path_type=Path), envvar="GNNFLEET_PARTS", required=True, help="Partition folder."
-)
+@_from_run("--parts", "PARTS", "Partition folder.", type=_FOLDER, required=True)
 @click.option("--own", "part_ids", type=IntList(), envvar="GNNFLEET_PART_IDS", required=True, help="Parts to serve.")
 @click.option("--bind", required=True, help="Endpoint to listen on, tcp://address:port.")
-@click.option(
-    "--cluster",
-    type=click.Path(path_type=Path),
-    envvar="GNNFLEET_CLUSTER",
-    required=True,
-    help="cluster.json of the run; read again when it changes.",
-)
+@_from_run("--cluster", "CLUSTER", "cluster.json of the run; read again when it changes.", type=_FOLDER, required=True)
 @click.option(
     "--node-rank", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Which of its nodes this is."
 )
-@click.option(
-    "--ready-file", type=click.Path(path_type=Path), required=True, help="Written once requests are answered."
-)
-@click.option(
-    "--key-file",
-    type=click.Path(path_type=Path),
-    envvar="GNNFLEET_SERVICE_KEY",
-    help="service.key: encrypt; further keys to admit in clients/*.key beside it.",
+@click.option("--ready-file", type=_FOLDER, required=True, help="Written once requests are answered.")
+@_from_run(
+    "--key-file", "SERVICE_KEY", "service.key: encrypt; further keys to admit in clients/*.key beside it.", type=_FOLDER
 )
 @click.option(
     "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that answer other servers."
 )
 @click.option(
-    "--batch-threads",
-    type=click.IntRange(min=1),
-    default=lambda: len(os.sched_getaffinity(0)),
-    show_default="CPUs",
+    "--batch-threads", type=click.IntRange(min=1), default=lambda: len(os.sched_getaffinity(0)), show_default="CPUs",
     help="Threads that make whole batches.",
-)
+)  # fmt: skip
 @click.option(
-    "--buffer-mb",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
+    "--buffer-mb", type=click.IntRange(min=1), default=512, show_default=True,
     help="Bound in MB of batches made that clients have not taken yet.",
-)
-@click.option("--stats-file", type=click.Path(path_type=Path), help="Load, clients and queues, as JSON every 2 s.")
-@click.option(
-    "--topology", type=click.Choice(["partitioned", "replicated"]), envvar="GNNFLEET_TOPOLOGY", default="partitioned",
-    show_default=True, help="replicated: the edges of all parts are in the folder, so only rows are asked of others.",
 )  # fmt: skip
-@click.option(
-    "--server-wait", type=click.FloatRange(min=0), envvar="GNNFLEET_SERVER_WAIT", default=60.0, show_default=True,
-    help="Seconds a lost server may take to come back when nobody else has its parts.",
-)  # fmt: skip
+@click.option("--stats-file", type=_FOLDER, help="Load, clients and queues, as JSON every 2 s.")
+@_topology("replicated: the edges of all parts are in the folder, so only rows are asked of others.")
+@_server_wait("Seconds a lost server may take to come back when nobody else has its parts.")
 def serve(**options: Any) -> None:
     """Serve parts and whole batches to other hosts until SIGTERM."""
     with _importing():

@@ -164,7 +164,7 @@ def test_a_row_that_is_cached_or_held_is_not_asked_for_again(topology) -> None:
             cost.remote_bytes, cost.remote_rows, cost.cached_rows, cost.held_rows
         ]  # fmt: skip
         asked = np.union1d(asked, far[~here])
-        needed.append(cost.asked_rows)
+        needed.append(cost.remote_rows - cost.cached_rows - cost.held_rows)
     there = np.concatenate([host.asked_ids("node", "x") for host in others.values()])
     assert len(there) == len(asked) == sum(needed) and set(there) == set(asked)
     assert np.concatenate([host.asked_ids("node", "orig_id") for host in others.values()]).size == (

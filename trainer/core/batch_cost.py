@@ -67,11 +67,6 @@ class Cost:
         return replace(self, by_host=ByHost({node_rank: mine}))
 
     @property
-    def asked_rows(self) -> int:
-        """Rows that other hosts were asked for."""
-        return self.remote_rows - self.cached_rows - self.held_rows
-
-    @property
     def remote_share(self) -> float | None:
         """What part of the rows other hosts own; None with one host."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None

@@ -45,12 +45,6 @@ class CacheSize:
             raise SettingsError(f"a cache of {text} of the remote rows; the most there is is 100%")
         return cls(share=number / 100)
 
-    def rows(self, num_remote: int, row_bytes: int) -> int:
-        """How many of ``num_remote`` rows of ``row_bytes`` bytes fit."""
-        if self.bytes is None:
-            return round(self.share * num_remote)
-        return min(num_remote, self.bytes // max(row_bytes, 1))
-
     def __str__(self) -> str:
         return f"{self.share * 100:g}%" if self.bytes is None else f"{self.bytes}B"
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.errors import PartitionError, ServiceError, SettingsError
@@ -22,7 +21,7 @@ from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import SampleSettings
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.cluster import Cluster
+from trainer.service.cluster import Cluster, connect_cluster
 from trainer.service.curve_keys import CurveKeys, read_key_file
 from trainer.service.remote_graph import Gateway, client_name
 from trainer.service.wire.messages import HelloInfo, ServerAddress
@@ -157,7 +156,9 @@ class Graph:
         batches. All processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what
         does not fit the graph, ``ServiceError`` for hosts that do not answer.
         """
-        return _cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
+        from trainer.graph.cache_fill import cache_rows
+
+        return cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
 
     def close(self) -> None:
         """Let the connections go; waiting requests raise ``ServiceError``."""
@@ -169,9 +170,7 @@ class Graph:
     def __enter__(self) -> Graph:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -188,7 +187,12 @@ def open_graph(
     """
     remote_access = remote_access or RemoteAccess()
     store = open_parts(parts, part_ids, remote_access.topology)
-    clients = _connect(store, cluster_file, node_rank, key_file, deadline, remote_access) if cluster_file else {}
+    clients = {}
+    if cluster_file:
+        keys, digest = key_file and read_key_file(key_file) or None, manifest_digest(store.folder)
+        clients = connect_cluster(
+            cluster_file, node_rank, digest, deadline, keys, wire_rows=remote_access.wire_rows
+        )  # fmt: skip
     access = DistGraph(
         LocalGraph(store),
         clients,
@@ -203,28 +207,6 @@ def open_graph(
         graph.close()
         raise
     return graph
-
-
-def _cache_rows(graph: Graph, *what: Any) -> Prediction | None:
-    from trainer.graph.cache_fill import cache_rows  # needs torch
-
-    return cache_rows(graph, *what)
-
-
-def _connect(
-    store: PartStore,
-    cluster_file: str | Path,
-    node_rank: int,
-    key_file: str | Path | None,
-    deadline: float,
-    remote_access: RemoteAccess,
-) -> dict[int, HostClient]:
-    from trainer.service.cluster import connect_cluster
-    from trainer.service.curve_keys import read_key_file
-
-    keys = read_key_file(Path(key_file)) if key_file else None
-    digest = manifest_digest(store.folder)
-    return connect_cluster(Path(cluster_file), node_rank, digest, deadline, keys, wire_rows=remote_access.wire_rows)
 
 
 def _check_complete(graph: Graph) -> None:
@@ -299,19 +281,18 @@ def _places(endpoints: Sequence[str], keys: CurveKeys | None, deadline: float) -
 
     Raises ``ServiceError`` when none answers, saying why for each.
     """
-    clients = [
-        HostClient(_unmet(endpoint), min(deadline, _HELLO), keys, gone_after=min(GONE_AFTER, deadline))
-        for endpoint in endpoints
-    ]
+    patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
+    unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoints]
+    clients = [HostClient(server, patience, keys, gone_after=gone_after) for server in unknown]
     try:
-        found, problems = _greeted(clients, min(deadline, _HELLO))
+        found, problems = _greeted(clients, patience)
     finally:
         for client in clients:
             client.close()
     if not found:
         raise ServiceError(_why_none(endpoints, problems))
     met = {info.node_rank for _, info in found}
-    places = [_met(endpoint, info) for endpoint, info in found]
+    places = [_address_of(endpoint, info) for endpoint, info in found]
     return places + [place for place in found[0][1].servers if place.node_rank not in met]
 
 
@@ -339,11 +320,7 @@ def _why_none(endpoints: Sequence[str], problems: Sequence[str]) -> str:
     return "\n".join(problems)
 
 
-def _unmet(endpoint: str) -> ServerAddress:
-    return ServerAddress("", -1, "", endpoint, ())
-
-
-def _met(endpoint: str, info: HelloInfo) -> ServerAddress:
+def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
     """A server as it says who it is, where the user reaches it."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +29,10 @@ from trainer.nn.layers import SAGEConv, linear_first
 
 Blocks = Mapping[EdgeType, Block]
 
-Rows = dict[NodeType, Tensor]
+NodeTensors = dict[NodeType, Tensor]
 
 #: Share of a block's targets below which the rest, which have no edges, are left out of its dense product.
 SPARSE_TARGETS = 0.7
-
-
-class HeteroLayer(Protocol):
-    """Rows [num_src, in_dim] of each source type in, [num_dst[t], out_dim] of each target type t out.
-
-    The first ``num_dst[t]`` rows of a target type are the targets themselves.
-    """
-
-    def __call__(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> Rows: ...
 
 
 class RGCNConv(nn.Module):
@@ -63,7 +53,7 @@ class RGCNConv(nn.Module):
         for weight in (self.weight, self.comp, self.root):
             glorot(weight)
 
-    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> Rows:
+    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
@@ -90,7 +80,7 @@ class HeteroSAGEConv(nn.Module):
         self.need, self.aggr = need, aggr
         self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim) for of in need.edge_types})
 
-    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> Rows:
+    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
@@ -129,7 +119,7 @@ class HGTConv(nn.Module):
         self.skip = ParameterDict({of: nn.Parameter(torch.ones(1)) for of in need.targets if in_dims[of] == out_dim})
         self.p_rel = ParameterDict({"__".join(of): nn.Parameter(torch.ones(1, heads)) for of in need.edge_types})
 
-    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> Rows:
+    def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}

@@ -14,7 +14,7 @@ from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
-from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv, Rows
+from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, NodeTensors, RGCNConv
 from trainer.nn.kernels.dropout import hash_dropout, node_salt
 from trainer.nn.kernels.precision import in_own_precision, product_dtype
 from trainer.nn.sharded_embedding import Embeddings
@@ -49,7 +49,7 @@ class InputRows(nn.Module):
             raise SettingsError(f"embeddings are {embeddings.dim} wide, hidden rows {hidden}; make them equal")
         self.embeddings = embeddings if self.embedded else None
 
-    def forward(self, batch: HeteroBatch) -> Rows:
+    def forward(self, batch: HeteroBatch) -> NodeTensors:
         rows = {of: lin(batch.x[of]).relu() for of, lin in self.lins.items()}
         rows |= {of: vector.expand(len(batch.n_id[of]), -1) for of, vector in self.vectors.items()}
         if self.embeddings is not None:
@@ -93,7 +93,7 @@ class HeteroModel(nn.Module):
             rows = self._dropped({of: h.relu() if self.shape.relu else h for of, h in rows.items()}, typed, number)
         return rows[self.target][: typed.num_seeds]
 
-    def _dropped(self, rows: Rows, batch: HeteroBatch, number: int) -> Rows:
+    def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
         """Masks depend on a node's type and original id alone, so they do not depend on the split into ranks."""
         p, training = self.shape.dropout, self.training
         return {

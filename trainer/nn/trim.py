@@ -24,12 +24,11 @@ from torch_geometric.utils import trim_to_layer
 from trainer.core.errors import SettingsError
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.nn.graph_facts import layer_needs
+from trainer.nn.hetero_layers import NodeTensors
 
 Counts = list[int]  #: sampled per hop
 
-RowsOf = dict[NodeType, Tensor]
-
-EdgeRows = dict[EdgeType, Tensor]
+EdgeTensors = dict[EdgeType, Tensor]
 
 #: What normalises by degrees in the edges it is given, or looks further than one hop: trimmed it would differ.
 NOT_ONE_HOP = (
@@ -112,7 +111,7 @@ class TrimmedToHetero(nn.Module):
         super().__init__()
         self.model, self.num_layers, self.edge_arg = model, num_layers, edge_arg
 
-    def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> RowsOf:
+    def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
         """Rows of every node type, [n, out] each, seeds first; ``x`` stands in for ``batch.x_dict``."""
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
         hops = Hops.of(batch, batch.x_dict if x is None else x, batch.edge_index_dict, attrs, self.num_layers)
@@ -151,7 +150,7 @@ class TrimmedHetero(nn.Module):
         self.target, self.dropout, self.act, self.edge_arg = target, dropout, act, edge_arg
         check_one_hop(self)
 
-    def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> RowsOf:
+    def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
         """Rows of the types that the last layer gives, seeds first; ``x`` stands in for ``batch.x_dict``."""
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
         hops = Hops.of(batch, dict(batch.x_dict if x is None else x), batch.edge_index_dict, attrs, len(self.convs))
@@ -164,7 +163,7 @@ class TrimmedHetero(nn.Module):
                 rows = {of: self._between(h) for of, h in rows.items()}
         return rows
 
-    def _wanted(self, place: int, rows: RowsOf, indices: EdgeRows, attrs: EdgeRows | None) -> Any:
+    def _wanted(self, place: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
         if self.target is None:
             return rows, indices, attrs
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - place)[0]

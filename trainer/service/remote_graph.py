@@ -148,7 +148,7 @@ class Gateway:
         self.client = client or client_name()
         self._keys, self._wire_rows = keys, wire_rows
         self._choice = ServerChoice(*map(self._connect, places))
-        self._met: set[HostClient] = set()
+        self._verified: set[HostClient] = set()
         self._version = 0
         self._room = threading.BoundedSemaphore(_BATCHES_UNDER_WAY)
         self._meter = CostMeter()
@@ -258,7 +258,7 @@ class Gateway:
         until, lost = time.monotonic() + patience, False
         while (client := self._choice.pick(until)) and not (lost and time.monotonic() > until):
             try:
-                if known and client not in self._met:
+                if known and client not in self._verified:
                     self._check(client, client.submit_hello().result(self.deadline))
                 return submit(client).result(self.deadline + self.server_wait)
             except ServerGone as error:
@@ -276,7 +276,7 @@ class Gateway:
                 f"{info.manifest_digest[:12]}, there it is {self.digest[:12]}; all servers must serve the same"
             )
         if self.digest:
-            self._met.add(client)
+            self._verified.add(client)
 
     def _learn(self, info: HelloInfo) -> None:
         """Add the servers that have joined."""

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from trainer.core.errors import SettingsError
@@ -45,8 +44,6 @@ class MetricsLog:
         self._progress: io.FileIO | None = None
         self._tensorboard: TensorBoard | None = None
         if tensorboard:
-            pass
-
             self._tensorboard = TensorBoard(run_dir, rank)
         self.write("start")
 
@@ -81,9 +78,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import IntEnum
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -289,7 +288,5 @@ class StepTimer:
     def __enter__(self) -> StepTimer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hooks.close()

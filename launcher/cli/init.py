@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.completion import host_names, template_names
+from launcher.cli.options import console_of
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from launcher.init.request import Wish
 
 _EPILOG = """\b
@@ -75,7 +74,7 @@ def init(ctx: click.Context, **values: Any) -> None:
     if ask:
         wish = _asked(wish)
     as_json = bool(values["as_json"])
-    manner = Manner(_console(as_json), ask, not values["no_check"], as_json, _program(ctx))
+    manner = Manner(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
     ctx.exit(make(wish, dest, manner))
 
 
@@ -163,9 +162,3 @@ def _program(ctx: click.Context) -> str:
     """How this program was called, for the commands that are told."""
     name = ctx.find_root().info_name or "gnnfleet"
     return "python launch.py" if name.endswith("launch.py") else "gnnfleet"
-
-
-def _console(as_json: bool) -> Console:
-    from launcher.text import console_for
-
-    return console_for(stderr=as_json)

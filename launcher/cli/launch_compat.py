@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from launcher.cli.completion import host_names
+from launcher.cli.options import F, examples, with_options
 from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
@@ -55,8 +56,6 @@ def _repeated(before: Mapping[str, Any], name: str, after: Sequence[str]) -> tup
     return (*(before.get(name) or ()), *after)
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _TAKE_REMOTE = ("launch", "plan", "check", "import")  #: commands that may be given torch_geometric's quoted command
 
 _REMOTE = re.compile(r"(?!-).*\bpython[0-9.]*\s.*", re.DOTALL)
@@ -89,9 +88,7 @@ def foreign_options(command: F) -> F:
         _hidden("--ssh-username"),
         _hidden("--extra-env", multiple=True),
     )
-    for option in reversed(given):
-        command = option(command)
-    return command
+    return with_options(*given)(command)
 
 
 def _at_least_one(ctx: click.Context, option: click.Parameter, workers: int | None) -> int | None:
@@ -148,7 +145,7 @@ def flags_of(values: Mapping[str, Any], remote: Remote | None) -> Flags:
 
 @click.command(
     "import",
-    epilog="\b\nExample:\n  gnnfleet import hosts.ini --group gpu --dataset ogbn-products -o cluster.yml",
+    epilog=examples("import hosts.ini --group gpu --dataset ogbn-products -o cluster.yml"),
 )
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="Default: stdout.")
@@ -161,8 +158,6 @@ def _import(ctx: click.Context, file: Path | None, output: Path | None, force: b
     inventories, known by their content, together with the flags that the other launcher was given. docs/migrating.md
     has a table.
     """
-    pass
-
     options = _options(ctx, {**values, "config": values.get("config") or file})
     written = imported(options, (output or Path("cluster.yml")).absolute().parent)
     if output is None:

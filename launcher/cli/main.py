@@ -5,24 +5,33 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
 from launcher.cli.completion import runs_or_files, serving_names
 from launcher.cli.launch_compat import _options, _repeated, foreign_options, import_command, without_remote
-from launcher.cli.options import HOST_FILTERS, SET
+from launcher.cli.options import (
+    CONFIG,
+    DETACH,
+    DRY_RUN,
+    HOST_FILTERS,
+    JSON,
+    LIVE,
+    SET,
+    VERBOSE,
+    F,
+    console_of,
+    examples,
+    show,
+    with_options,
+)
 from launcher.errors import FleetError, Interrupted
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _EPILOG = """\b
 Examples:
@@ -45,10 +54,6 @@ _ORDER = (
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
     *("runs", "profile", "report", "compare", "serve", "completion"),
 )
-
-
-def _example(*lines: str) -> str:
-    return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
 
 
 class OwnCommandGroup(click.Group):
@@ -83,7 +88,7 @@ class OwnCommandGroup(click.Group):
 def config_options(command: F) -> F:
     """Options of everything that reads a config."""
     given = (
-        click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml."),
+        CONFIG,
         SET,
         *HOST_FILTERS,
         click.option("--epochs", metavar="N", help="Passes over the train seeds."),
@@ -109,13 +114,10 @@ def config_options(command: F) -> F:
         click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
         click.option("--name", metavar="NAME", help="Begins the run id; default: `name` of the file."),
         click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
-        click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
-        click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands."),
+        JSON,
+        VERBOSE,
     )
-    command = foreign_options(command)
-    for option in reversed(given):
-        command = option(command)
-    return command
+    return with_options(*given)(foreign_options(command))
 
 
 class PartitionCommand(click.Command):
@@ -131,20 +133,7 @@ class PartitionCommand(click.Command):
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
 
 
-def launch_options(command: F) -> F:
-    """Options of everything that launches, or follows a run."""
-    given = (
-        click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on."),
-        click.option(
-            "--on-interrupt",
-            type=click.Choice(["ask", "stop", "detach"]),
-            help="What the first Ctrl-C does; default: ask (run.on_interrupt).",
-        ),
-        click.option("--plain", is_flag=True, help="Prefixed lines instead of the live view."),
-    )
-    for option in reversed(given):
-        command = option(command)
-    return command
+launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 
 
 @click.group(
@@ -155,7 +144,6 @@ def launch_options(command: F) -> F:
 )
 @config_options
 @launch_options
-@click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Turn SSH hosts into one training cluster for graph neural networks.
@@ -172,17 +160,16 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     (show_plan if dry_run else run_launch)(_options(ctx, values))
 
 
-@gnnfleet.command(epilog=_example("launch --config cluster.yml --epochs 3"))
+@gnnfleet.command(epilog=examples("launch --config cluster.yml --epochs 3"))
 @config_options
 @launch_options
-@click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
 @click.pass_context
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     """Launch (what --config alone does)."""
     (show_plan if dry_run else run_launch)(_options(ctx, values))
 
 
-@gnnfleet.command(epilog=_example("plan --config cluster.yml --set train.lr=0.01"))
+@gnnfleet.command(epilog=examples("plan --config cluster.yml --set train.lr=0.01"))
 @config_options
 @click.pass_context
 def plan(ctx: click.Context, **values: Any) -> None:
@@ -190,7 +177,7 @@ def plan(ctx: click.Context, **values: Any) -> None:
     show_plan(_options(ctx, values))
 
 
-@gnnfleet.command(epilog=_example("check --config cluster.yml"))
+@gnnfleet.command(epilog=examples("check --config cluster.yml"))
 @config_options
 @click.pass_context
 def check(ctx: click.Context, **values: Any) -> None:
@@ -198,7 +185,7 @@ def check(ctx: click.Context, **values: Any) -> None:
     from launcher.run.launch import run_check
 
     options = _options(ctx, values)
-    ctx.exit(run_check(read_config(options), options, _console(options)))
+    ctx.exit(run_check(read_config(options), options, console_of(options.as_json)))
 
 
 gnnfleet.add_command(import_command(config_options))
@@ -207,7 +194,7 @@ gnnfleet.add_command(import_command(config_options))
 @gnnfleet.command(
     cls=PartitionCommand,
     context_settings={**_CONTEXT, "ignore_unknown_options": True, "help_option_names": []},
-    epilog=_example(
+    epilog=examples(
         "partition make --config cluster.yml",
         "partition inspect --config cluster.yml",
         "partition verify parts/",
@@ -216,10 +203,7 @@ gnnfleet.add_command(import_command(config_options))
 )
 @click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-@click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
-@SET
-@HOST_FILTERS[0]
-@HOST_FILTERS[1]
+@with_options(CONFIG, SET, *HOST_FILTERS)
 @click.pass_context
 def partition(
     ctx: click.Context,
@@ -255,14 +239,7 @@ def show_plan(options: LaunchOptions) -> None:
     config = read_config(options)
     run_id = choose_run_id(config, options.run_id)
     made = offline_plan(resolve_run(config), run_id, options.own_command, serving=known_serving(config), to_train=True)
-    if options.as_json:
-        from launcher.plan.serialize import to_json
-
-        click.echo(to_json(made))
-    else:
-        from launcher.plan.render import print_plan
-
-        print_plan(made, _console(options), every=options.verbose)
+    show(made, as_json=options.as_json, verbose=options.verbose)
 
 
 def run_launch(options: LaunchOptions) -> NoReturn:
@@ -272,17 +249,11 @@ def run_launch(options: LaunchOptions) -> NoReturn:
     from launcher.run.launch import launch as launch_run
     from launcher.serving.attach_run import attach_of
 
-    config, console = read_config(options), _console(options)
+    config, console = read_config(options), console_of(options.as_json)
     report = launch_run(config, options, console, attach_of(config, options.config, console))
     if options.as_json:
         click.echo(json.dumps({"kind": "report", **report.to_json()}))
     raise click.exceptions.Exit(report.exit_status)
-
-
-def _console(options: LaunchOptions) -> Console:
-    from launcher.text import console_for
-
-    return console_for(stderr=options.as_json)
 
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:

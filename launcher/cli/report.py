@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from launcher.cli.completion import run_ids
+from launcher.cli.options import RUN, console_of, echo_json, examples, with_options
 
 if TYPE_CHECKING:
     from launcher.manage.node_views import OpenRun
 
-_REPORT_EPILOG = """\b
-Example:
-  gnnfleet report toy-2026
-  gnnfleet report toy-2026 --watch"""
 
-
-@click.command(epilog=_REPORT_EPILOG)
-@click.argument("run", required=False, shell_complete=run_ids)
+@click.command(epilog=examples("report toy-2026", "report toy-2026 --watch"))
+@RUN[0]
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html of the run."
 )
 @click.option("--watch", is_flag=True, help="Serve it on this machine alone, with news as they come, until Ctrl-C.")
 @click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="For --watch; default: one that is free.")
-@click.option(
-    "--config",
-    "-c",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
-)
-@click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs.")
+@with_options(*RUN[1:])
 @click.pass_context
 def report(
     ctx: click.Context,
@@ -82,13 +70,7 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
 
 
-_COMPARE_EPILOG = """\b
-Example:
-  gnnfleet compare toy-2026 toy-lr
-  gnnfleet compare runs/a runs/b runs/c --json"""
-
-
-@click.command(epilog=_COMPARE_EPILOG)
+@click.command(epilog=examples("compare toy-2026 toy-lr", "compare runs/a runs/b runs/c --json"))
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", shell_complete=run_ids)
 @click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
@@ -102,7 +84,6 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
     from launcher.report.compare import compare as side_by_side
     from launcher.report.compare import figures_of, print_comparison
     from launcher.report.run_history import find_run
-    from launcher.text import console_for
 
     before = ctx.obj or {}
     places = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
@@ -111,6 +92,6 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
         raise click.UsageError("give two different runs or more; `gnnfleet runs` lists those known here", ctx)
     comparison = side_by_side([figures_of(one) for one in found])
     if as_json or before.get("as_json"):
-        click.echo(json.dumps(comparison.to_json(), indent=1))
+        echo_json(comparison.to_json())
     else:
-        print_comparison(comparison, console_for(stderr=False))
+        print_comparison(comparison, console_of(False))

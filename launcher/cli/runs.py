@@ -7,12 +7,24 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.completion import run_ids
-from launcher.cli.options import HOST_FILTERS, SET
+from launcher.cli.options import (
+    DETACH,
+    HOST_FILTERS,
+    JSON,
+    LIVE,
+    NOW,
+    RUN,
+    SET,
+    console_of,
+    echo_json,
+    examples,
+    with_options,
+)
 from launcher.run.options import LaunchOptions, overrides_of, read_config
 
 if TYPE_CHECKING:
@@ -24,50 +36,12 @@ if TYPE_CHECKING:
     from launcher.report.run_folder import FoundRun
     from launcher.run.interrupts import OnInterrupt
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_LIVE = (
-    click.option("--plain", is_flag=True, help="Prefixed lines instead of the live view."),
-    click.option(
-        "--on-interrupt",
-        type=click.Choice(["ask", "stop", "detach"]),
-        help="What the first Ctrl-C does; default: ask (run.on_interrupt).",
-    ),
-)
-
-
-def _examples(*lines: str) -> str:
-    return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
-
-
-def _with(*given: Callable[[F], F]) -> Callable[[F], F]:
-    def decorate(command: F) -> F:
-        for option in reversed(given):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_RUN = (
-    click.argument("run", required=False, shell_complete=run_ids),
-    click.option(
-        "--config",
-        "-c",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
-    ),
-    click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs."),
-    click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
-)
-
 
 @click.command(
-    epilog=_examples("status", "status toy-2026 --watch", "status --config cluster.yml")
+    epilog=examples("status", "status toy-2026 --watch", "status --config cluster.yml")
     + "\n\nExit status: 0 it runs or is done, 1 failed or never started, 130 stopped, 3 no node can tell."
 )
-@_with(*_RUN)
+@with_options(*RUN, JSON)
 @click.option("--watch", is_flag=True, help="Show it again every 2 s until the run has ended.")
 @click.pass_context
 def status(ctx: click.Context, watch: bool, **values: Any) -> None:
@@ -82,14 +56,14 @@ def status(ctx: click.Context, watch: bool, **values: Any) -> None:
     with _open(ctx, values, known_without_nodes) as run:
         told = watch_status(run, console) if watch and not as_json else status_now(run)
     if as_json:
-        click.echo(json.dumps(told.to_json(), indent=1))
+        echo_json(told.to_json())
     elif not watch:
         console.print(rendered(told), soft_wrap=True)
     ctx.exit(told.verdict.exit_status)
 
 
-@click.command(epilog=_examples("logs", "logs --rank 3 --since 10m", "logs toy-2026 -f --node 1", "logs --all -n 100"))
-@_with(*_RUN[:3])
+@click.command(epilog=examples("logs", "logs --rank 3 --since 10m", "logs toy-2026 -f --node 1", "logs --all -n 100"))
+@with_options(*RUN)
 @click.option("--follow", "-f", "follows", is_flag=True, help="Go on with new lines until the run has ended.")
 @click.option("--node", type=click.IntRange(0), metavar="N", help="Of one node alone.")
 @click.option("--rank", type=click.IntRange(0), metavar="R", help="Of one rank alone.")
@@ -119,8 +93,8 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
     ctx.exit(1 if missing else 0)
 
 
-@click.command(epilog=_examples("profile", "profile toy-2026 --json"))
-@_with(*_RUN)
+@click.command(epilog=examples("profile", "profile toy-2026 --json"))
+@with_options(*RUN, JSON)
 @click.pass_context
 def profile(ctx: click.Context, **values: Any) -> None:
     """Where a run's time goes, and what would help.
@@ -135,7 +109,7 @@ def profile(ctx: click.Context, **values: Any) -> None:
     with _open(ctx, values, all_collected) as run:
         found, missing = profiled.run_profile(run)
     if as_json:
-        click.echo(json.dumps(profiled.to_json(run, found), indent=1))
+        echo_json(profiled.to_json(run, found))
     else:
         profiled.show_profile(found, console)
     for line in missing_words(missing, run.found.needed_plan):
@@ -143,8 +117,8 @@ def profile(ctx: click.Context, **values: Any) -> None:
     ctx.exit(1 if missing else 0)
 
 
-@click.command(epilog=_examples("follow", "follow toy-2026 --plain"))
-@_with(*_RUN, *_LIVE)
+@click.command(epilog=examples("follow", "follow toy-2026 --plain"))
+@with_options(*RUN, JSON, *LIVE)
 @click.pass_context
 def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
     """Watch a run as its launcher does, to its end.
@@ -169,8 +143,8 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
     ctx.exit(report.exit_status)
 
 
-@click.command(epilog=_examples("attach", "attach toy-2026 --print"))
-@_with(*_RUN[:3])
+@click.command(epilog=examples("attach", "attach toy-2026 --print"))
+@with_options(*RUN)
 @click.option("--print", "only_print", is_flag=True, help="Print the command for each node, and do nothing.")
 @click.pass_context
 def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
@@ -193,9 +167,8 @@ def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
     ctx.exit(enter(make_session(run_id, panes)))
 
 
-@click.command(epilog=_examples("stop", "stop toy-2026 --now"))
-@_with(*_RUN)
-@click.option("--now", is_flag=True, help="Kill at once, without the grace to end by themselves (run.grace).")
+@click.command(epilog=examples("stop", "stop toy-2026 --now"))
+@with_options(*RUN, JSON, NOW)
 @click.pass_context
 def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     """Stop a run on all its nodes, then collect.
@@ -212,12 +185,12 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
         if ended.clean:
             _leave_serving(run.found, console)
     if as_json:
-        click.echo(json.dumps(ended.to_json(), indent=1))
+        echo_json(ended.to_json())
     ctx.exit(ended.exit_status)
 
 
-@click.command(epilog=_examples("collect", "collect toy-2026", "collect --config cluster.yml"))
-@_with(*_RUN)
+@click.command(epilog=examples("collect", "collect toy-2026", "collect --config cluster.yml"))
+@with_options(*RUN, JSON)
 @click.pass_context
 def collect(ctx: click.Context, **values: Any) -> None:
     """Bring a run's logs, metrics, checkpoint and output here.
@@ -237,11 +210,11 @@ def collect(ctx: click.Context, **values: Any) -> None:
             _leave_serving(run.found, console)
     _tell_brought(brought, console)
     if as_json:
-        click.echo(json.dumps(brought.to_json(), indent=1))
+        echo_json(brought.to_json())
     ctx.exit(brought.exit_status)
 
 
-@click.command(epilog=_examples("runs", "runs -n 5", "runs --json"))
+@click.command(epilog=examples("runs", "runs -n 5", "runs --json"))
 @click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
 @click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
 @click.option("-n", "last", type=click.IntRange(1), metavar="N", help="Only the newest N.")
@@ -261,19 +234,18 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
 
 
 @click.command(
-    epilog=_examples(
+    epilog=examples(
         "resume toy-2026",
         "resume toy-2026 --epochs 40 --detach",
         "resume toy-2026 --exclude gnn3",
         "resume mine -- python a.py",
     )
 )
-@_with(click.argument("run", shell_complete=run_ids), *_RUN[1:], SET, *HOST_FILTERS)
+@with_options(click.argument("run", shell_complete=run_ids), *RUN[1:], JSON, SET, *HOST_FILTERS)
 @click.option("--epochs", metavar="N", help="Passes over the train seeds in all, those before included.")
 @click.option("--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it.")
 @click.option("--run-id", metavar="ID", help="Name of the new run; default: made from name and time.")
-@click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on.")
-@_with(*_LIVE)
+@with_options(DETACH, *LIVE)
 @click.pass_context
 def resume(
     ctx: click.Context,
@@ -347,10 +319,8 @@ def _open(
 
 def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
     """Where to print, and whether stdout is for JSON."""
-    from launcher.text import console_for
-
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
-    return console_for(stderr=as_json), as_json
+    return console_of(as_json), as_json
 
 
 def _is_over_here(found: FoundRun) -> bool:
@@ -367,7 +337,7 @@ def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
 
     told = Status(found, from_here(found), {})
     if as_json:
-        click.echo(json.dumps(told.to_json(), indent=1))
+        echo_json(told.to_json())
     else:
         console.print(rendered(told), soft_wrap=True)
     return int((found.result or {}).get("exit_status", told.verdict.exit_status))

@@ -6,12 +6,25 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from launcher.cli.completion import serving_names
-from launcher.cli.options import HOST_FILTERS, SET
+from launcher.cli.options import (
+    DRY_RUN,
+    HOST_FILTERS,
+    JSON,
+    NOW,
+    RUNS_DIR,
+    SET,
+    VERBOSE,
+    console_of,
+    echo_json,
+    examples,
+    show,
+    with_options,
+)
 from launcher.errors import ConfigError
 from launcher.report.run_folder import known_here
 from launcher.run.options import LaunchOptions, read_config
@@ -26,7 +39,6 @@ if TYPE_CHECKING:
     from launcher.report.run_folder import FoundRun
     from launcher.serving.serve import Served
 
-F = TypeVar("F", bound=Callable[..., Any])
 
 _EPILOG = """\b
 Example:
@@ -38,40 +50,23 @@ With the same name again: what is dead or new in the file is started, what was t
 goes on. Exit status: 0 all servers are up, 1 one is not, 2 bad usage or config, 3 preflight refused."""
 
 
-def _example(*lines: str) -> str:
-    return "\n".join(["\b", "Example:", *(f"  gnnfleet serve {line}" for line in lines)])
-
-
-def _about_one(command: F) -> F:
-    """Arguments of commands about a cluster that serves."""
-    given = (
-        click.argument("name", shell_complete=serving_names),
-        click.option(
-            "--config",
-            "-c",
-            type=click.Path(path_type=Path),
-            metavar="FILE",
-            help="Cluster file of one that was started on another machine: it is looked for on these hosts.",
-        ),
-        click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs."),
-    )
-    for option in reversed(given):
-        command = option(command)
-    return command
-
-
-_JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr.")
+_ABOUT_ONE = (
+    click.argument("name", shell_complete=serving_names),
+    click.option(
+        "--config",
+        "-c",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Cluster file of one that was started on another machine: it is looked for on these hosts.",
+    ),
+    RUNS_DIR,
+)
 
 
 @click.group(invoke_without_command=True, epilog=_EPILOG, short_help="Keep graph servers up for many runs.")
 @click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file.")
 @click.option("--name", metavar="NAME", help="Name of the serving cluster; default: the file's `name`.")
-@SET
-@HOST_FILTERS[0]
-@HOST_FILTERS[1]
-@click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
-@_JSON
-@click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands.")
+@with_options(SET, *HOST_FILTERS, DRY_RUN, JSON, VERBOSE)
 @click.pass_context
 def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) -> None:
     """Start graph servers that outlive runs, on the file's `server` nodes (or its workers).
@@ -83,9 +78,9 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     options = _options(ctx, values)
     config = _read(options, name)
     name = name if name is not None else config.name
-    console = _console(options.as_json)
     if dry_run:
-        return _show_plan(config, options, name, console)
+        return _show_plan(config, options, name)
+    console = console_of(options.as_json)
     from launcher.serving.serve import serve as serve_cluster
 
     served = serve_cluster(config, options, name, console)
@@ -134,22 +129,14 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
         return None
 
 
-def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> None:
+def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None:
     """What would be started, were nothing of that name there; opens no connection."""
     from launcher.config.resolve import resolve_serving
     from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
 
     check_run_id(name, "--name")
-    plan = offline_plan(resolve_serving(config), name)
-    if options.as_json:
-        from launcher.plan.serialize import to_json
-
-        click.echo(to_json(plan))
-    else:
-        from launcher.plan.render import print_plan
-
-        print_plan(plan, console, every=options.verbose)
+    show(offline_plan(resolve_serving(config), name), as_json=options.as_json, verbose=options.verbose)
 
 
 def _tell(served: Served, console: Console) -> None:
@@ -169,9 +156,8 @@ def _tell(served: Served, console: Console) -> None:
         console.print(line, soft_wrap=True, markup=False)
 
 
-@serve.command(epilog=_example("status products", "status products --json"))
-@_about_one
-@_JSON
+@serve.command(epilog=examples("serve status products", "serve status products --json"))
+@with_options(*_ABOUT_ONE, JSON)
 @click.option("--watch", is_flag=True, help="Show it again every 2 s, until Ctrl-C.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, watch: bool, **values: Any) -> None:
@@ -181,20 +167,18 @@ def status(ctx: click.Context, as_json: bool, watch: bool, **values: Any) -> Non
     """
     from launcher.serving.serve_status import status_of, watch_status
 
-    console = _console(as_json)
+    console = console_of(as_json)
     with _open(values, lambda found: False) as run:
         told = watch_status(run, console) if watch and not as_json else status_of(run)
     if as_json:
-        click.echo(json.dumps(told.to_json(), indent=1))
+        echo_json(told.to_json())
     elif not watch:
         console.print(told.rendered(), soft_wrap=True)
     ctx.exit(told.exit_status)
 
 
-@serve.command(epilog=_example("stop products"))
-@_about_one
-@_JSON
-@click.option("--now", is_flag=True, help="Kill at once, without the grace to end by themselves (run.grace).")
+@serve.command(epilog=examples("serve stop products"))
+@with_options(*_ABOUT_ONE, JSON, NOW)
 @click.pass_context
 def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
     """Stop all graph servers, then collect their logs; runs that are attached lose them.
@@ -205,14 +189,14 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
     from launcher.report.verdict import known_without_nodes
 
     with _open(values, known_without_nodes) as run:
-        ended = end_run(run, Path(values["runs_dir"] or "runs"), _console(as_json), now=now)
+        ended = end_run(run, Path(values["runs_dir"] or "runs"), console_of(as_json), now=now)
     if as_json:
-        click.echo(json.dumps(ended.to_json(), indent=1))
+        echo_json(ended.to_json())
     ctx.exit(ended.exit_status)
 
 
-@serve.command(epilog=_example("key products -o products.key", "key products -o products.key --for alice"))
-@_about_one
+@serve.command(epilog=examples("serve key products -o products.key", "serve key products -o products.key --for alice"))
+@with_options(*_ABOUT_ONE)
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="Key file."
 )
@@ -237,9 +221,3 @@ def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> Abstra
     from launcher.serving.cluster_state import open_named
 
     return open_named(values["name"], values["config"], values["runs_dir"], offline)
-
-
-def _console(as_json: bool) -> Console:
-    from launcher.text import console_for
-
-    return console_for(stderr=as_json)

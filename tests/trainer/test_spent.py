@@ -112,9 +112,9 @@ def test_the_kinds_add_up_to_the_step_and_the_wait_is_split_as_the_work_was(tmp_
     line = one_epoch(tmp_path, Batches(load=0.01)).line
     spent = line["spent"]
     assert sum(spent.values()) == pytest.approx(line["step_s"], abs=1e-9)
-    assert spent["sample"] + spent["remote"] + spent["gather"] == pytest.approx(line["batch_s"], abs=3e-6)
-    assert spent["remote"] == pytest.approx(2 * spent["sample"], abs=3e-6)
-    assert line["own_s"] == pytest.approx(line["step_s"] - spent["reduce"], abs=3e-6)
+    assert spent["sample"] + spent["remote"] + spent["gather"] == pytest.approx(line["batch_s"], abs=6e-6)
+    assert spent["remote"] == pytest.approx(2 * spent["sample"], abs=6e-6)
+    assert line["own_s"] == pytest.approx(line["step_s"] - spent["reduce"], abs=6e-6)
     assert line["behind"] == {"sample": 0.1, "remote": 0.2, "gather": 0.1}
     sums = {"remote_bytes": 500, "rows": 50, "remote_rows": 30, "cached_rows": 10, "held_rows": 0}
     assert line["traffic"] == {"batches": 5, **sums} and line["remote_share"] == 0.6

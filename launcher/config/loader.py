@@ -18,7 +18,7 @@ import yaml
 
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.validation import Place, Reader, dotted
+from launcher.config.validation import KeyPath, Reader, dotted
 from launcher.errors import ConfigError, Problem
 from launcher.hostlist import fold
 from launcher.yaml_tree import (
@@ -124,11 +124,11 @@ def _node(node: NodeConfig, k: int, local: bool, reader: Reader) -> NodeConfig:
     return replace(node, **changes)  # type: ignore[arg-type]
 
 
-def _here(reader: Reader, place: Place, text: str) -> str:
+def _here(reader: Reader, place: KeyPath, text: str) -> str:
     return os.path.normpath(reader.origin(place).folder / os.path.expanduser(text))
 
 
-def _on_node(reader: Reader, place: Place, text: str, local: bool) -> str:
+def _on_node(reader: Reader, place: KeyPath, text: str, local: bool) -> str:
     if text.startswith(("/", "~/")):
         return text
     if local:
@@ -139,7 +139,7 @@ def _on_node(reader: Reader, place: Place, text: str, local: bool) -> str:
     return text
 
 
-def _existing(reader: Reader, place: Place, text: str) -> str:
+def _existing(reader: Reader, place: KeyPath, text: str) -> str:
     path = _here(reader, place, text)
     if not os.path.exists(path):
         reader.report(place, f"run.files: no file or folder `{path}` on this machine")

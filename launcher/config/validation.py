@@ -27,7 +27,7 @@ from launcher.yaml_tree import (
     is_count,
 )
 
-Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
+KeyPath = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
 
 _INT = re.compile(r"[-+]?\d[\d_]*")
 
@@ -36,7 +36,7 @@ _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@
 _OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
 
 #: Keys that earlier versions had, and what to write instead.
-_REMOVED: Mapping[Place, str] = {
+_REMOVED: Mapping[KeyPath, str] = {
     (
         "run",
         "compress",
@@ -57,23 +57,23 @@ class Reader:
     """Turns trees into values, reports what does not fit, and remembers where each value stood."""
 
     report_problem: Report
-    origins: dict[Place, Origin] = field(default_factory=dict)
-    bad: set[Place] = field(default_factory=set)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    bad: set[KeyPath] = field(default_factory=set)
 
-    def report(self, path: Place, message: str) -> None:
+    def report(self, path: KeyPath, message: str) -> None:
         """A mistake at ``path``, or where the nearest section around it begins."""
         origin = self.origin(path)
         self.bad.add(path)
         self.report_problem(Problem(origin.file, origin.line, message))
 
-    def origin(self, path: Place) -> Origin:
+    def origin(self, path: KeyPath) -> Origin:
         return next(self.origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.origins)
 
-    def given(self, path: Place) -> bool:
+    def given(self, path: KeyPath) -> bool:
         """Whether the user wrote this key (in the file, in defaults or with --set)."""
         return path in self.origins
 
-    def good(self, *paths: Place) -> bool:
+    def good(self, *paths: KeyPath) -> bool:
         """Whether these values, and all inside them, were read without a mistake."""
         return not any(bad[: len(path)] == path for path in paths for bad in self.bad)
 
@@ -123,7 +123,7 @@ class Reader:
             node, defaults = _not_for_all(node), defaults and _less(defaults, _OF_TRAINERS)
         return _with_defaults(node, defaults) if defaults else node
 
-    def _split_host(self, path: Place, node: Section) -> Section:
+    def _split_host(self, path: KeyPath, node: Section) -> Section:
         """``host: user@host:port`` as three keys."""
         host = node.items.get("host")
         if not isinstance(host, Scalar) or host.empty:
@@ -142,7 +142,7 @@ class Reader:
             self.report(path, f"{dotted(path)}: {name} is given twice, in host and as a key of its own")
         return Section(node.origin, {**node.items, **found}, node.keys)
 
-    def _section(self, cls: type, tree: Tree, path: Place) -> Any:
+    def _section(self, cls: type, tree: Tree, path: KeyPath) -> Any:
         if isinstance(tree, Scalar) and tree.empty:
             tree = Section(tree.origin, {}, {})
         if not isinstance(tree, Section):
@@ -153,7 +153,7 @@ class Reader:
                 values[item.name] = self._absent(item, tree, path)
         return cls(**values)
 
-    def _read_fields(self, cls: type, tree: Section, path: Place) -> dict[str, Any]:
+    def _read_fields(self, cls: type, tree: Section, path: KeyPath) -> dict[str, Any]:
         hints, known = _hints(cls), {item.name: item for item in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in tree.items.items():
@@ -172,7 +172,7 @@ class Reader:
                 values[name] = _stand_in(known[name])
         return values
 
-    def _absent(self, item: Field[Any], tree: Section, path: Place) -> Any:
+    def _absent(self, item: Field[Any], tree: Section, path: KeyPath) -> Any:
         here = (*path, item.name)
         if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
             return _stand_in(item)
@@ -180,13 +180,13 @@ class Reader:
         self.missing(item, path)
         return _stand_in(item)
 
-    def missing(self, item: Field[Any], path: Place) -> None:
+    def missing(self, item: Field[Any], path: KeyPath) -> None:
         """Report that a section lacks a key, or the file a section."""
         kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
         place = f" in {dotted(path)}" if path else ""
         self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
-    def _unknown(self, name: str, cls: type, at: Origin, path: Place) -> None:
+    def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
         """An unknown key, with the section it belongs in or the nearest key of this one."""
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
@@ -201,7 +201,7 @@ class Reader:
         self.bad |= {(*path, near[0])} if near and not elsewhere else {(*where.split("."), name) for where in elsewhere}
         self.report_problem(Problem(at.file, at.line, f"unknown key `{name}` {place}; {hint}"))
 
-    def _value(self, wanted: Any, tree: Tree, path: Place) -> Any:
+    def _value(self, wanted: Any, tree: Tree, path: KeyPath) -> Any:
         kind = get_origin(wanted)
         if kind in (Union, types.UnionType):
             return self._one_of_types([kind for kind in get_args(wanted) if kind is not type(None)], tree, path)
@@ -215,7 +215,7 @@ class Reader:
             return self._section(wanted, tree, path)  # type: ignore[arg-type]
         return plain_value(tree) if wanted is Any else _scalar(wanted, tree)
 
-    def _one_of_types(self, kinds: list[Any], tree: Tree, path: Place) -> Any:
+    def _one_of_types(self, kinds: list[Any], tree: Tree, path: KeyPath) -> Any:
         words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
@@ -226,7 +226,7 @@ class Reader:
             also = "".join(f" or `{word}`" for word in words)
             raise _Wrong(str(wrong).replace(", found", f"{also}, found", 1)) from None
 
-    def _tuple(self, kind: Any, tree: Tree, path: Place) -> tuple[Any, ...]:
+    def _tuple(self, kind: Any, tree: Tree, path: KeyPath) -> tuple[Any, ...]:
         if isinstance(tree, Scalar) and kind is str and not tree.empty:
             return (tree.text,)
         from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
@@ -239,7 +239,7 @@ class Reader:
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
         return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
 
-    def _element(self, kind: Any, tree: Tree, path: Place) -> Any:
+    def _element(self, kind: Any, tree: Tree, path: KeyPath) -> Any:
         self.origins[path] = tree.origin
         try:
             return self._value(kind, tree, path)
@@ -253,7 +253,7 @@ class Reader:
         return {name: _entry(kind, name, item) for name, item in tree.items.items()}
 
 
-def dotted(path: Place) -> str:
+def dotted(path: KeyPath) -> str:
     """``nodes.0.procs``, as --set takes it."""
     return ".".join(map(str, path))
 

@@ -18,9 +18,9 @@ from launcher.config.roles import ServingCluster, lead
 from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
-from launcher.plan.commands import RunContext, node_commands, own_argv
+from launcher.plan.commands import PlanContext, node_commands, own_argv
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, Standing, generated
+from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
 from launcher.plan.own_script import own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
@@ -52,24 +52,24 @@ def make_plan(
     token: Secret | None = None,
     operator: str = "",
     cwd: Path = Path(),
-    standing: Standing | None = None,
+    kept: KeptServers | None = None,
     serving: ServingCluster | None = None,
 ) -> LaunchPlan:
     """The whole run as a value, without ``run.json`` and a service key; opens no connection and starts nothing.
 
     ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
     ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
-    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``standing``: what a serving
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``kept``: what a serving
     cluster keeps. ``serving``: what a config with ``data.serving`` attaches to. Raises UsageError when one of the
     files is named but not there.
     """
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
-    sites = make_sites(config, run_id, facts, code_digest, usable, serving, standing)
+    sites = make_sites(config, run_id, facts, code_digest, usable, serving, kept)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
     warned = own is not None and config.run.on_client_loss == "go-on"
     first = lead(config)
-    context = RunContext(
+    context = PlanContext(
         config=config,
         run_id=run_id,
         token=token or Secret(),
@@ -82,7 +82,7 @@ def make_plan(
         own=own,
         resume=None if own or config.serve_only else resume_file(config, cwd),
         serving=serving,
-        version=standing.version if standing else 1,
+        version=kept.version if kept else 1,
         topology=decide(config, sites, config.num_parts, usable, facts),
     )
     shared = shared_files(context)
@@ -124,7 +124,7 @@ def final_plan(
     own_command: tuple[str, ...] = (),
     manifest: PartitionFiles | None = None,
     operator: str = "",
-    standing: Standing | None = None,
+    kept: KeptServers | None = None,
     serving: ServingCluster | None = None,
     service_key: Secret | None = None,
 ) -> LaunchPlan:
@@ -141,11 +141,11 @@ def final_plan(
         manifest=manifest,
         token=new_token(),
         operator=operator,
-        standing=standing,
+        kept=kept,
         serving=serving,
     )
-    if standing:
-        plan = _with_running(plan, standing.nodes)
+    if kept:
+        plan = _with_running(plan, kept.nodes)
     contents = {"run.json": run_json(plan)}
     if plan.encrypted:
         contents["service.key"] = service_key or Secret(json.dumps(new_key_pair()))
@@ -162,12 +162,12 @@ def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPl
     """``plan`` with the nodes of a serving cluster that run already as they are, but for the news of the others."""
     cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
 
-    def kept(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
+    def unchanged(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
         run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
         return replace(node, parts=parts, files=(generated(f"{node.run_dir}/cluster.json", cluster), run_file))
 
     old = ((running.get(node.node_rank), node) for node in plan.nodes)
-    return replace(plan, nodes=tuple(kept(before, node.parts) if before else node for before, node in old))
+    return replace(plan, nodes=tuple(unchanged(before, node.parts) if before else node for before, node in old))
 
 
 def _master_addr(config: ResolvedConfig, first: Site) -> str:
@@ -176,7 +176,7 @@ def _master_addr(config: ResolvedConfig, first: Site) -> str:
     return first.address if config.run.master_addr == "auto" else config.run.master_addr
 
 
-def _node_plan(context: RunContext, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
+def _node_plan(context: PlanContext, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
     commands = node_commands(context, site)
     replicated = context.topology.replicated and bool(site.parts)
     logs = ["supervisor", *(["runners"] if site.ranks else []), *(["server"] if site.serves else [])]

@@ -17,7 +17,7 @@ from launcher.plan.placement import Site, endpoint
 
 
 @dataclass(frozen=True)
-class RunContext:
+class PlanContext:
     """What all nodes of one run have in common."""
 
     config: ResolvedConfig
@@ -77,21 +77,21 @@ class NodeCommands(NamedTuple):
     trainer: Command | None
 
 
-def node_commands(context: RunContext, site: Site) -> NodeCommands:
+def node_commands(context: PlanContext, site: Site) -> NodeCommands:
     """All commands of one node."""
     server = server_command(context, site) if site.serves else None
     trainer = trainer_command(context, site) if site.ranks else None
     return NodeCommands(start_command(context, site), server, trainer)
 
 
-def start_command(context: RunContext, site: Site) -> Command:
+def start_command(context: PlanContext, site: Site) -> Command:
     """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
     argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
     folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
 
-def server_command(context: RunContext, site: Site) -> Command:
+def server_command(context: PlanContext, site: Site) -> Command:
     """The graph server over the node's own parts; it makes whole batches where clients ask for them."""
     run, own = context.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
@@ -105,7 +105,7 @@ def server_command(context: RunContext, site: Site) -> Command:
     return Command(tuple(argv), _user_env(site, env), site.run_dir)
 
 
-def trainer_command(context: RunContext, site: Site) -> Command:
+def trainer_command(context: PlanContext, site: Site) -> Command:
     """The rank runner, which runs the command; the supervisor starts one for each rank of the node.
 
     An own command is started once the node's graph server answers; the bundled trainer waits for that by itself.
@@ -123,7 +123,7 @@ def own_argv(own: OwnCommand, site: Site) -> list[str]:
     return [first, *own.argv[1:]]
 
 
-def _train_argv(context: RunContext, site: Site) -> list[str]:
+def _train_argv(context: PlanContext, site: Site) -> list[str]:
     parts = ["--parts", site.data_dir] if site.parts else []
     argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
     return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
@@ -148,7 +148,7 @@ def _base_env(site: Site) -> dict[str, str]:
     return {"PYTHONPATH": site.code_dir, "PYTHONUNBUFFERED": "1"}
 
 
-def _run_env(context: RunContext, site: Site) -> dict[str, str]:
+def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
     env = _base_env(site) | {
         "NODE_RANK": str(site.node_rank),
         "GNNFLEET_RUN_ID": context.run_id,
@@ -163,7 +163,7 @@ def _run_env(context: RunContext, site: Site) -> dict[str, str]:
     return env
 
 
-def _rank_env(context: RunContext, site: Site) -> dict[str, str]:
+def _rank_env(context: PlanContext, site: Site) -> dict[str, str]:
     run, env = context.config.run, _run_env(context, site) | _world_env(context, site)
     if context.remote:
         env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
@@ -181,7 +181,7 @@ def _rank_env(context: RunContext, site: Site) -> dict[str, str]:
     return env
 
 
-def _world_env(context: RunContext, site: Site) -> dict[str, str]:
+def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
     """How large the run is and where its ranks meet, as torch.distributed.run would say it; what tells ranks of one
     node apart is the supervisor's to add (``launcher.node.supervisor.processes``)."""
     world = str(context.world_size)
@@ -200,7 +200,7 @@ def _world_env(context: RunContext, site: Site) -> dict[str, str]:
     }
 
 
-def _reach_env(context: RunContext, site: Site) -> dict[str, str]:
+def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
     """Settings of ``trainer.core.remote_access.RemoteAccess``: how processes read what other nodes hold."""
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:

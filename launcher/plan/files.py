@@ -13,7 +13,7 @@ from launcher.command import Command, Secret, render
 from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
-from launcher.plan.commands import NodeCommands, RunContext
+from launcher.plan.commands import NodeCommands, PlanContext
 from launcher.plan.model import PlannedFile, copied, generated, target_text
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.placement import Site, endpoint, node_login
@@ -53,7 +53,7 @@ class SharedFiles:
     common: str  #: what every node.json says alike: labels, roles and parts of all nodes, as members of a JSON object
 
 
-def shared_files(context: RunContext) -> SharedFiles:
+def shared_files(context: PlanContext) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
     targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
@@ -64,7 +64,7 @@ def shared_files(context: RunContext) -> SharedFiles:
 
 
 def node_files(
-    context: RunContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
+    context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
     """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
     files = [_below(site.code_dir, file) for file in shared.code]
@@ -90,7 +90,7 @@ def _part_files(site: Site, manifest: PartitionFiles, replicated: bool) -> list[
     ]
 
 
-def _generated(context: RunContext, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
+def _generated(context: PlanContext, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
     spec = Secret(f"{json.dumps(_node_spec(context, site, commands))[:-1]}, {shared.common}")
     files = [
@@ -104,7 +104,7 @@ def _generated(context: RunContext, site: Site, commands: NodeCommands, shared: 
     return files
 
 
-def _cluster(context: RunContext) -> Mapping[str, Any]:
+def _cluster(context: PlanContext) -> Mapping[str, Any]:
     nodes = [
         {
             "node_rank": site.node_rank,
@@ -124,7 +124,7 @@ def _serving(cluster: ServingCluster) -> Mapping[str, Any]:
     return {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]}
 
 
-def _node_spec(context: RunContext, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
+def _node_spec(context: PlanContext, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
     run = context.config.run
     return {
         "run_id": context.run_id,
@@ -151,7 +151,7 @@ def _node_spec(context: RunContext, site: Site, commands: NodeCommands) -> Mappi
     }
 
 
-def _control(context: RunContext) -> Mapping[str, Any] | None:
+def _control(context: PlanContext) -> Mapping[str, Any] | None:
     """Where the supervisors meet: at the lead node."""
     if context.control_port is None:
         return None
@@ -159,7 +159,7 @@ def _control(context: RunContext) -> Mapping[str, Any] | None:
     return {"node_rank": context.lead, "address": site.address, "bind": site.bind, "port": context.control_port}
 
 
-def _leases(context: RunContext, site: Site) -> list[str]:
+def _leases(context: PlanContext, site: Site) -> list[str]:
     """What the node takes from other runs on its machine."""
     devices = sorted(set(site.node.devices))
     leads = site.node_rank == context.lead and site.ranks

@@ -139,7 +139,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Standing:
+class KeptServers:
     """What a serving cluster keeps when its plan is made anew, with other nodes: by node_rank in the new plan."""
 
     version: int = 1  #: of the new cluster.json

@@ -20,7 +20,7 @@ from launcher.command import Command, quote
 from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
-from launcher.plan.model import Login, Standing
+from launcher.plan.model import KeptServers, Login
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import _service_port
 
@@ -81,10 +81,10 @@ def make_sites(
     code_digest: str,
     manifest: PartitionFiles | None,
     serving: ServingCluster | None = None,
-    standing: Standing | None = None,
+    kept: KeptServers | None = None,
 ) -> tuple[Site, ...]:
     """One Site per node, in node_rank order."""
-    standing = standing or Standing()
+    kept = kept or KeptServers()
     procs_on = host_processes(config)
     data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
     held, asked, homes = holdings(config), gateways(config) if clients(config) else (), _homes(config, serving)
@@ -98,8 +98,8 @@ def make_sites(
             node_rank=k,
             node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
             ranks=tuple(range(first_rank, first_rank + node.nproc)),
-            parts=standing.parts.get(k, held[k].parts),
-            copies=() if k in standing.parts else held[k].copies,
+            parts=kept.parts.get(k, held[k].parts),
+            copies=() if k in kept.parts else held[k].copies,
             serves=serves(config, k),
             gateway=k in asked or node.role == "server",
             home=homes.get(k, ""),
@@ -112,7 +112,7 @@ def make_sites(
             run_dir=run_dir(workdir, run_id, k),
             python=fact.python if fact else shell.argv[0],
             setup=shell.setup,
-            service_port=standing.service_ports.get(k) or _service_port(config, k, fact),
+            service_port=kept.service_ports.get(k) or _service_port(config, k, fact),
             threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
         )
         sites.append(site)

@@ -34,7 +34,7 @@ from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
 from launcher.run.interrupts import Interrupts
-from launcher.run.lifecycle import Going, View, conduct
+from launcher.run.lifecycle import FollowContext, View, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.run.tmux_session import start_session
 from launcher.sync.progress import transfer_progress
@@ -59,7 +59,7 @@ class Attachment:
 Attach = Callable[[str], AbstractContextManager[Attachment]]
 
 
-class Job:
+class LaunchContext:
     """What all stages of one launch share; its folder says at any moment how far the launch has got."""
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
@@ -139,35 +139,35 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     run_id = choose_run_id(config, options.run_id)
     # a mistake in the command, or in parts that are here, shows before any connection
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
-    job = Job(resolved, options, run_id, console)
-    with Interrupts() as interrupts, closing(job.events):
+    context = LaunchContext(resolved, options, run_id, console)
+    with Interrupts() as interrupts, closing(context.events):
         try:
-            with attach(run_id) if attach else nullcontext() as attached, connected(job) as attempts:
-                facts, transports = passed_preflight(job, attempts, draft)
-                plan = plan_of(job, facts, attached)
+            with attach(run_id) if attach else nullcontext() as attached, connected(context) as attempts:
+                facts, transports = passed_preflight(context, attempts, draft)
+                plan = plan_of(context, facts, attached)
                 if attached:
-                    open_ways(job, attached, plan, transports)
-                report = carry_out(job, plan, facts, transports, interrupts)
+                    open_ways(context, attached, plan, transports)
+                report = carry_out(context, plan, facts, transports, interrupts)
                 if attached:
                     attached.stays = report.state == "detached"
         except KeyboardInterrupt:
-            job.give_up("interrupted", interrupts.meaning, Interrupted.exit_status)
+            context.give_up("interrupted", interrupts.meaning, Interrupted.exit_status)
             raise Interrupted(interrupts.meaning) from None
         except OutOfReach:
-            job.at("train", detached=True)
+            context.at("train", detached=True)
             raise
         except FleetError as error:
-            job.give_up("failed", str(error), error.exit_status)
+            context.give_up("failed", str(error), error.exit_status)
             raise
     return report
 
 
 @contextmanager
-def connected(job: Job) -> Iterator[dict[int, Transport | TransportError]]:
+def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
     """A line to every node, or why there is none; closed in the end."""
-    job.events.add("stage", stage="connect")
-    job.say(f"run {job.run_id}: connecting to {count(len(job.config.nodes), 'node')}")
-    attempts = connect_all(job.config)
+    context.events.add("stage", stage="connect")
+    context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
+    attempts = connect_all(context.config)
     try:
         yield attempts
     finally:
@@ -175,23 +175,23 @@ def connected(job: Job) -> Iterator[dict[int, Transport | TransportError]]:
 
 
 def passed_preflight(
-    job: Job, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, anew: bool = True
+    context: LaunchContext, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, anew: bool = True
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """What preflight learned; raises PreflightRefused when a finding stands against the run. ``anew``: there must be
     nothing of the run on its nodes yet."""
-    job.at("preflight")
-    report = _preflight(job.config, attempts, draft, run_id=job.run_id if anew else "")
+    context.at("preflight")
+    report = _preflight(context.config, attempts, draft, run_id=context.run_id if anew else "")
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
-        print_findings(replace(report, findings=tuple(noteworthy)), job.console)
-    job.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
-    if job.options.as_json:
+        print_findings(replace(report, findings=tuple(noteworthy)), context.console)
+    context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
+    if context.options.as_json:
         report.refuse_if_blocked()  # with what stands in the way, as the table is not part of the JSON
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
         raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
-    job.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
-    record_versions(job.events, report.facts)
+    context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
+    record_versions(context.events, report.facts)
     return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
 
 
@@ -217,23 +217,25 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
         events.add("versions", nodes=nodes, versions=dict(versions))
 
 
-def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+def open_ways(
+    context: LaunchContext, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]
+) -> None:
     """See that all nodes reach the servers of the cluster that the run attaches to; raises PreflightRefused."""
     for note in attached.check_reachable(plan, transports):
-        job.say(f"note: {note}", "yellow")
+        context.say(f"note: {note}", "yellow")
 
 
-def plan_of(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
+def plan_of(context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
     """Make the parts unless they are there, then the final plan."""
-    job.at("partition")
-    manifest = ensure_parts(job.config, job.console) if job.config.makes_parts else None
-    if manifest is not None and not job.options.own_command:
-        check_train_seeds(job.config, manifest)
+    context.at("partition")
+    manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
+    if manifest is not None and not context.options.own_command:
+        check_train_seeds(context.config, manifest)
     return final_plan(
-        job.config,
-        run_id=job.run_id,
+        context.config,
+        run_id=context.run_id,
         facts=facts,
-        own_command=job.options.own_command,
+        own_command=context.options.own_command,
         manifest=manifest,
         operator=user_at_host(),
         serving=attached.serving if attached else None,
@@ -242,69 +244,69 @@ def plan_of(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | Non
 
 
 def carry_out(
-    job: Job,
+    context: LaunchContext,
     plan: LaunchPlan,
     facts: Mapping[int, NodeFacts],
     transports: Mapping[int, Transport],
     interrupts: Interrupts,
 ) -> RunReport:
     """Apply the plan: bring files, start, follow, collect, report."""
-    print_placement(plan, job.console)
-    job.keep("run.json", run_json(plan))
+    print_placement(plan, context.console)
+    context.keep("run.json", run_json(plan))
     interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
-    job.at("sync")
-    bring_files(job, plan, transports)
-    going = Going(
+    context.at("sync")
+    bring_files(context, plan, transports)
+    following = FollowContext(
         plan,
         transports,
-        job.config.run,
-        job.folder,
-        job.started,
-        View(job.console, job.config.run.on_interrupt, job.options.plain),
-        job.events,
+        context.config.run,
+        context.folder,
+        context.started,
+        View(context.console, context.config.run.on_interrupt, context.options.plain),
+        context.events,
         offsets={k: fact.clock_offset for k, fact in facts.items()},
-        at_stage=job.at,
+        at_stage=context.at,
     )
-    report = start_and_conduct(job, going, interrupts)
-    job.at("train" if report.state == "detached" else "end", detached=report.state == "detached")
+    report = start_and_conduct(context, following, interrupts)
+    context.at("train" if report.state == "detached" else "end", detached=report.state == "detached")
     return report
 
 
-def start_and_conduct(job: Job, going: Going, interrupts: Interrupts) -> RunReport:
+def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
     """Start every node, and stay with the run to its end or as long as is wanted."""
-    plan = going.plan
+    plan = following.plan
     where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
-    job.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
-    job.at("start")
+    context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
+    context.at("start")
 
     def start(node: NodePlan) -> None:
-        start_session(going.transports[node.node_rank], node, start_timeout=going.run.start_timeout)
+        start_session(following.transports[node.node_rank], node, start_timeout=following.run.start_timeout)
 
     return conduct(
-        going,
+        following,
         interrupts,
         starts={node.node_rank: partial(start, node) for node in plan.nodes},
-        leave_when_trained=job.options.detach,
+        leave_when_trained=context.options.detach,
     )
 
 
-def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+def bring_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
     """Send what the plan sends; in mode verify, check the parts where they are."""
-    if job.config.data.mode == "verify" and not job.config.data.serving:
+    if context.config.data.mode == "verify" and not context.config.data.serving:
         checked = verify(plan, transports)
-        if not job.options.own_command and not plan.serve_only:
-            check_train_seeds(job.config, checked.manifest)
-        job.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
-        job.events.add("verified", files=checked.files, bytes=checked.bytes)
+        if not context.options.own_command and not plan.serve_only:
+            check_train_seeds(context.config, checked.manifest)
+        context.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
+        context.events.add("verified", files=checked.files, bytes=checked.bytes)
     labels = {node.node_rank: node.label for node in plan.nodes}
-    with transfer_progress(job.console, labels) as progress:
-        report = sync(plan, transports, progress, connect_timeout=job.config.run.connect_timeout)
+    with transfer_progress(context.console, labels) as progress:
+        report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
     need = sum(file.bytes for node in plan.nodes for file in node.files)
     packed = " (code packed)" if report.bytes_sent + report.bytes_present < need else ""
     told = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
-    job.say(f"synced {decimal(need)} of files: {told}")
+    context.say(f"synced {decimal(need)} of files: {told}")
     for node in report.nodes:
-        job.events.add(
+        context.events.add(
             "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds
         )
 

@@ -43,8 +43,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Going:
-    """A run that goes on: what following, collecting and reporting it need."""
+class FollowContext:
+    """Context shared by following, collecting and reporting a run."""
 
     plan: LaunchPlan
     transports: Mapping[int, Transport]
@@ -63,7 +63,7 @@ class Going:
 
 
 def conduct(
-    going: Going,
+    context: FollowContext,
     interrupts: Interrupts,
     *,
     starts: Starts | None = None,
@@ -75,66 +75,66 @@ def conduct(
     a run up again is a viewer: signals and closed outputs end the watching, not the run.
     """
     interrupts.last_words = "\n  ".join(
-        ["left at once; parts of the run may still be running.", *map(how_to_stop, going.plan.nodes)]
+        ["left at once; parts of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
     )
-    board = Board.of(going.plan, time.time() - going.started)
-    with LiveLog(going.view.console, going.plan, plain=going.view.plain, board=board) as live:
+    board = Board.of(context.plan, time.time() - context.started)
+    with LiveLog(context.view.console, context.plan, plain=context.view.plain, board=board) as live:
         follower = RunFollower(
-            going.plan,
-            going.transports,
-            going.limits,
+            context.plan,
+            context.transports,
+            context.limits,
             live,
-            going.events,
+            context.events,
             starts=starts,
             leave_when_trained=leave_when_trained,
             tail=None if starts else _TAIL,
-            on_training=lambda: going.at_stage("train"),
+            on_training=lambda: context.at_stage("train"),
         )
         try:
-            followed = follower.follow(interrupts, Talking(live, going.view.on_interrupt, viewer=starts is None))
+            followed = follower.follow(interrupts, Talking(live, context.view.on_interrupt, viewer=starts is None))
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
     if followed.detached:
-        return left_alone(going, followed, board)
-    return finish(going, followed, interrupts)
+        return left_alone(context, followed, board)
+    return finish(context, followed, interrupts)
 
 
-def finish(going: Going, followed: Followed, interrupts: Interrupts) -> RunReport:
+def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -> RunReport:
     """Bring everything here, make the report, write it, print it."""
     interrupts.keeps_on = True
     interrupts.meaning = (
         "interrupted while collecting; nothing of the run is left running. "
-        f"`gnnfleet collect {going.plan.run_id}` brings the rest here"
+        f"`gnnfleet collect {context.plan.run_id}` brings the rest here"
     )
     interrupts.last_words = interrupts.meaning
-    going.at_stage("collect")
+    context.at_stage("collect")
     try:
-        collected = collect(going.plan, going.transports, going.folder)
+        collected = collect(context.plan, context.transports, context.folder)
     except KeyboardInterrupt:
-        nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in going.plan.nodes}
-        written(_report(going, followed, Collected(Metrics(), nothing, (interrupts.meaning,))))
+        nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
+        written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.meaning,))))
         raise
-    report = written(_report(going, followed, collected))
-    going.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
-    print_report(report, going.view.console)
+    report = written(_report(context, followed, collected))
+    context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
+    print_report(report, context.view.console)
     return report
 
 
-def _report(going: Going, followed: Followed, collected: Collected) -> RunReport:
-    return Ending(going.plan, followed, collected, going.offsets or {}).report(
-        going.folder, time.time() - going.started
+def _report(context: FollowContext, followed: Followed, collected: Collected) -> RunReport:
+    return Ending(context.plan, followed, collected, context.offsets or {}).report(
+        context.folder, time.time() - context.started
     )
 
 
-def left_alone(going: Going, followed: Followed, board: Board) -> RunReport:
+def left_alone(context: FollowContext, followed: Followed, board: Board) -> RunReport:
     """Say how to come back to a run that goes on without us; raises OutOfReach when that was no one's wish."""
-    run_id = going.plan.run_id
-    going.events.add("detached", why=followed.detached)
+    run_id = context.plan.run_id
+    context.events.add("detached", why=followed.detached)
     if followed.detached == "unreachable":
         raise OutOfReach(
-            f"no node of {run_id} has been within reach for {going.run.lost_after:g} s (run.lost_after); the run goes "
-            f"on without this machine. When the nodes are back: gnnfleet follow {run_id}"
+            f"no node of {run_id} has been within reach for {context.run.lost_after:g} s (run.lost_after); the run "
+            f"goes on without this machine. When the nodes are back: gnnfleet follow {run_id}"
         )
     what = "trains" if followed.detached == "trained" else "goes on"
     lines = [
@@ -143,9 +143,9 @@ def left_alone(going: Going, followed: Followed, board: Board) -> RunReport:
         f"  gnnfleet status {run_id}    how it is; also: logs, attach, stop, collect",
     ]
     for line in lines:
-        going.view.console.print(Text(line), soft_wrap=True)
-    seconds = time.time() - going.started
-    return RunReport(run_id, "detached", (), None, Metrics(), seconds, going.folder)
+        context.view.console.print(Text(line), soft_wrap=True)
+    seconds = time.time() - context.started
+    return RunReport(run_id, "detached", (), None, Metrics(), seconds, context.folder)
 
 
 def rejoin(
@@ -167,10 +167,10 @@ def rejoin(
         if isinstance(line, TransportError):
             raise line
     usable = {k: line for k, line in transports.items() if isinstance(line, Transport)}
-    going = Going(plan, usable, run, folder, started, view, events)
+    context = FollowContext(plan, usable, run, folder, started, view, events)
     view.console.print(Text(f"run {plan.run_id}: taken up again on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
     with Interrupts() as interrupts:
         try:
-            return conduct(going, interrupts)
+            return conduct(context, interrupts)
         except KeyboardInterrupt:
             raise Interrupted(interrupts.meaning) from None

@@ -23,7 +23,15 @@ from launcher.plan.serialize import read_run
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.run.launch import Attach, Attachment
 from launcher.serving.client_keys import admit, server_key, withdraw
-from launcher.serving.cluster_state import FILES, Described, NodeThere, look, newest, open_serving, server_lines
+from launcher.serving.cluster_state import (
+    FILES,
+    ClusterDescription,
+    ServerState,
+    newest,
+    open_serving,
+    server_lines,
+    server_states,
+)
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -68,7 +76,7 @@ def attachment(name: str, config: ClusterConfig, given: Path, run_id: str, conso
 
 def _attach(name: str, config: ClusterConfig, given: Path, run_id: str, console: Console) -> Attachment:
     with open_serving(name, config, given) as run:
-        there = look(run, (*FILES, "service.key", "run.json"))
+        there = server_states(run, (*FILES, "service.key", "run.json"))
         cluster = newest(there, name)
         status = ServeStatus(cluster, tuple(one for one in there.values() if one.view.node.parts))
         if len(status.down) == len(status.nodes):
@@ -107,7 +115,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, style="yellow", soft_wrap=True, markup=False)
 
 
-def _for_run(cluster: Described, encrypted: bool) -> ServingCluster:
+def _for_run(cluster: ClusterDescription, encrypted: bool) -> ServingCluster:
     return ServingCluster(cluster.name, cluster.num_parts, cluster.servers, encrypted)
 
 
@@ -119,7 +127,7 @@ def _check_dataset(config: ClusterConfig, found: FoundRun, name: str) -> None:
         raise UsageError(f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out")
 
 
-def _other_code(there: Mapping[int, NodeThere], name: str) -> list[str]:
+def _other_code(there: Mapping[int, ServerState], name: str) -> list[str]:
     """That the servers run another version of this program; those of one wire version still talk."""
     texts = (one.files["run.json"] for one in there.values() if "run.json" in one.files)
     plan = next(map(read_run, texts), None)

@@ -14,7 +14,7 @@ from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
 from launcher.plan.build import new_key_pair
 from launcher.report.run_folder import user_name
-from launcher.serving.cluster_state import FILES, NodeThere, look, newest, on_lines, remove_files
+from launcher.serving.cluster_state import FILES, ServerState, newest, on_lines, remove_files, server_states
 from launcher.transport.base import Transport
 
 
@@ -31,7 +31,7 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     if output.exists():
         raise UsageError(f"{output} exists already; choose another file, or delete it")
     name = run.found.run_id
-    there = look(run, (*FILES, "service.key"))
+    there = server_states(run, (*FILES, "service.key"))
     cluster = newest(there, name)
     server = server_key(there)
     endpoints = [place.endpoint for place in cluster.servers]
@@ -49,7 +49,7 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     return MadeKey(told + f"to take it back: delete clients/{guest}.key in the run folders of {name}", tuple(notes))
 
 
-def server_key(there: Mapping[int, NodeThere]) -> str | None:
+def server_key(there: Mapping[int, ServerState]) -> str | None:
     """The servers' public key; None where they are not encrypted."""
     for one in there.values():
         if "service.key" in one.files:

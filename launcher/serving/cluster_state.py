@@ -27,7 +27,7 @@ from launcher.report.events import EventLog
 from launcher.report.report import RunState
 from launcher.report.run_folder import FoundRun, Stage, known_here, read_folder, register
 from launcher.report.verdict import NodeView
-from launcher.run.launch import Job
+from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions
 from launcher.text import count, spans
 from launcher.transport.base import Transport
@@ -35,7 +35,7 @@ from launcher.transport.fanout import on_nodes
 
 
 @dataclass(frozen=True)
-class Described:
+class ClusterDescription:
     """A serving cluster as the newest ``cluster.json`` on its nodes has it."""
 
     name: str
@@ -57,12 +57,12 @@ class Described:
         return {**asdict(self), "servers": [asdict(server) for server in self.servers]}
 
 
-def read_described(text: str, where: str) -> Described:
+def read_description(text: str, where: str) -> ClusterDescription:
     """From the text of a ``cluster.json``; ``where`` it was found is for the FleetError when it is none."""
     try:
         raw: Mapping[str, Any] = json.loads(text)
         servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
-        return Described(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
+        return ClusterDescription(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
     except (ValueError, KeyError, TypeError) as error:
         raise FleetError(f"{where}: cluster.json is damaged ({error!r})") from None
 
@@ -72,7 +72,7 @@ def _server(node: Mapping[str, Any]) -> GraphServer:
     return GraphServer(int(node["node_rank"]), str(node["host"]), str(node["endpoint"]), parts)
 
 
-def server_lines(cluster: Described) -> list[str]:
+def server_lines(cluster: ClusterDescription) -> list[str]:
     """A line for each server: who, where, which parts."""
     width = max((len(cluster.label(server)) for server in cluster.servers), default=0)
     return [
@@ -100,7 +100,7 @@ exit 0
 
 
 @dataclass(frozen=True)
-class NodeThere:
+class ServerState:
     """One node as it answered just now."""
 
     view: NodeView
@@ -125,12 +125,14 @@ FILES = ("cluster.json", "server_stats.json")
 SECRETS = ("service.key", "clients/*.key")
 
 
-def look(run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None) -> dict[int, NodeThere]:
+def server_states(
+    run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
+) -> dict[int, ServerState]:
     """All nodes of a serving cluster (or ``ranks``), and those files of them."""
     views = run.look(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
-    return {k: NodeThere(view, files.get(k, {})) for k, view in views.items()}
+    return {k: ServerState(view, files.get(k, {})) for k, view in views.items()}
 
 
 def _files_of(run: OpenRun, k: int, names: Sequence[str]) -> dict[str, str]:
@@ -166,16 +168,16 @@ def move_folder(line: Transport, folder: str, dest: str) -> None:
         raise FleetError(f"{line.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
 
 
-def newest(there: Mapping[int, NodeThere], name: str) -> Described:
+def newest(there: Mapping[int, ServerState], name: str) -> ClusterDescription:
     """The cluster by the newest ``cluster.json`` on its nodes; raises FleetError when none has one."""
     texts = {k: one.files["cluster.json"] for k, one in there.items() if "cluster.json" in one.files}
-    clusters = [read_described(text, there[k].view.node.label) for k, text in texts.items()]
+    clusters = [read_description(text, there[k].view.node.label) for k, text in texts.items()]
     if not clusters:
         raise FleetError(f"serving cluster {name}: {why_unknown(there)}")
     return max(clusters, key=lambda cluster: cluster.version)
 
 
-def why_unknown(there: Mapping[int, NodeThere]) -> str:
+def why_unknown(there: Mapping[int, ServerState]) -> str:
     """Why nothing can be said of any node."""
     away = [f"  {one.view.node.label}: {one.view.unreachable}" for one in there.values() if one.view.unreachable]
     if len(away) == len(there):
@@ -237,7 +239,7 @@ def open_named(
         yield run
 
 
-class ServeJob(Job):
+class ServeContext(LaunchContext):
     """A ``gnnfleet serve`` at work. Where the cluster ``stands`` already, its folder goes on telling of that until all
     is done: what goes wrong with a new server says nothing of the others."""
 

@@ -11,24 +11,24 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import TransportError
 from launcher.plan.build import final_plan
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, Standing, target_text
+from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, target_text
 from launcher.plan.partition import ensure_parts
 from launcher.plan.placement import node_login
 from launcher.report.run_folder import user_at_host
-from launcher.serving.cluster_state import NodeThere, ServeJob, read_described
+from launcher.serving.cluster_state import ServeContext, ServerState, read_description
 from launcher.transport.base import Transport
 
 Lines = Mapping[int, Transport | TransportError]
 
 
 @dataclass(frozen=True)
-class Standings:
+class ServingState:
     """A serving cluster before anything is changed: its nodes as wanted, lines to them, and how they are."""
 
     roster: Roster
     lines: Lines
     plan: LaunchPlan | None = None  #: None: there is none of that name
-    seen: Mapping[int, NodeThere] = field(default_factory=dict)
+    seen: Mapping[int, ServerState] = field(default_factory=dict)
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -138,37 +138,39 @@ def only_holders(held: Mapping[int, tuple[int, ...]], gone: Sequence[int]) -> di
 
 
 def cluster_plan(
-    job: ServeJob, found: Standings, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
+    context: ServeContext, found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
     """The whole cluster: nodes that run as they were planned, those to start made anew."""
-    job.at("partition")
+    context.at("partition")
     config = found.roster.config
     return final_plan(
         _addressed(found, facts),
-        run_id=job.run_id,
+        run_id=context.run_id,
         facts=facts,
-        manifest=ensure_parts(config, job.console) if config.makes_parts else None,
+        manifest=ensure_parts(config, context.console) if config.makes_parts else None,
         operator=user_at_host(),
-        standing=_standing(found, held, facts),
+        kept=_kept_servers(found, held, facts),
         service_key=service_key(found),
     )
 
 
-def _standing(found: Standings, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]) -> Standing | None:
+def _kept_servers(
+    found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
+) -> KeptServers | None:
     """What stays as it is."""
     if found.plan is None:
         return None
     versions = [found.plan.version]
     for one in found.seen.values():
         if "cluster.json" in one.files:
-            versions.append(read_described(one.files["cluster.json"], one.view.node.label).version)
+            versions.append(read_description(one.files["cluster.json"], one.view.node.label).version)
     ports = {node.node_rank: node.service_port for node in found.plan.nodes if node.parts and node.service_port}
     parts = {k: () if k in found.roster.gone else parts for k, parts in held.items()}
     running = {node.node_rank: node for node in found.plan.nodes if node.node_rank not in facts}
-    return Standing(max(versions) + 1, parts, ports, running)
+    return KeptServers(max(versions) + 1, parts, ports, running)
 
 
-def _addressed(found: Standings, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
+def _addressed(found: ServingState, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
     """The config with the addresses that preflight once found for nodes that are not looked at now."""
     if found.plan is None:
         return found.roster.config
@@ -177,7 +179,7 @@ def _addressed(found: Standings, facts: Mapping[int, NodeFacts]) -> ResolvedConf
     return replace(found.roster.config, nodes=tuple(nodes))
 
 
-def service_key(found: Standings) -> Secret:
+def service_key(found: ServingState) -> Secret:
     """The cluster's key pair, which all its servers share; '' when there is none yet."""
     return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
 

@@ -15,8 +15,16 @@ from launcher.plan.build import offline_plan
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 from launcher.report.run_folder import FoundRun, known_here, read_folder
-from launcher.serving.cluster_state import FILES, SECRETS, NodeThere, look, move_folder, read_described, read_files
-from launcher.serving.membership import Lines, Roster, Standings, first_roster, roster_of, too_few
+from launcher.serving.cluster_state import (
+    FILES,
+    SECRETS,
+    ServerState,
+    move_folder,
+    read_description,
+    read_files,
+    server_states,
+)
+from launcher.serving.membership import Lines, Roster, ServingState, first_roster, roster_of, too_few
 from launcher.serving.start_stop import clear_node
 from launcher.text import count
 from launcher.transport import close_all, connect_all
@@ -25,7 +33,7 @@ from launcher.transport.fanout import on_nodes
 
 
 @contextmanager
-def standing(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[Standings]:
+def serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
     """Whatever there is of that name, known here or on the hosts of ``wanted``; lines are closed in the end."""
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
@@ -40,8 +48,8 @@ def standing(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[St
             if roster.config.nodes != wanted.nodes:
                 close_all(lines)
                 lines = connect_all(roster.config)
-        seen = _look(plan, roster, lines, name) if plan is not None else {}
-        before = Standings(roster, lines, plan, seen)
+        seen = _server_states(plan, roster, lines, name) if plan is not None else {}
+        before = ServingState(roster, lines, plan, seen)
         if before.stands or plan is None or same_graph(before, wanted) and not _few_copies(plan, wanted):
             yield before
             return
@@ -52,7 +60,7 @@ def standing(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[St
         close_all(lines)
     lines = connect_all(wanted)
     try:
-        yield Standings(first_roster(wanted), lines)
+        yield ServingState(first_roster(wanted), lines)
     finally:
         close_all(lines)
 
@@ -61,7 +69,7 @@ def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
     return bool(too_few({node.node_rank: node.parts for node in plan.nodes}, (), wanted))
 
 
-def _put_away(before: Standings) -> None:
+def _put_away(before: ServingState) -> None:
     """Nothing of the cluster runs, and another graph is wanted: what it left on its nodes makes room for that."""
 
     def away(k: int) -> None:
@@ -78,10 +86,10 @@ def _check_kind(found: FoundRun | None, name: str) -> None:
         raise UsageError(f"--name {name}: {found.folder} is the folder of a training run; choose another --name")
 
 
-def _look(plan: LaunchPlan, roster: Roster, lines: Lines, name: str) -> dict[int, NodeThere]:
+def _server_states(plan: LaunchPlan, roster: Roster, lines: Lines, name: str) -> dict[int, ServerState]:
     found = FoundRun(name, None, None, plan, roster.config, None)
     run = OpenRun(found, {node.node_rank: lines[node.node_rank] for node in plan.nodes})
-    return look(run, (*FILES, *SECRETS))
+    return server_states(run, (*FILES, *SECRETS))
 
 
 def _on_hosts(lines: Lines, config: ResolvedConfig, name: str) -> LaunchPlan | None:
@@ -94,11 +102,11 @@ def _on_hosts(lines: Lines, config: ResolvedConfig, name: str) -> LaunchPlan | N
             for path, text in texts.items():
                 if path.endswith("run.json") and (plan := read_run(text)).serve_only:
                     cluster = texts.get(path.replace("run.json", "cluster.json"))
-                    found[read_described(cluster, path).version if cluster else 0] = plan
+                    found[read_description(cluster, path).version if cluster else 0] = plan
     return found[max(found)] if found else None
 
 
-def same_graph(found: Standings, wanted: ResolvedConfig) -> bool:
+def same_graph(found: ServingState, wanted: ResolvedConfig) -> bool:
     """Whether ``wanted`` asks for the parts that the cluster has, as far as the plans tell."""
     if found.plan is None:
         return False
@@ -109,7 +117,7 @@ def same_graph(found: Standings, wanted: ResolvedConfig) -> bool:
     return made == asked
 
 
-def check_goes_on(found: Standings, wanted: ResolvedConfig, name: str) -> None:
+def check_goes_on(found: ServingState, wanted: ResolvedConfig, name: str) -> None:
     """Raises UsageError when the cluster that runs serves another graph or cut of it, or is encrypted otherwise."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):

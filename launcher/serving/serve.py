@@ -18,9 +18,16 @@ from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.run.interrupts import Interrupts
 from launcher.run.launch import bring_files, passed_preflight
 from launcher.run.options import LaunchOptions, check_run_id
-from launcher.serving.cluster_state import Described, ServeJob, newest, parts_words, read_described, server_lines
-from launcher.serving.membership import Standings, cluster_plan, only_holders, shares, text_of, too_few
-from launcher.serving.reconcile import check_goes_on, standing
+from launcher.serving.cluster_state import (
+    ClusterDescription,
+    ServeContext,
+    newest,
+    parts_words,
+    read_description,
+    server_lines,
+)
+from launcher.serving.membership import ServingState, cluster_plan, only_holders, shares, text_of, too_few
+from launcher.serving.reconcile import check_goes_on, serving_state
 from launcher.serving.start_stop import bring_up, clear_node, own_turn, stop_gone, tell_others
 from launcher.text import count
 from launcher.transport.base import Transport
@@ -30,7 +37,7 @@ from launcher.transport.base import Transport
 class Served:
     """A serving cluster that is up."""
 
-    cluster: Described
+    cluster: ClusterDescription
     started: tuple[int, ...]  #: node_ranks that this call has started
     left: tuple[str, ...]  #: what could not be done, in words
     folder: Path
@@ -53,50 +60,52 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
     """
     wanted = resolve_serving(config)
     check_run_id(name, "--name")
-    with Interrupts(), standing(wanted, name, console) as found:
+    with Interrupts(), serving_state(wanted, name, console) as found:
         if found.stands:
             check_goes_on(found, wanted, name)
-        job = ServeJob(found.roster.config, options, name, console, stands=found.stands)
-        with closing(job.events):
+        context = ServeContext(found.roster.config, options, name, console, stands=found.stands)
+        with closing(context.events):
             try:
-                return make_it_so(job, found)
+                return make_it_so(context, found)
             except KeyboardInterrupt:
                 why = "interrupted; what this call has started was stopped"
-                job.give_up("interrupted", why, Interrupted.exit_status)
+                context.give_up("interrupted", why, Interrupted.exit_status)
                 raise Interrupted(why) from None
             except FleetError as error:
-                job.give_up("failed", str(error), error.exit_status)
+                context.give_up("failed", str(error), error.exit_status)
                 raise
 
 
-def make_it_so(job: ServeJob, found: Standings) -> Served:
+def make_it_so(context: ServeContext, found: ServingState) -> Served:
     """Start what is missing, tell those that run of it, stop those that were taken out."""
     held = _held(found)
-    _check_gone(found, held, job.run_id)
+    _check_gone(found, held, context.run_id)
     to_start = found.to_start
     if found.plan is not None and not to_start and not found.roster.gone and not _behind(found):
-        job.say("nothing to do: every server in reach runs")
-        return Served(newest(found.seen, job.run_id), (), (*_left(found), *_few_copies(found, held)), job.folder)
-    facts = _facts(job, found, to_start) if to_start else {}
-    plan = cluster_plan(job, found, held, facts)
-    cluster = read_described(text_of(plan, "cluster.json"), job.run_id)
-    _tell(job, cluster, to_start)
+        context.say("nothing to do: every server in reach runs")
+        return Served(
+            newest(found.seen, context.run_id), (), (*_left(found), *_few_copies(found, held)), context.folder
+        )
+    facts = _facts(context, found, to_start) if to_start else {}
+    plan = cluster_plan(context, found, held, facts)
+    cluster = read_description(text_of(plan, "cluster.json"), context.run_id)
+    _tell(context, cluster, to_start)
     if to_start:
-        start(job, found, plan, to_start)
+        start(context, found, plan, to_start)
     else:
-        job.keep_plan(plan)
-    left = [*_left(found), *tell_others(plan, found.lines, [*to_start, *found.away]), *_stop_gone(job, found)]
+        context.keep_plan(plan)
+    left = [*_left(found), *tell_others(plan, found.lines, [*to_start, *found.away]), *_stop_gone(context, found)]
     left += _few_copies(found, held)
-    job.done()
-    return Served(cluster, to_start, tuple(left), job.folder)
+    context.done()
+    return Served(cluster, to_start, tuple(left), context.folder)
 
 
-def _stop_gone(job: ServeJob, found: Standings) -> list[str]:
+def _stop_gone(context: ServeContext, found: ServingState) -> list[str]:
     nodes = {k: one.view.node for k, one in found.seen.items()}
-    return stop_gone(nodes, found.lines, found.seen, found.roster.gone, job.config.run.grace)
+    return stop_gone(nodes, found.lines, found.seen, found.roster.gone, context.config.run.grace)
 
 
-def _held(found: Standings) -> dict[int, tuple[int, ...]]:
+def _held(found: ServingState) -> dict[int, tuple[int, ...]]:
     """Parts of each node; none yet where the placement is made anew."""
     if found.plan is None:
         return {}
@@ -104,7 +113,7 @@ def _held(found: Standings) -> dict[int, tuple[int, ...]]:
     return shares(held, found.roster.joined, found.plan.num_parts)
 
 
-def _few_copies(found: Standings, held: Mapping[int, tuple[int, ...]]) -> tuple[str, ...]:
+def _few_copies(found: ServingState, held: Mapping[int, tuple[int, ...]]) -> tuple[str, ...]:
     """That some parts are held by fewer nodes than the config wants: nodes that go on keep the parts they have."""
     few, wanted = too_few(held, found.roster.gone, found.roster.config), found.roster.config.data.replicas
     if not few:
@@ -116,7 +125,7 @@ def _few_copies(found: Standings, held: Mapping[int, tuple[int, ...]]) -> tuple[
     )
 
 
-def _check_gone(found: Standings, held: Mapping[int, tuple[int, ...]], name: str) -> None:
+def _check_gone(found: ServingState, held: Mapping[int, tuple[int, ...]], name: str) -> None:
     """Raises UsageError when parts would go with the nodes that the config lists no more."""
     lost = only_holders(held, found.roster.gone)
     if lost:
@@ -127,17 +136,17 @@ def _check_gone(found: Standings, held: Mapping[int, tuple[int, ...]], name: str
         )
 
 
-def _label(found: Standings, k: int) -> str:
+def _label(found: ServingState, k: int) -> str:
     return found.seen[k].view.node.label
 
 
-def _behind(found: Standings) -> bool:
+def _behind(found: ServingState) -> bool:
     """Whether a node that runs has an older cluster.json than another."""
     texts = {one.files.get("cluster.json", "") for k, one in found.seen.items() if k in found.alive}
     return len(texts) > 1
 
 
-def _left(found: Standings) -> tuple[str, ...]:
+def _left(found: ServingState) -> tuple[str, ...]:
     """Nodes of the cluster that nobody could look at."""
     return tuple(
         f"{_label(found, k)} cannot be reached ({found.seen[k].view.unreachable}); it was left as it is"
@@ -146,11 +155,11 @@ def _left(found: Standings) -> tuple[str, ...]:
     )
 
 
-def _facts(job: ServeJob, found: Standings, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
+def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
     """Preflight of the nodes that are to start; the others have their ports taken, and work."""
-    draft = offline_plan(found.roster.config, job.run_id)
+    draft = offline_plan(found.roster.config, context.run_id)
     attempts = {k: found.lines[k] for k in to_start}
-    facts, _ = passed_preflight(job, attempts, draft, anew=found.plan is None)
+    facts, _ = passed_preflight(context, attempts, draft, anew=found.plan is None)
     taken = {node.service_port for node in found.plan.nodes} if found.plan else set()
     return {
         k: replace(fact, free_ports=tuple(port for port in fact.free_ports if port not in taken))
@@ -158,32 +167,32 @@ def _facts(job: ServeJob, found: Standings, to_start: tuple[int, ...]) -> Mappin
     }
 
 
-def _tell(job: ServeJob, cluster: Described, to_start: tuple[int, ...]) -> None:
+def _tell(context: ServeContext, cluster: ClusterDescription, to_start: tuple[int, ...]) -> None:
     """Who serves what, and which of them are started now."""
-    job.say(f"serving cluster {cluster.name}: {cluster.words}")
+    context.say(f"serving cluster {cluster.name}: {cluster.words}")
     for server, line in zip(cluster.servers, server_lines(cluster), strict=True):
-        job.say(line + ("" if server.node_rank in to_start else "  (runs)"))
+        context.say(line + ("" if server.node_rank in to_start else "  (runs)"))
 
 
-def start(job: ServeJob, found: Standings, plan: LaunchPlan, to_start: tuple[int, ...]) -> None:
+def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start: tuple[int, ...]) -> None:
     """Bring the files of the nodes to start, start them, wait until they serve; on any error stop them."""
     part = replace(plan, nodes=tuple(node for node in plan.nodes if node.node_rank in to_start))
     lines = {k: line for k, line in found.lines.items() if isinstance(line, Transport) and k in to_start}
     with own_turn(part, lines):
-        _bring(job, found, part, lines)
-        job.keep_plan(plan)  # not before: it says with which program the nodes are asked
-        job.at("start")
-        job.say(f"starting {count(len(to_start), 'graph server')}")
-        bring_up(part, lines, job.config.run)
+        _bring(context, found, part, lines)
+        context.keep_plan(plan)  # not before: it says with which program the nodes are asked
+        context.at("start")
+        context.say(f"starting {count(len(to_start), 'graph server')}")
+        bring_up(part, lines, context.config.run)
 
 
-def _bring(job: ServeJob, found: Standings, part: LaunchPlan, lines: Mapping[int, Transport]) -> None:
+def _bring(context: ServeContext, found: ServingState, part: LaunchPlan, lines: Mapping[int, Transport]) -> None:
     """All files of the nodes to start; what their last servers have left is cleared away."""
     for k in lines:
         if k in found.seen and found.plan is not None:
             clear_node(found.plan.nodes[k], lines[k], keeps_key=part.encrypted)
-    job.at("sync")
-    bring_files(job, part, lines)
+    context.at("sync")
+    bring_files(context, part, lines)
     guests = {path: text for one in found.seen.values() for path, text in one.files.items() if "/" in path}
     for k, node in ((node.node_rank, node) for node in part.nodes):
         for path, text in guests.items():

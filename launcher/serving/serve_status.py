@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.manage.node_views import OpenRun
-from launcher.serving.cluster_state import Described, NodeThere, look, newest, parts_words
+from launcher.serving.cluster_state import ClusterDescription, ServerState, newest, parts_words, server_states
 from launcher.text import Cell, Column, FittedTable, count, spans
 
 _EVERY = 2.0  # seconds between two looks with --watch
@@ -52,11 +52,11 @@ _STYLES = {"serving": "green", "failed": "red", "lost": "red", "unreachable": "y
 class ServeStatus:
     """A serving cluster at one moment."""
 
-    cluster: Described
-    nodes: tuple[NodeThere, ...]  #: those that hold parts, in node_rank order
+    cluster: ClusterDescription
+    nodes: tuple[ServerState, ...]  #: those that hold parts, in node_rank order
 
     @property
-    def down(self) -> tuple[NodeThere, ...]:
+    def down(self) -> tuple[ServerState, ...]:
         """Those that do not serve."""
         return tuple(node for node in self.nodes if not node.serves)
 
@@ -123,7 +123,7 @@ class ServeStatus:
 
 def status_of(run: OpenRun) -> ServeStatus:
     """Ask all nodes; raises FleetError when none knows of the cluster."""
-    there = look(run)
+    there = server_states(run)
     cluster = newest(there, run.found.run_id)
     return ServeStatus(cluster, tuple(one for one in there.values() if one.view.node.parts))
 
@@ -140,7 +140,7 @@ def watch_status(run: OpenRun, console: Console) -> ServeStatus:
                 return status
 
 
-def _how_down(node: NodeThere) -> str:
+def _how_down(node: ServerState) -> str:
     view = node.view
     result = view.result or {}
     if view.unreachable:
@@ -154,7 +154,7 @@ def _how_down(node: NodeThere) -> str:
     return f"{how} (by {asked['by']})" if asked and asked.get("by") and asked["by"] not in how else how
 
 
-def _server_row(node: NodeThere) -> tuple[Cell, ...]:
+def _server_row(node: ServerState) -> tuple[Cell, ...]:
     view, stats = node.view, _fresh(node)
     state = Text(view.word, _STYLES.get(view.word, ""))
     dropped = [stats[name] for name in ("malformed", "refused") if name in stats]
@@ -174,13 +174,13 @@ def _server_row(node: NodeThere) -> tuple[Cell, ...]:
     )
 
 
-def _restarts(node: NodeThere) -> int:
+def _restarts(node: ServerState) -> int:
     """How often its supervisor has started the graph server again."""
     findings = (node.view.state or {}).get("findings") or ()
     return sum(finding["kind"] == "server-restart" for finding in findings)
 
 
-def _client_rows(node: NodeThere) -> Iterator[tuple[Cell, ...]]:
+def _client_rows(node: ServerState) -> Iterator[tuple[Cell, ...]]:
     for client in sorted(_clients(node), key=lambda client: str(client["name"])):
         yield (
             str(client["name"]),
@@ -193,13 +193,13 @@ def _client_rows(node: NodeThere) -> Iterator[tuple[Cell, ...]]:
         )
 
 
-def _fresh(node: NodeThere) -> Mapping[str, Any]:
+def _fresh(node: ServerState) -> Mapping[str, Any]:
     """What the server says of itself; nothing when that is old or it has ended."""
     stats, view = node.stats, node.view
     return stats if view.alive and view.now - float(stats.get("time", 0.0)) < _STALE else {}
 
 
-def _clients(node: NodeThere) -> list[Mapping[str, Any]]:
+def _clients(node: ServerState) -> list[Mapping[str, Any]]:
     return list(_fresh(node).get("clients") or ())
 
 

@@ -15,7 +15,7 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
-from launcher.serving.cluster_state import NodeThere, remove_files
+from launcher.serving.cluster_state import ServerState, remove_files
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 
@@ -130,7 +130,7 @@ def tell_others(plan: LaunchPlan, lines: Lines, but: Sequence[int]) -> list[str]
 
 
 def stop_gone(
-    nodes: Mapping[int, NodePlan], lines: Lines, there: Mapping[int, NodeThere], gone: Sequence[int], grace: float
+    nodes: Mapping[int, NodePlan], lines: Lines, there: Mapping[int, ServerState], gone: Sequence[int], grace: float
 ) -> list[str]:
     """Stop the nodes that were taken out; of those that may still run, why."""
 

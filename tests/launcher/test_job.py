@@ -12,7 +12,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunCon
 from launcher.errors import FleetError, UsageError
 from launcher.report.run_folder import LaunchFile, Stage
 from launcher.run import launch as run_module
-from launcher.run.launch import Job
+from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions, choose_run_id
 
 PROGRAM_GONE = 1  # start_ticks that no living process has
@@ -29,8 +29,8 @@ def config(tmp_path: Path) -> ClusterConfig:
     return ClusterConfig((NodeConfig("a", env={"API_KEY": "hush"}),), DataConfig("synthetic"), run=run)
 
 
-def job_of(config: ClusterConfig) -> Job:
-    return Job(config, LaunchOptions(Path("cluster.yml")), "r1", Console(file=io.StringIO()))
+def job_of(config: ClusterConfig) -> LaunchContext:
+    return LaunchContext(config, LaunchOptions(Path("cluster.yml")), "r1", Console(file=io.StringIO()))
 
 
 @pytest.mark.parametrize("stage", ["preflight", "partition", "sync"])

@@ -25,8 +25,8 @@ from launcher.report.events import EventLog
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
 from launcher.run.interrupts import Interrupts, Talking
-from launcher.run.launch import Job
-from launcher.run.lifecycle import Going, View, left_alone
+from launcher.run.launch import LaunchContext
+from launcher.run.lifecycle import FollowContext, View, left_alone
 from launcher.run.live_state import Board
 from launcher.run.monitor import Starting
 from launcher.run.options import LaunchOptions
@@ -162,7 +162,7 @@ def detaching_early(folder: Path) -> str:
 def left(folder: Path, why: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     scene = Scene(folder, FakeNode(0))
-    going = Going(scene.plan, {}, RunConfig(), folder, 0.0, View(console), EventLog(folder / "e.jsonl"))
+    going = FollowContext(scene.plan, {}, RunConfig(), folder, 0.0, View(console), EventLog(folder / "e.jsonl"))
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
@@ -179,7 +179,7 @@ def no_folder(folder: Path) -> str:
         (NodeConfig("a"),), DataConfig("synthetic"), run=RunConfig(runs_dir=str(folder / "file" / "runs"))
     )
     with pytest.raises(UsageError) as raised:
-        Job(config, LaunchOptions(Path("cluster.yml")), "r1", Console(file=io.StringIO()))
+        LaunchContext(config, LaunchOptions(Path("cluster.yml")), "r1", Console(file=io.StringIO()))
     return f"error: {raised.value}".replace(str(folder), "/data")
 
 

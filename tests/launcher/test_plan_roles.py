@@ -23,7 +23,7 @@ from launcher.config.resolve import resolve_run, resolve_serving
 from launcher.config.roles import holdings
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.plan.model import LaunchPlan, NodePlan, Standing
+from launcher.plan.model import KeptServers, LaunchPlan, NodePlan
 from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import base_memory, batch_memory
@@ -180,8 +180,8 @@ def test_one_server_is_a_serving_cluster() -> None:
 
 def test_a_serving_cluster_keeps_what_stands() -> None:
     config = with_data(nodes_of("server", "server", "server"), num_parts=3)
-    standing = Standing(version=4, parts={0: (0, 2), 1: (1,), 2: (1, 2)}, service_ports={0: 31000, 1: 31001})
-    plan = plan_of(config, serve_only=True, standing=standing, facts=facts_of(3))
+    kept = KeptServers(version=4, parts={0: (0, 2), 1: (1,), 2: (1, 2)}, service_ports={0: 31000, 1: 31001})
+    plan = plan_of(config, serve_only=True, kept=kept, facts=facts_of(3))
     described = file_of(plan.nodes[2], "cluster.json")
     assert described["version"] == plan.version == 4
     assert [node["parts"] for node in described["nodes"]] == [[0, 2], [1], [1, 2]]

@@ -19,8 +19,8 @@ from launcher.errors import FleetError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
 from launcher.report.verdict import NodeView
-from launcher.serving.cluster_state import NodeThere, newest, read_described, read_files
-from launcher.serving.membership import Standings, roster_of, text_of
+from launcher.serving.cluster_state import ServerState, newest, read_description, read_files
+from launcher.serving.membership import ServingState, roster_of, text_of
 from launcher.serving.reconcile import check_goes_on
 from launcher.serving.serve import _check_gone
 from launcher.serving.serve_status import ServeStatus
@@ -49,17 +49,17 @@ def planned(wanted: ResolvedConfig) -> LaunchPlan:
     return make_plan(wanted, run_id="products", code_digest="abc")
 
 
-def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> NodeThere:
+def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> ServerState:
     """A node that serves, unless ``view`` says otherwise."""
     state = {"state": "serving", "time": NOW, "pid": 1}
     files = {"cluster.json": text_of(plan, "cluster.json"), "server_stats.json": json.dumps(stats or {})}
-    return NodeThere(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
+    return ServerState(NodeView(plan.nodes[k], **{"state": state, "now": NOW, **view}), files)
 
 
 def status(*hosts: str, nodes: dict[int, dict[str, Any]], **data: Any) -> ServeStatus:
     plan = planned(config(*hosts, **data))
     answers = tuple(there(plan, k, **nodes.get(k, {"stats": STATS})) for k in range(len(hosts)))
-    return ServeStatus(read_described(text_of(plan, "cluster.json"), "here"), answers)
+    return ServeStatus(read_description(text_of(plan, "cluster.json"), "here"), answers)
 
 
 def shown(told: ServeStatus) -> str:
@@ -144,7 +144,7 @@ def test_messages_of_the_command_line(elsewhere: Path, capsys: pytest.CaptureFix
 def test_a_cluster_that_runs_is_not_given_another_graph() -> None:
     wanted = config("g1", "g2")
     plan = planned(wanted)
-    found = Standings(roster_of(plan, None, wanted), {}, plan, {k: there(plan, k) for k in range(2)})
+    found = ServingState(roster_of(plan, None, wanted), {}, plan, {k: there(plan, k) for k in range(2)})
     assert found.stands
     check_goes_on(replace(found, seen={}), wanted, "products")  # the same graph
     for other in (config("g1", "g2", num_parts=4), config("g1", "g2", options={"num_nodes": 5})):
@@ -156,7 +156,7 @@ def test_a_cluster_that_runs_is_not_given_another_graph() -> None:
 
 def test_a_node_that_alone_holds_a_part_cannot_be_taken_out() -> None:
     plan, fewer = planned(config("g1", "g2")), config("g1")
-    found = Standings(roster_of(plan, None, fewer), {}, plan, {k: there(plan, k) for k in range(2)})
+    found = ServingState(roster_of(plan, None, fewer), {}, plan, {k: there(plan, k) for k in range(2)})
     with pytest.raises(FleetError, match=r"but node1 \(g2\) alone holds part 1\. Keep them, or stop the cluster"):
         _check_gone(found, {0: (0,), 1: (1,)}, "products")
     _check_gone(found, {0: (0, 1), 1: (1,)}, "products")
@@ -171,7 +171,7 @@ def test_the_newest_description_counts() -> None:
     nodes[1] = replace(nodes[1], files={"cluster.json": "{"})
     with pytest.raises(FleetError, match=r"node1 \(g2\): cluster.json is damaged"):
         newest(nodes, "products")
-    away = {0: NodeThere(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
+    away = {0: ServerState(NodeView(plan.nodes[0], unreachable="no route to host"), {})}
     with pytest.raises(FleetError, match="none of its nodes can be reached:\n  node0 .g1.: no route to host"):
         newest(away, "products")
 

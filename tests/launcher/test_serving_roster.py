@@ -11,7 +11,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan, Login
-from launcher.serving.membership import Standings, only_holders, roster_of, shares, too_few
+from launcher.serving.membership import ServingState, only_holders, roster_of, shares, too_few
 from launcher.serving.serve import _few_copies
 
 
@@ -90,7 +90,7 @@ def test_parts_with_fewer_copies_than_wanted_are_told_of() -> None:
     assert too_few(held, (), config("g1", "g2", "g3", replicas=3)) == (1,)
     wanted = config("g1", "g2", replicas=2)
     plan = served(config("g1", "g2"))
-    found = Standings(roster_of(plan, None, wanted), {}, plan)
+    found = ServingState(roster_of(plan, None, wanted), {}, plan)
     assert _few_copies(found, {0: (0,), 1: (1,)}) == (
         "data.replicas: 2 nodes are to hold each part, but fewer hold parts 0–1. Servers that run keep what they have: "
         "add nodes, which take the parts with the fewest holders, or stop the cluster and serve again",

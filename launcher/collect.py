@@ -13,11 +13,11 @@ from typing import Any
 
 from launcher.errors import TransportError
 from launcher.fanout import on_nodes
-from launcher.nodecall import call, program_source
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.report import Metrics, read_metrics
 from launcher.script import Command
 from launcher.transport.base import Transport
+from launcher.transport.rpc import call, program_source
 from launcher.wholefile import appearing
 
 _TIMEOUT = 120.0

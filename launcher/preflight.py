@@ -18,13 +18,13 @@ from launcher.config import ClusterConfig
 from launcher.errors import FleetError, PreflightRefused, TransportError
 from launcher.fanout import Answers, on_nodes
 from launcher.findings import Finding, Survey, all_findings, connect_finding
-from launcher.nodecall import NodeAgent
 from launcher.placement import candidate_ports, interpreter
 from launcher.plan import NodeFacts
 from launcher.preflight_table import finding_lines
 from launcher.probing import Inquiry
 from launcher.sharing import Sharing
 from launcher.transport.base import Transport
+from launcher.transport.rpc import NodeAgent
 from launcher.wiring import Wired, Wiring
 from launcher.wiring_findings import interface_of, wiring_findings
 

@@ -10,7 +10,7 @@ from launcher.config import ClusterConfig
 from launcher.errors import NodeError
 from launcher.fanout import on_nodes
 from launcher.findings import Finding, Survey, connect_finding
-from launcher.nodecall import NodeAgent
+from launcher.transport.rpc import NodeAgent
 from launcher.words import spans
 
 _TIMEOUT = 60.0  # a network disk that sleeps

@@ -27,12 +27,12 @@ from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncErr
 from launcher.fanout import on_nodes
 from launcher.manifest import PartFile
 from launcher.node.files import PART_SUFFIX, sha256_of
-from launcher.nodecall import call, program_source
 from launcher.plan import LaunchPlan, NodePlan
 from launcher.planned import PlannedFile
 from launcher.progress import TransferProgress
 from launcher.script import Command
 from launcher.transport.base import Transport
+from launcher.transport.rpc import call, program_source
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
 _OTHERS_PAUSES = (0.2, 0.5, 1.0, 0.0)  #: seconds between looks whether another run has brought a file

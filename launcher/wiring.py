@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from launcher.config import ClusterConfig
 from launcher.fanout import on_nodes
-from launcher.nodecall import NodeAgent
 from launcher.placement import choose, control_candidates, master_candidates, service_candidates
 from launcher.plan import NodeFacts
 from launcher.roles import gateways, lead, trainers
+from launcher.transport.rpc import NodeAgent
 
 _OPEN_TIMEOUT = 20.0
 _SECONDS = 4.0  # for one connection: three SYNs

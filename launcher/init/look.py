@@ -16,10 +16,10 @@ from launcher.fanout import on_nodes
 from launcher.findings.packages import OLDEST_PYTHON, PACKAGES
 from launcher.fingerprint import RULES, leading
 from launcher.init.wish import Wish
-from launcher.nodecall import NodeAgent, program_source
 from launcher.placement import node_workdir
 from launcher.script import Command, quote
 from launcher.transport.base import Transport
+from launcher.transport.rpc import NodeAgent, program_source
 
 _SECONDS = 120.0  # Pythons on a slow network disk
 _CLOSE_SECONDS = 6.0

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
-from launcher.nodecall import MARKER, join_request, parsed, split_request
 from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
+from launcher.transport.rpc import MARKER, join_request, parsed, split_request
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -54,7 +54,7 @@ class FakeTransport(Transport):
 
     ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
     contains the text. ``on_program("probe", lambda request: {...})`` answers node programs
-    (``nodecall.call``) whose source contains the text. Rules added later win. A command
+    (``rpc.call``) whose source contains the text. Rules added later win. A command
     without a rule raises ``AssertionError``. ``files`` maps paths to contents, ``modes`` to
     modes; ``~/`` stays as it is. ``fail`` (an exception) breaks every method from then on.
     """

@@ -14,12 +14,12 @@ from fake_transport import FakeTransport, printed
 from golden_kit import check_messages
 from launcher.config import ClusterConfig, DataConfig
 from launcher.errors import NodeCallError, SessionError
-from launcher.nodecall import NodeAgent
 from launcher.preflight import run_preflight
 from launcher.script import Command
 from launcher.session import start_session
 from launcher.transport.base import Transport
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent
 from test_session import home, make  # noqa: F401  fixtures
 from wire_kit import Closed, cluster, machine
 

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from launcher.node import lease, machine, packages, places, probe, procs
-from launcher.nodecall import NodeAgent
 from launcher.script import Command
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent
 from node_kit import wait_until
 
 SMI = """#!/bin/bash

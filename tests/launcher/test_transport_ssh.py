@@ -19,7 +19,8 @@ from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
 from launcher.script import Command
 from launcher.transport import close_all, connect_all
-from launcher.transport.hostkeys import read_known_hosts
+from launcher.transport.auth import Credentials
+from launcher.transport.host_keys import read_known_hosts
 from launcher.transport.ssh import SshTransport
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
@@ -226,7 +227,7 @@ def test_a_closed_port(home: Path) -> None:
 def test_a_name_that_does_not_resolve(home: Path) -> None:
     node = NodeConfig(host="no-such-host.invalid")
     with pytest.raises(UnreachableError, match="name no-such-host.invalid cannot be resolved"):
-        SshTransport(node, "strict", None, 0).connect(5)
+        SshTransport(node, "strict", Credentials(), 0).connect(5)
 
 
 def test_a_port_where_something_else_listens(home: Path) -> None:
@@ -323,15 +324,16 @@ def test_one_connection_serves_everything(sshd: Sshd, key: Path, tmp_path: Path)
 
 
 def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, home: Path) -> None:
-    (home / ".ssh/config").write_text("Host other\n  User nobody\nInclude conf.d/*\nHost *\n  User wrong\n")
-    (home / ".ssh/conf.d").mkdir()
-    (home / ".ssh/conf.d/gpu").write_text(
+    folder = home / ".ssh/conf.d"  # in full, as ssh's own idea of ~ is that of /etc/passwd
+    (home / ".ssh/config").write_text(f"Include {folder}/*\nHost other\n  User nobody\nHost *\n  User wrong\n")
+    folder.mkdir()
+    (folder / "gpu").write_text(
         f"Host gpu\n HostName 127.0.0.1\n Port {sshd.port}\n User ann\n HostKeyAlias gpubox\n"
         f" UserKnownHostsFile ~/.ssh/gpu_hosts\n IdentityFile ~/.ssh/missing\n IdentityFile {key}\n"
     )
     line = f"gpubox {sshd.host_key.get_name()} {sshd.host_key.get_base64()}\n"
     (home / ".ssh/gpu_hosts").write_text(line)
-    transport = SshTransport(NodeConfig(host="gpu"), "strict", None, 0)
+    transport = SshTransport(NodeConfig(host="gpu"), "strict", Credentials(), 0)
     assert whoami(transport) == b"hello\n"
     assert transport.target == f"ann@127.0.0.1:{sshd.port}"
 
@@ -354,7 +356,7 @@ def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
     config = cluster(good, NodeConfig(host="a.invalid"), NodeConfig(host="127.0.0.1", port=1, user="ann"), good)
     results = connect_all(config)
     assert [type(results[k]).__name__ for k in range(4)] == [
-        "NodeOverSsh", "UnreachableError", "UnreachableError", "NodeOverSsh",
+        "SshTransport", "UnreachableError", "UnreachableError", "SshTransport",
     ]  # fmt: skip
     assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
     close_all(results)

@@ -1,4 +1,4 @@
-"""Run our standard-library programs on a node before any of our code is there."""
+"""Calls our standard-library programs on a node before any of our code is there."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ exec(compile(eval(data.readline()), "<agent>", "exec"), agent)
 agent["serve"](data, sys.stdout.buffer)
 """.strip()
 
-_PROGRAMS = Path(__file__).parent / "node"
+_PROGRAMS = Path(__file__).parents[1] / "node"
 _IMPORTS = re.compile(r"^ *from launcher\.node(?:\.(\w+) import| import (\w+(?:, \w+)*))", re.MULTILINE)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from launcher import nodecall
 from launcher.errors import CommandTimeout, NodeCallError
-from launcher.nodecall import NodeAgent, bundle, call
 from launcher.script import Command
+from launcher.transport import rpc
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent, bundle, call
 
 HERE = Command((sys.executable,))
 ECHO = "def main(request):\n    print('noise')\n    return {'got': request}"
@@ -35,12 +35,12 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for node programs of the test's own, beside the agent."""
-    shutil.copy(Path(nodecall.__file__).parent / "node/agent.py", tmp_path)
-    monkeypatch.setattr(nodecall, "_PROGRAMS", tmp_path)
-    nodecall.program_source.cache_clear()
+    shutil.copy(Path(rpc.__file__).parents[1] / "node/agent.py", tmp_path)
+    monkeypatch.setattr(rpc, "_PROGRAMS", tmp_path)
+    rpc.program_source.cache_clear()
     bundle.cache_clear()
     yield tmp_path
-    nodecall.program_source.cache_clear()
+    rpc.program_source.cache_clear()
     bundle.cache_clear()
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ import paramiko
 from paramiko.hostkeys import HostKeys
 
 from launcher.errors import HostKeyError
-from launcher.transport.ssh_config import SshHost
+from launcher.transport.ssh_config import SshHost, is_about
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,7 @@ class KnownKey:
         """Whether the line is about ``host`` (a plain, hashed or wildcard name)."""
         if self.hosts.startswith("|1|"):
             return HostKeys.hash_host(host, self.hosts) == self.hosts
-        patterns = self.hosts.lower().split(",")
-        if any(p[0] == "!" and _matches(host, p[1:]) for p in patterns if p):
-            return False
-        return any(_matches(host, p) for p in patterns)
-
-
-def _matches(host: str, pattern: str) -> bool:
-    # only * and ? are wildcards in known_hosts; [ ] belong to "[host]:port"
-    return fnmatch.fnmatchcase(host.lower(), pattern.replace("[", "[[]"))
+        return is_about(host, self.hosts.split(","))
 
 
 def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:

@@ -35,8 +35,6 @@ _PING_TIMEOUT = 45.0
 _JOIN_TIMEOUT = 5.0
 _END_WAIT = 1.0
 _AGAIN = 0.2  # seconds until a session is asked for again
-# lazy: ssh_config is read by ssh_config.py; in_stream: our stdin is for none of many hosts
-_FABRIC = Config(lazy=True, overrides={"run": {"in_stream": False}})
 
 
 class NeedsOpenSsh(UnreachableError):
@@ -164,7 +162,9 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     }
     with ExitStack() as cleanup:
         jump = cleanup.enter_context(_JUMP_HOSTS.shared(route[:-1], host_keys, timeout)) if len(route) > 1 else False
-        connection = Connection(host.host, host.user, host.port, config=_FABRIC, gateway=jump, connect_kwargs=options)
+        # a config of its own: fabric's are not to be shared by threads; lazy: ssh_config.py reads ssh_config
+        config = Config(lazy=True, overrides={"run": {"in_stream": False}})  # our stdin is for none of many hosts
+        connection = Connection(host.host, host.user, host.port, config=config, gateway=jump, connect_kwargs=options)
         connection.client.set_missing_host_key_policy(check)
         cleanup.callback(_close, connection)
         try:

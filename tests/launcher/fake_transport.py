@@ -15,7 +15,7 @@ from typing import Any
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
 from launcher.script import Command
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
-from launcher.transport.rpc import MARKER, join_request, parsed, split_request
+from launcher.transport.rpc import MARKER, parsed
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -187,7 +187,7 @@ class FakeTalk(Talk):
         self._sources |= asked["sources"]
         program = self._sources[asked["program"]]
         try:
-            done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
+            done = self._node.run(self._command, stdin=json.dumps([program, asked["request"]]).encode(), timeout=1.0)
         except TransportError as error:
             self._lost = error
             raise
@@ -227,7 +227,7 @@ def _program(reply: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> A
         return reply
 
     def answer(command: Command, stdin: bytes) -> Completed:
-        _, request = split_request(stdin)
+        request = json.loads(stdin)[1]
         return printed(f"\n{MARKER}{json.dumps(reply(request))}\n")
 
     return answer

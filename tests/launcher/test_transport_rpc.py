@@ -121,7 +121,7 @@ def test_a_call_survives_noise_on_stdout() -> None:
 
 
 def test_a_program_that_raises_is_named_with_node_and_python() -> None:
-    with pytest.raises(NodeCallError, match=r"(?s)node4 \(local\): .*python.* ended with status 1:.*ZeroDivisionError"):
+    with pytest.raises(NodeCallError, match=r"(?s)node4 \(local\): .*python.* failed at program:.*ZeroDivisionError"):
         echo(sys.executable, "def main(request):\n    1 / 0")
 
 

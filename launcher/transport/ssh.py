@@ -38,7 +38,10 @@ _AGAIN = 0.2  # seconds until a session is asked for again
 
 
 class NeedsOpenSsh(UnreachableError):
-    """paramiko cannot do what ssh_config or known_hosts ask for; the message is what they ask for."""
+    """paramiko cannot do what ssh_config or known_hosts ask for."""
+
+    def __init__(self, what: str, host: SshHost):
+        super().__init__(f"only OpenSSH's own client can follow {what}", host=host.target)
 
 
 class SshTransport(RemoteTransport):
@@ -54,8 +57,9 @@ class SshTransport(RemoteTransport):
         return self._link.connection if self._link is not None else None
 
     def _open(self, route: Route, timeout: float) -> None:
-        if keyword := next((host.only_openssh for host in route if host.only_openssh), ""):
-            raise NeedsOpenSsh(keyword)
+        for host in route:
+            if host.only_openssh:
+                raise NeedsOpenSsh(host.only_openssh, host)
         credentials = self.credentials
         if credentials.key and (problem := key_problem(credentials.key, credentials.passphrase, route[-1].agent)):
             kind = PasswordRefused if "passphrase for" in problem[0] else AuthError
@@ -151,7 +155,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     host, timeout = route[-1], max(timeout, route[-1].connect_timeout)
     check = HostKeyCheck(host, host_keys)
     if check.needs_certificate:
-        raise NeedsOpenSsh(f"@cert-authority for {check.name}")
+        raise NeedsOpenSsh(f"@cert-authority for {check.name}", host)
     options = {
         "auth_strategy": Login(host, credentials),
         "auth_timeout": timeout,

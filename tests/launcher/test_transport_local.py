@@ -255,6 +255,16 @@ def test_a_talk_that_ends_says_how(node: Transport) -> None:
                 time.sleep(0.01)
 
 
+def test_half_a_line_is_never_taken_for_one(node: Transport) -> None:
+    """As of a session that is killed while it prints a long line."""
+    script = 'printf \'whole\\n{"text": "cut\'; kill -9 $$'
+    lines: list[str] = []
+    assert node.stream(sh(script), lines.append, threading.Event()) < 0
+    with node.talk(sh(script)) as talk:
+        assert (talk.receive(10), talk.receive(10)) == ("whole", None)
+    assert lines == ["whole"]
+
+
 def test_a_silent_talk_runs_into_its_deadline_and_goes_on(node: Transport) -> None:
     with node.talk(sh("read -r x; echo got $x; sleep 30")) as talk:
         with pytest.raises(CommandTimeout, match="`sh` did not answer within 0.2 s"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from paramiko.hostkeys import HostKeys
 from launcher.config import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
 from launcher.script import Command
-from launcher.transport import close_all, connect_all
+from launcher.transport import close_all, connect_all, ssh_config
 from launcher.transport.auth import Credentials
 from launcher.transport.host_keys import read_known_hosts
 from launcher.transport.ssh import SshTransport
+from launcher.transport.ssh_config import find_route
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
@@ -336,6 +338,49 @@ def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, hom
     transport = SshTransport(NodeConfig(host="gpu"), "strict", Credentials(), 0)
     assert whoami(transport) == b"hello\n"
     assert transport.target == f"ann@127.0.0.1:{sshd.port}"
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ("Host gnn1\n HostName a\nHost gnn2\n HostName b\nHost gnn3\n User eve\nHost !gnn4 *\n User ann\n", 3),
+        ("User ann\nHost *\n HostName %h.lab\n", 4),
+        ("Host gnn1\n Include {home}/more\nHost *\n User ann\n", 4),
+        ("Match originalhost gnn1 exec true\n User eve\n", 4),
+        ("", 1),
+    ],
+)
+def test_ssh_is_asked_once_for_hosts_that_the_same_lines_are_about(
+    home: Path, monkeypatch: pytest.MonkeyPatch, config: str, asked: int
+) -> None:
+    (home / ".ssh").mkdir()
+    (home / ".ssh/config").write_text(config.format(home=home))
+    (home / "more").write_text("Host gnn1 gnn2\n  User eve\n")
+    names: list[str] = []
+    ask = ssh_config._by_openssh
+
+    def counted(name: str, user: str | None, port: int | None) -> ssh_config.Options:
+        names.append(name)
+        return ask(name, user, port)
+
+    monkeypatch.setattr(ssh_config, "_by_openssh", counted)
+    found = {name: find_route(name)[-1].target for name in ("gnn1", "gnn2", "gnn3", "gnn4")}
+    assert len(names) == asked
+    for name, target in found.items():
+        options = ask(name, None, None)
+        assert target == f"{options['user'][0]}@{options['hostname'][0]}"
+
+
+def test_without_an_openssh_client_the_files_are_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    (home / ".ssh").mkdir()
+    (home / ".ssh/config").write_text("Include more\nHost *\n  User ann\n  ProxyJump eve@door:2222\n")
+    (home / ".ssh/more").write_text("Host gnn1\n  HostName %h.lab\n  IdentityFile ~/%r\n")
+    door, node = find_route("gnn1")
+    assert (door.target, node.target) == ("eve@door:2222", "ann@gnn1.lab")
+    assert node.identity_files == (f"{home}/ann",)
+    assert door.known_hosts[0] == home / ".ssh/known_hosts"
 
 
 def test_a_broken_ssh_config_is_named(sshd: Sshd, home: Path) -> None:

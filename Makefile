@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check bench bench-peers clean tools-demo tools-test
+.PHONY: help demo test test-slow check size bench bench-peers clean tools-demo tools-test
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -31,14 +31,17 @@ test: tools-test $(INSTALLED) ## run the tests
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-slow: tools-test $(INSTALLED) ## run the tests that take longer
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(WORKERS) $(ARGS)
 
 check: $(INSTALLED) ## ruff, mypy, generated documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@$(BIN)/python -c 'from launcher.docs import config_page; print(config_page(), end="")' | diff docs/config.md - || \
-	  { echo "docs/config.md is not up to date: $(BIN)/python -m launcher.docs"; exit 1; }
+	@$(BIN)/python -c 'from launcher.config.reference import config_page; print(config_page(), end="")' | diff docs/config.md - || \
+	  { echo "docs/config.md is not up to date: $(BIN)/python -m launcher.config.reference"; exit 1; }
+
+size: $(INSTALLED) ## files, lines, short files and import circles of each package
+	@$(BIN)/python tests/code_size.py $(ARGS)
 
 bench: tools-test $(INSTALLED) ## run the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -12,7 +12,7 @@ HERE = Path(__file__).resolve().parent
 def main() -> None:
     sys.path.insert(0, str(HERE))
     try:
-        from launcher.cli import main as gnnfleet
+        from launcher.cli.main import main as gnnfleet
 
         gnnfleet(prog_name="launch.py")  # imports more as it goes
     except ModuleNotFoundError as error:

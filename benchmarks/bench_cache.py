@@ -22,20 +22,19 @@ if __name__ == "__main__":
 import torch
 
 from table import Row, show
-from trainer.cost import Cost
-from trainer.load.keep import keep_hot_rows
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
+from trainer.core.batch_cost import Cost
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.remote_access import CacheSize
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.cache_fill import fill_cache
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.ranks import Ranks
-from trainer.reach import CacheSize
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import RowRequest
-from trainer.store.part import open_parts
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import RowRequest
+from trainer.store.part_store import open_parts
 from trainer.train.setup import batch_plan
-from trainer.train.team import Team
 
 CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
 
@@ -98,22 +97,22 @@ def _rows(case: Case, folder: Path, num_parts: int, method: str, held: int | Non
     rows = [Row(f"{name}: received with 10%", received, "MB", "without", without.remote_bytes / 1e6)]
     if held is None:
         rows.append(Row("… as foretold", foretold / 1e6, "MB", "received", received, "equal"))
-        rows.append(Row("… ranking and fetching", seconds, "CPU s"))
+        rows.append(Row("… presampling and fetching", seconds, "CPU s"))
     return rows
 
 
 def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str) -> tuple[Cost, float, float]:
-    """What host 0 receives in an epoch, what was foretold, and the CPU seconds of ranking and fetching."""
+    """What host 0 receives in an epoch, what was foretold, and the CPU seconds of presampling and fetching."""
     graph = _host(folder, num_parts, held)
     loader = BatchLoader(graph, LoaderSettings("train", case.fanouts, case.batch), 0, graph.layout)
-    team, began = Team(Ranks(), torch.device("cpu")), time.process_time()
+    group, began = RankGroup(Ranks(), torch.device("cpu")), time.process_time()
     with tempfile.TemporaryDirectory() as scratch:
         plan, limit = batch_plan(graph, loader), CacheSize.parse(size)
-        kept = keep_hot_rows(graph.access, graph.store, plan, graph.layout, "host 0", limit, Path(scratch), team)
+        filled = fill_cache(graph.access, graph.store, plan, "host 0", limit, Path(scratch), group)
     seconds = time.process_time() - began
-    assert kept is not None
+    assert filled is not None
     cost = Cost.total(loader.sample(share).cost for share in loader.shares(1))
-    return cost, kept.prediction.remote_bytes, seconds
+    return cost, filled.prediction.remote_bytes, seconds
 
 
 def _host(folder: Path, num_parts: int, held: int | None) -> Graph:

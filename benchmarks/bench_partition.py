@@ -42,10 +42,10 @@ def in_process(way: str, small: bool) -> tuple[float, float, float]:
 
 
 def measure(way: str, small: bool, out: Connection) -> None:
+    from trainer.core.schema import HOMO_EDGE
     from trainer.data.load import load_dataset
     from trainer.partition.assign import assign_parts
     from trainer.partition.write import write_partition
-    from trainer.schema import HOMO_EDGE
 
     options = {name: str(value) for name, value in (SMALL if small else LARGE).items()}
     dataset = load_dataset("synthetic", None, options)

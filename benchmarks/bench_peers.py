@@ -3,7 +3,7 @@
 \b
 python benchmarks/bench_peers.py                        all sections, one turn
 python benchmarks/bench_peers.py --only loader,train    some of loader, parts, train, partition
-python benchmarks/bench_peers.py --without shipped    without graphlearn-torch as shipped, which takes longest
+python benchmarks/bench_peers.py --without shipped      without graphlearn-torch as shipped, which takes longest
 python benchmarks/bench_peers.py --small                a small graph, to see that everything runs
 python benchmarks/bench_peers.py --tenfold              our loader on a graph of ten times the size, for the trend
 
@@ -57,8 +57,7 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended, too
     size = "small" if small else "tenfold" if tenfold else "large"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    chosen = contenders(("loader",) if tenfold else only, size, peers=not tenfold)
-    chosen = [one for one in chosen if not any(text in one.system for text in without)]
+    chosen = contenders(("loader",) if tenfold else only, size, not tenfold, without)
     found, took = compete(chosen, size, turns, {"train": train_epochs}, epochs)
     report(chosen, found, took, measured(), size)
 

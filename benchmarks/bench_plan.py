@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from launcher.codefiles import code_digest
-from launcher.config import ClusterConfig
-from launcher.filters import filtered
-from launcher.manifest import PartFile, PartitionFiles
-from launcher.plan import NodeFacts, make_plan
-from launcher.yaml_schema import load_config
+from launcher.config.host_filter import filtered
+from launcher.config.loader import load_config
+from launcher.config.schema import ClusterConfig
+from launcher.plan.build import make_plan
+from launcher.plan.files import code_digest
+from launcher.plan.model import NodeFacts
+from launcher.plan.partition import PartFile, PartitionFiles
 from table import Row, median_seconds
 
 GOAL = 1.0  # seconds for 1,000 nodes

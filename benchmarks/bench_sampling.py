@@ -16,19 +16,18 @@ import torch
 
 from graphs import BATCH, CACHE, FANOUTS, partitioned
 from table import Row, median_seconds
-from trainer import slabs
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout, Share
-from trainer.partition.format import AttrSpec
+from trainer.core import slabs
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph, open_graph
+from trainer.loader.seed_order import RankLayout, Share
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.position_tables import DirectTable, HashTable, PositionTable
-from trainer.sample.subgraph import SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.store.part import PartStore
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.relabel import DirectTable, HashTable, PositionTable, RelabelTables
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.store.manifest import AttrSpec
+from trainer.store.part_store import PartStore
 
 Work = Callable[[Share], SampledSubgraph]
 

@@ -23,12 +23,11 @@ import zmq
 from torch.distributed import rpc
 
 from table import Row, median_seconds, show
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE
+from trainer.core.schema import HOMO_NODE
+from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.keys import CurveKeys
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import HelloInfo
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.server import GraphServer
 
 DIM = 100

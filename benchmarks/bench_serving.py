@@ -25,7 +25,7 @@ from peers.envs import GLT, peer_python
 from peers.jobs import Done, Job, private_loopback, run_job
 from peers.plain import plain_graph
 from table import Row, show
-from trainer.service.keys import CurveKeys, write_key_file
+from trainer.service.curve_keys import CurveKeys, write_key_file
 
 HERE = Path(__file__).resolve().parent
 GLT_JOB = HERE / "peers/glt_job.py"
@@ -135,7 +135,7 @@ def our_job(plain: Path, parts: Path, keys: CurveKeys | None, more: dict[str, An
     if keys is not None:
         write_key_file(key_file, keys)
         server += ["--key-file", key_file]
-    settings = common() | {"prefetch": 4, "compress": False, "replace": False, "loader": "data"} | more
+    settings = common() | {"prefetch": 4, "replace": False, "loader": "data"} | more
     settings |= {"endpoint": endpoint, "key": keys and str(key_file)}
     client = [sys.executable, HERE / "peers/our_client.py", plain, json.dumps(settings)]
     return Job([server], client, HERE.parent, [ready])

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.fanout import on_nodes
-from launcher.placement import run_dir
-from launcher.plan import make_plan
-from launcher.preflight import run_preflight
-from launcher.session import start_session
+from launcher.plan.build import make_plan
+from launcher.plan.placement import run_dir
+from launcher.preflight.preflight import run_preflight
+from launcher.run.tmux_session import start_session
 from launcher.transport import Transport, close_all, connect_all
 from netns import Host, NetCluster, unavailable
 from table import Row
@@ -136,7 +136,7 @@ def timed(work: Callable[[], object]) -> float:
 
 def preflight(scene: Scene) -> None:
     with opened(scene.config) as lines:
-        report = run_preflight(scene.config, dict(lines), fresh=True)
+        report = run_preflight(scene.config, dict(lines))
     assert len(report.facts) == len(scene.hosts) and not report.blocked, report.findings
 
 
@@ -151,7 +151,7 @@ def known(scene: Scene) -> float:
 
 def preflight_and_start(scene: Scene) -> None:
     with opened(scene.config) as lines:
-        report = run_preflight(scene.config, dict(lines), fresh=True)
+        report = run_preflight(scene.config, dict(lines))
         plan = make_plan(scene.config, run_id=RUN, code_digest="0" * 64, facts=report.facts)
         on_nodes(lines, lambda k: start_session(lines[k], plan.nodes[k], start_timeout=60)).or_raise()
 

@@ -12,16 +12,16 @@ from torch.nn import functional
 from torch_geometric.data import HeteroData
 
 from table import Row
-from trainer.batch import HeteroBatch
-from trainer.config import TrainSettings
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.memory import as_graph
-from trainer.load.seeds import RankLayout
-from trainer.nn.facts import GraphFacts, facts_of
+from trainer.core.batch import HeteroBatch
+from trainer.core.schema import EdgeType
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.in_memory import as_graph
+from trainer.loader.seed_order import RankLayout
+from trainer.nn.graph_facts import GraphFacts, facts_of
 from trainer.nn.hetero_layers import Rows
+from trainer.nn.kernels.spmm import edge_targets
 from trainer.nn.models import build_model
-from trainer.nn.spmm import edge_targets
-from trainer.schema import EdgeType
+from trainer.train.settings import TrainSettings
 
 WIDTH, HIDDEN, HEADS, CLASSES = 64, 128, 4, 16
 FANOUTS = (6, 4)

@@ -17,12 +17,11 @@ import torch
 from common import arguments, opened, say, total
 from node_classification import train
 
-from trainer.nn.facts import LayerNeed
-from trainer.ranks import Ranks
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.train.team import Team
-from trainer.train.whole import WholeGraph
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.nn.graph_facts import LayerNeed
+from trainer.sampler.types import RowRequest
+from trainer.train.layerwise_inference import WholeGraph
 
 
 class Layers:
@@ -54,7 +53,7 @@ def main() -> None:
         folder, ranks = Path(options.out), Ranks.from_env(os.environ)
         scratch = folder / f".layers-rank{ranks.rank}"
         scratch.mkdir(parents=True, exist_ok=True)
-        whole = WholeGraph(graph, graph.layout, Team(ranks, torch.device("cpu")), scratch)
+        whole = WholeGraph(graph, graph.layout, RankGroup(ranks, torch.device("cpu")), scratch)
         rows = whole.run(Layers(model.model.eval()))[HOMO_NODE]
         own = [np.arange(each.first, each.last) for each in rows.shares.own(ranks.rank)]
         ids = np.concatenate([np.empty(0, np.int64), *own])

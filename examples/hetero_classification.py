@@ -22,8 +22,8 @@ from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.module_dict import ModuleDict
 
 from trainer import DistNeighborLoader
-from trainer.nn.facts import facts_of, layer_needs
-from trainer.nn.sharded import ShardedEmbedding
+from trainer.nn.graph_facts import facts_of, layer_needs
+from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.nn.trim import TrimmedHetero
 
 

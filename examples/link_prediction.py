@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn.module_dict import ModuleDict
 
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.nn.facts import LayerNeed
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_of
+from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.hetero_layers import HeteroSAGEConv
 from trainer.nn.link_metrics import LinkSums
 from trainer.nn.links import DistMult, DotProduct, MLPDecoder, softmax_loss
-from trainer.nn.sharded import ShardedEmbedding
-from trainer.schema import HOMO_EDGE, HOMO_NODE, type_of
+from trainer.nn.sharded_embedding import ShardedEmbedding
 
 DECODERS = {
     "dot": lambda dim: DotProduct(),

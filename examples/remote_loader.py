@@ -13,10 +13,10 @@ import argparse
 import torch
 
 import trainer
-from trainer.config import TrainSettings
-from trainer.load.loader import BatchLoader
+from trainer.loader.block_loader import BatchLoader
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import loader_settings
+from trainer.train.settings import TrainSettings
 from trainer.train.setup import trained_model
 
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
+from trainer.nn.links import UnsupervisedLoss
 from trainer.nn.trim import Trimmed
-from trainer.nn.unsupervised import UnsupervisedLoss
 
 
 def main() -> None:

@@ -4,4 +4,6 @@ It never imports torch or ``trainer``; the two packages meet through command lin
 environment variables and the files described in ``docs/ARCHITECTURE.md``.
 """
 
+from __future__ import annotations
+
 __version__ = "0.1.0"

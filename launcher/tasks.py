@@ -17,11 +17,11 @@ from pathlib import Path
 
 from fabric import Connection, ThreadingGroup
 
-from launcher.config import ClusterConfig
+from launcher.config.loader import load_config
+from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError, UsageError
 from launcher.transport import Transport, close_all, connect_all
 from launcher.transport.ssh import SshTransport
-from launcher.yaml_schema import load_config
 
 
 @contextmanager

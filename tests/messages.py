@@ -15,7 +15,12 @@ OTHERS = {"UsageError", "BadParameter", "ClickException", "LookupError"}  # clic
 SHOWN = {"Problem", "report", "make_cause", "own_cause", "failed", "_finding", "_error"}  # of a config, of a run's end
 FINDINGS = {"finding": 1, "Finding": 2}  # calls that make one of preflight, with the place of its severity
 REMEDIES = {"remedy", "command", "host", "by_hand"}  # arguments that are no message
-WORDING = ("transport/ssherrors.py", "transport/keys.py", "node/hub.py", "node/member.py")  # return (…, words, remedy)
+WORDING = (
+    "transport/ssherrors.py",
+    "transport/keys.py",
+    "node/peers/hub.py",
+    "node/peers/member.py",
+)  # return (…, words, remedy)
 BLANK = "…"  # what stands for a value
 DEPTH = 3  # names and helpers that are followed for the words they stand for
 LEAST_WORDS = 2  # fewer are no message; of exactly so many one comes with a value

@@ -15,14 +15,13 @@ import yaml
 
 import trainer
 from launcher import errors
-from launcher.cli import gnnfleet, run
-from launcher.cli_compare import compare
-from launcher.cli_completion import completion
-from launcher.cli_init import init
-from launcher.cli_report import report
-from launcher.cli_runs import register_commands
-from launcher.serving.cli import serve
-from launcher.yaml_schema import load_config
+from launcher.cli.completion import completion
+from launcher.cli.init import init
+from launcher.cli.main import gnnfleet, run
+from launcher.cli.report import compare, report
+from launcher.cli.runs import register_commands
+from launcher.cli.serve import serve
+from launcher.config.loader import load_config
 from trainer.cli import cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.cli import run
-from launcher.config import RunConfig
+from launcher.cli.main import run
+from launcher.config.schema import RunConfig
 from launching import own_ports
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs/operating.md").read_text()

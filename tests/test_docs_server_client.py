@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.cli import run
-from launcher.config import RunConfig, TrainConfig
+from launcher.cli.main import run
+from launcher.config.schema import RunConfig, TrainConfig
 from launching import REPOSITORY
 
 PAGE = (REPOSITORY / "docs/server_client.md").read_text()
@@ -121,5 +121,8 @@ def test_the_settings_shown_are_the_defaults() -> None:
 
 
 def test_every_setting_of_servers_and_clients_is_told_of() -> None:
-    keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {"on_client_loss", "compress"}
+    keys = {key for key in RunConfig.__dataclass_fields__ if key.startswith("server_")} | {
+        "on_client_loss",
+        "wire_rows",
+    }
     assert {key for key in keys | {"replicas", "serving"} if not re.search(rf"\b{key}\b", PAGE)} == set()

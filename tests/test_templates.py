@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli
+from launcher.cli import main
+from launcher.config.loader import load_config
 from launcher.init.templates import templates
-from launcher.yaml_schema import load_config
 from launching import REPOSITORY
 
 NAMES = [
@@ -29,7 +29,7 @@ RUN = {
 
 
 def test_list_names_all_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["init", "--list"]) == 0
+    assert main.run(["init", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES == [one.name for one in templates()]
     assert all(re.search(r" {2,}\S+ \S+", line) and len(line) <= 120 for line in lines)
@@ -40,16 +40,16 @@ def test_a_copy_loads_and_plans_in_another_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["init", "--template", name, "-o", "mine.yml"]) == 0
+    assert main.run(["init", "--template", name, "-o", "mine.yml"]) == 0
     assert "Wrote mine.yml" in capsys.readouterr().out
-    assert cli.run(["plan", "--config", "mine.yml"]) == 0
+    assert main.run(["plan", "--config", "mine.yml"]) == 0
     text, config = (tmp_path / "mine.yml").read_text(), load_config(tmp_path / "mine.yml")
     assert f"{name}.yml" not in text.replace("mine.yml", "") and "../" not in text
     assert text.startswith("# ") and text.count("#") > 3
     if config.makes_parts:
         assert Path(config.data.folder).is_relative_to(tmp_path)
     assert all(Path(file).exists() for file in config.run.files)
-    assert cli.run(["init", "--template", name, "-o", "mine.yml"]) == 2
+    assert main.run(["init", "--template", name, "-o", "mine.yml"]) == 2
     assert "--force" in capsys.readouterr().err
 
 

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.load.clusters import DistClusterLoader
-    from trainer.load.link_loader import DistLinkNeighborLoader
-    from trainer.load.nodes import DistNeighborLoader
-    from trainer.load.open import Graph
-    from trainer.load.saint import (
+    from trainer.loader.graph_saint import (
         DistGraphSAINTEdgeSampler,
         DistGraphSAINTNodeSampler,
         DistGraphSAINTRandomWalkSampler,
     )
-    from trainer.load.shadow import DistShaDowKHopSampler
+    from trainer.loader.link_loader import DistLinkNeighborLoader
+    from trainer.loader.neighbor_loader import DistNeighborLoader
+    from trainer.loader.open import Graph
+    from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
     from trainer.train.steplog import StepLog
 
 __version__ = "0.1.0"
+
 __all__ = [
     "DistClusterLoader",
     "DistGraphSAINTEdgeSampler",
@@ -48,13 +48,13 @@ __all__ = [
 
 #: So that ``import trainer`` alone does not import torch.
 _LAZY = {
-    "DistClusterLoader": "trainer.load.clusters",
-    "DistGraphSAINTEdgeSampler": "trainer.load.saint",
-    "DistGraphSAINTNodeSampler": "trainer.load.saint",
-    "DistGraphSAINTRandomWalkSampler": "trainer.load.saint",
-    "DistLinkNeighborLoader": "trainer.load.link_loader",
-    "DistNeighborLoader": "trainer.load.nodes",
-    "DistShaDowKHopSampler": "trainer.load.shadow",
+    "DistClusterLoader": "trainer.loader.subgraph_loaders",
+    "DistGraphSAINTEdgeSampler": "trainer.loader.graph_saint",
+    "DistGraphSAINTNodeSampler": "trainer.loader.graph_saint",
+    "DistGraphSAINTRandomWalkSampler": "trainer.loader.graph_saint",
+    "DistLinkNeighborLoader": "trainer.loader.link_loader",
+    "DistNeighborLoader": "trainer.loader.neighbor_loader",
+    "DistShaDowKHopSampler": "trainer.loader.subgraph_loaders",
     "StepLog": "trainer.train.steplog",
 }
 
@@ -80,14 +80,14 @@ def open(
     ``SettingsError`` without a path outside a run and for a file or data in memory, ``PartitionError``
     for a folder or part that is missing or damaged, and ``ServiceError`` for a host that does not answer.
     """
-    from trainer.load.env import open_any
+    from trainer.loader.environment import open_any
 
     return open_any(path, part, cluster=cluster, node_rank=node_rank, key_file=key_file, deadline=deadline)
 
 
 def connect(
     endpoint: str | Sequence[str] | None = None, key: str | Path | None = None, *, deadline: float = 60.0,
-    name: str = "notebook", compress: bool = False,
+    name: str = "notebook",
 ) -> Graph:  # fmt: skip
     """Open the graph that graph servers hold, without a part of it here: for notebooks and remote inference.
 
@@ -97,7 +97,6 @@ def connect(
         key: key file (``gnnfleet serve key NAME -o FILE``), mode 0600; None where the servers do not encrypt.
         deadline: seconds that any request may take, and that the servers may stay away.
         name: what ``serve status`` calls this process.
-        compress: let batches travel compressed, for slow lines.
 
     All loaders work on it, with the same batches as anywhere; each batch is made by a server, the batches under way
     (``prefetch``) at once. Close the graph, or use it in a ``with`` statement. Rank and world size are as in ``open``.
@@ -105,10 +104,10 @@ def connect(
     Raises ``SettingsError`` for what is no endpoint, and ``ServiceError`` naming the server and the cause when none
     can be reached, the key is not admitted, or what answers there is no graph server.
     """
-    from trainer.load.attach import connect_servers
-    from trainer.load.env import this_process
+    from trainer.loader.environment import this_process
+    from trainer.loader.open import connect_servers
 
-    return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name, compress=compress)
+    return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name)
 
 
 def __getattr__(name: str) -> Any:

@@ -15,12 +15,13 @@ from typing import Any, NoReturn, cast, get_args
 
 import click
 
-from trainer.config import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
-from trainer.errors import SettingsError, TrainerError
-from trainer.reach import CacheSize, Reach, Topology, WireRows
+from trainer.core.errors import SettingsError, TrainerError
+from trainer.core.remote_access import CacheSize, Reach, Topology, WireRows
+from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
 _ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
+
 _ELSEWHERE["profile"] = ("trainer.train.profile", "profile")
 
 
@@ -120,13 +121,6 @@ _GRAPH_OPTIONS = (
         help="Seconds a lost graph server may take to come back.",
     ),
     click.option(
-        "--compress/--no-compress",
-        envvar="GNNFLEET_COMPRESS",
-        default=False,
-        show_default=True,
-        help="Batches travel compressed to client nodes.",
-    ),
-    click.option(
         "--topology",
         type=click.Choice(get_args(Topology)),
         envvar="GNNFLEET_TOPOLOGY",
@@ -151,6 +145,7 @@ _GRAPH_OPTIONS = (
         help="What floating-point rows are rounded to on their way from other hosts.",
     ),
 )
+
 _REACH = tuple(field.name for field in fields(Reach))
 
 

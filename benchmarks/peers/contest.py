@@ -10,13 +10,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from graphs import BATCH, CACHE, FANOUTS, PEER_SIZES, peer_partition
-from peers.envs import DGL, GLT, peer_python
+from peers.envs import DGL, GLT, PeerEnv, peer_python
 from peers.jobs import HostDone, run_hosts
 from peers.plain import peer_graph
 
@@ -41,15 +42,20 @@ class Contender:
     section: str
     system: str
     script: str  #: of this folder
-    python: Path
+    env: PeerEnv | None  #: the environment that it runs in; None for this one
     task: str
     hosts: int = 1
     told: Mapping[str, Any] = field(default_factory=dict)  #: settings beside the common ones
     note: str = ""
     once: bool = False  #: in the first turn only, and few epochs
     wrapped: tuple[str, ...] = ()  #: what its hosts are started by
-    parts: Path | None = None  #: its partition, where it reads one that it may share with others
+    make_parts: Callable[[], Path] | None = None  #: makes its partition, where it reads one that others may share
     copied: bool = False  #: each host gets a copy, so that no page of memory is counted half
+
+    @property
+    def parts(self) -> Path | None:
+        """Folder of its partition, made at the first call."""
+        return self.make_parts() if self.make_parts else None
 
     @property
     def ours(self) -> bool:
@@ -80,16 +86,48 @@ class Run:
         return statistics.median(self.seconds)
 
 
-def contenders(sections: Sequence[str], size: str, peers: bool = True) -> list[Contender]:
-    """Those that can run here, the others too if ``peers``; prints a line for each of them that cannot."""
-    found = _ours(size, sections)
-    for others in (_dgl, _glt) if peers else ():
-        try:
-            found += others(size)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or b""
-            print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
-    return [one for name in sections for one in found if one.section == name]
+def contenders(sections: Sequence[str], size: str, peers: bool = True, without: Sequence[str] = ()) -> list[Contender]:
+    """Those of ``sections`` that can run here: ours, others if ``peers``, none whose name has a text of ``without``.
+
+    Makes their environments and partitions, and nothing for those left out; prints a line for each that cannot run.
+    """
+    everybody = [*_ours(size), *(_dgl(size) + _glt(size) if peers else [])]
+    wanted = [one for name in sections for one in everybody if one.section == name]
+    wanted = [one for one in wanted if not any(text in one.system for text in without)]
+    failed: set[PeerEnv | None] = set()
+    for one in wanted:
+        if one.env not in failed and not _prepared(one):
+            failed.add(one.env)
+    can = [one for one in wanted if one.env not in failed]
+    if any(one.wrapped == OWN_SHM for one in can) and not _permitted(OWN_SHM):
+        print("peers: DGL on two hosts needs a /dev/shm for each, which only root can mount here: left out")
+        can = [one for one in can if one.wrapped != OWN_SHM]
+    return can
+
+
+def _prepared(one: Contender) -> bool:
+    """Whether its environment and partition could be made."""
+    try:
+        if one.env and _python(one.env) is None:
+            return False
+        if one.wrapped != OWN_SHM or _permitted(OWN_SHM):
+            one.parts  # noqa: B018  makes it
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or b""
+        print(f"peers: left out: {error}\n{said.decode(errors='replace')[-600:]}")
+        return False
+    return True
+
+
+@cache
+def _python(env: PeerEnv | None) -> Path | None:
+    return peer_python(env) if env else Path(sys.executable)
+
+
+@cache
+def _permitted(wrapper: tuple[str, ...]) -> bool:
+    """Whether this user may start programs by ``wrapper``."""
+    return subprocess.run([*wrapper, "true"], capture_output=True).returncode == 0
 
 
 def run_once(one: Contender, size: str, epochs: int) -> Run:
@@ -117,7 +155,9 @@ def _argv(one: Contender, size: str, rank: int, ports: list[int], folder: Path, 
     }  # fmt: skip
     if one.once:  # an epoch that is timed, after one that is not where it trains
         told |= {"warm": 0, "epochs": 2 if one.section == "train" else 1}
-    command = [one.python, HERE / one.script, one.task, peer_graph(size), json.dumps(told | dict(one.told))]
+    python = _python(one.env)
+    assert python, "contenders() leaves out those without an environment"
+    command = [python, HERE / one.script, one.task, peer_graph(size), json.dumps(told | dict(one.told))]
     return [*one.wrapped, *command]
 
 
@@ -165,21 +205,22 @@ def free_ports(count: int) -> list[int]:
 # -- who ------------------------------------------------------------------
 
 
-def _ours(size: str, sections: Sequence[str]) -> list[Contender]:
-    def one(section: str, name: str, hosts: int = 1, parts: Path | None = None, **told: Any) -> Contender:
+def _ours(size: str) -> list[Contender]:
+    def one(
+        section: str, name: str, hosts: int = 1, make_parts: Callable[[], Path] | None = None, **told: Any
+    ) -> Contender:
         return Contender(
-            section, f"gnnfleet, {name}", "our_train.py" if section == "train" else "our_job.py", Path(sys.executable),
-            section, hosts, told, parts=parts, copied=hosts > 1,
+            section, f"gnnfleet, {name}", "our_train.py" if section == "train" else "our_job.py", None,
+            section, hosts, told, make_parts=make_parts, copied=hosts > 1,
         )  # fmt: skip
 
-    whole = peer_partition(size, 1) if "loader" in sections else None
-    on_hosts = {"parts", "train"} & set(sections)  # a graph ten times as large takes minutes to cut
-    random, metis = (peer_partition(size, HOSTS, how) if on_hosts else None for how in ("random", "metis"))
+    whole = partial(peer_partition, size, 1)
+    random, metis = (partial(peer_partition, size, HOSTS, method) for method in ("random", "metis"))
     apart, close = {"topology": "partitioned", "cache": "0"}, {"topology": "replicated", "cache": "10%"}
     return [
-        one("loader", "BatchLoader, 1 thread", parts=whole, threads=1),
-        one("loader", "BatchLoader, 2 threads", parts=whole, threads=2),
-        one("loader", "DistNeighborLoader, 2 threads", parts=whole, threads=2, kind="data"),
+        one("loader", "BatchLoader, 1 thread", make_parts=whole, threads=1),
+        one("loader", "BatchLoader, 2 threads", make_parts=whole, threads=2),
+        one("loader", "DistNeighborLoader, 2 threads", make_parts=whole, threads=2, kind="data"),
         one("parts", "random, partitioned, no cache", HOSTS, random, **apart),
         one("parts", "random, replicated, cache 10%", HOSTS, random, **close),
         one("parts", "METIS, replicated, cache 10%", HOSTS, metis, **close),
@@ -190,44 +231,42 @@ def _ours(size: str, sections: Sequence[str]) -> list[Contender]:
 
 
 def _dgl(size: str) -> list[Contender]:
-    python = peer_python(DGL)
-    if python is None:
-        return []
-
-    def one(
-        section: str, name: str, task: str = "", hosts: int = 1, parts: Path | None = None, **told: Any
-    ) -> Contender:
+    def one(section: str, name: str, task: str = "", cut: str = "", **told: Any) -> Contender:
+        """On two hosts, with the parts that the method ``cut`` makes, where that is given."""
+        make_parts = partial(_dgl_parts, size, cut) if cut else None
         return Contender(
-            section, f"DGL 2.1.0, {name}", "dgl_job.py", python, task or section, hosts, told, parts=parts,
-            wrapped=OWN_SHM if hosts > 1 else (),
+            section, f"DGL 2.1.0, {name}", "dgl_job.py", DGL, task or section, HOSTS if cut else 1, told,
+            make_parts=make_parts, wrapped=OWN_SHM if cut else (),
         )  # fmt: skip
 
-    found = [
+    return [
         one("loader", "0 workers", workers=0),
         one("loader", "2 workers", workers=2),
         one("loader", "GraphBolt, 0 workers", "graphbolt", workers=0),
         one("partition", "METIS", method="metis"),
         one("partition", "random", method="random"),
-    ]
-    if subprocess.run([*OWN_SHM, "true"], capture_output=True).returncode:
-        print("peers: DGL on two hosts needs a /dev/shm for each, which only root can mount here: left out")
-        return found
-    random, metis = (_dgl_parts(python, size, method) for method in ("random", "metis"))
-    return [
-        *found,
-        one("parts", "random", hosts=HOSTS, parts=random),
-        one("parts", "METIS", hosts=HOSTS, parts=metis),
-        one("train", "random, documented loop", hosts=HOSTS, parts=random),
+        one("parts", "random", cut="random"),
+        one("parts", "METIS", cut="metis"),
+        one("train", "random, documented loop", cut="random"),
     ]
 
 
-def _dgl_parts(python: Path, size: str, method: str) -> Path:
+def _dgl_parts(size: str, method: str) -> Path:
     folder = FOLDER / f"{size}-dgl-{method}"
-    if not (folder / "ready").exists():
-        told = json.dumps({"folder": str(folder), "method": method})
-        subprocess.run(
-            [python, HERE / "dgl_job.py", "partition", peer_graph(size), told], check=True, capture_output=True
-        )
+    told = json.dumps({"folder": str(folder), "method": method})
+    return _made_by(DGL, folder, HERE / "dgl_job.py", "partition", peer_graph(size), told)
+
+
+def _glt_parts(size: str) -> Path:
+    folder = FOLDER / f"{size}-glt"
+    return _made_by(GLT, folder, HERE / "glt_job.py", "cut", peer_graph(size), folder, str(HOSTS))
+
+
+def _made_by(env: PeerEnv, folder: Path, *words: str | Path) -> Path:
+    """``folder``, made by the script and arguments ``words`` with the environment's Python, unless it is there."""
+    python = _python(env)
+    if python and not (folder / "ready").exists():
+        subprocess.run([python, *words], check=True, capture_output=True)
         (folder / "ready").touch()
     return folder
 
@@ -239,25 +278,16 @@ def _glt_note(section: str, name: str) -> str:
 
 
 def _glt(size: str) -> list[Contender]:
-    python = peer_python(GLT)
-    if python is None:
-        return []
-    apart = () if subprocess.run([*OWN_IPC, "true"], capture_output=True).returncode else OWN_IPC
-    random = FOLDER / f"{size}-glt"
-    if not (random / "ready").exists():
-        cut = [python, HERE / "glt_job.py", "cut", peer_graph(size), random, str(HOSTS)]
-        subprocess.run(cut, check=True, capture_output=True)
-
     def one(section: str, name: str, hosts: int = 1, **told: Any) -> Contender:
         return Contender(
-            section, f"graphlearn-torch 0.2.4, {name}", "glt_hosts.py", python, section, hosts, told,
-            _glt_note(section, name), AS_SHIPPED in name, parts=random if hosts > 1 else None,
-            wrapped=apart if hosts > 1 else (),
+            section, f"graphlearn-torch 0.2.4, {name}", "glt_hosts.py", GLT, section, hosts, told,
+            _glt_note(section, name), AS_SHIPPED in name, OWN_IPC if hosts > 1 and _permitted(OWN_IPC) else (),
+            partial(_glt_parts, size) if hosts > 1 else None,
         )  # fmt: skip
 
     def pyg(workers: int) -> Contender:
         name = f"torch_geometric + torch-sparse, {workers} workers"
-        return Contender("loader", name, "pyg_job.py", python, "loader", told={"workers": workers})
+        return Contender("loader", name, "pyg_job.py", GLT, "loader", told={"workers": workers})
 
     return [
         pyg(0),

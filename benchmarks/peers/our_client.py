@@ -1,6 +1,6 @@
 """Our client of a graph server, a process: python our_client.py PLAIN SETTINGS.
 
-Settings (JSON): endpoint, key (path or null), fanouts, batch, prefetch, compress, replace, loader (``data``: as in
+Settings (JSON): endpoint, key (path or null), fanouts, batch, prefetch, replace, loader (``data``: as in
 torch_geometric, ``blocks``: the bundled trainer's), warm, epochs.
 """
 
@@ -17,10 +17,10 @@ from epochs import timed_epochs
 from torch import Tensor
 
 import trainer
-from trainer.batch import Batch
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
+from trainer.core.batch import Batch
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -53,7 +53,7 @@ def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
     """The loader, and how to look at its batches."""
     if settings["loader"] == "blocks":
         return Blocks(graph, settings), look_at_blocks
-    from trainer.load.nodes import DistNeighborLoader  # needs torch_geometric, which blocks do without
+    from trainer.loader.neighbor_loader import DistNeighborLoader  # needs torch_geometric, which blocks do without
 
     loader = DistNeighborLoader(
         graph, settings["fanouts"], "train", batch_size=settings["batch"], shuffle=True, prefetch=settings["prefetch"],
@@ -65,7 +65,7 @@ def loader_of(graph: Graph, settings: dict[str, Any]) -> tuple[Any, Any]:
 def main(plain: str, text: str) -> None:
     settings = json.loads(text)
     expected = np.load(Path(plain) / "train.npy")
-    with trainer.connect(settings["endpoint"], settings["key"], compress=settings["compress"]) as graph:
+    with trainer.connect(settings["endpoint"], settings["key"]) as graph:
         loader, look = loader_of(graph, settings)
         found = timed_epochs(loader, look, expected, settings["warm"], settings["epochs"])
     print(json.dumps(found), flush=True)

@@ -21,13 +21,13 @@ from epochs import cpu_seconds, timed_epochs
 from our_client import look_at_data
 from our_train import HERE, HOSTS, graph_server
 
-from trainer.batch import Batch
-from trainer.cost import Cost
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout
-from trainer.ranks import Ranks
-from trainer.reach import CacheSize, Reach
+from trainer.core.batch import Batch
+from trainer.core.batch_cost import Cost
+from trainer.core.ranks import Ranks
+from trainer.core.remote_access import CacheSize, Reach
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph, open_graph
+from trainer.loader.seed_order import RankLayout
 
 if TYPE_CHECKING:
     from trainer.data.dataset import Dataset
@@ -69,7 +69,7 @@ def _loading(graph: Graph, told: Settings, rank: int = 0, layout: RankLayout | N
     threads, batch = told.get("threads", 1), told["batch"]
     ahead = told.get("prefetch", told.get("threads", 1) + 1)
     if told.get("kind") == "data":
-        from trainer.load.nodes import DistNeighborLoader  # needs torch_geometric, which the other does without
+        from trainer.loader.neighbor_loader import DistNeighborLoader
 
         loading = DistNeighborLoader(
             graph, told["fanouts"], "train", batch_size=batch, shuffle=True, threads=threads, prefetch=ahead,

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from graphs import CACHE, LARGE, PEER_SIZES, SMALL
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.load import load_dataset
-from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 
 def plain_graph(small: bool) -> Path:

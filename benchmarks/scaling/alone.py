@@ -15,20 +15,19 @@ from pathlib import Path
 
 import torch
 
-from trainer.batch import Batch
-from trainer.config import TrainSettings
-from trainer.load.loader import BatchLoader
-from trainer.load.open import open_graph
-from trainer.load.seeds import RankLayout
-from trainer.ranks import Ranks
+from trainer.core.batch import Batch
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.slabs import keep_freed_memory
+from trainer.loader.block_loader import BatchLoader
+from trainer.loader.open import open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.train.epoch import AnyBatch, train_epoch
 from trainer.train.job import loader_settings
-from trainer.train.memory import keep_freed_memory
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.settings import TrainSettings
 from trainer.train.setup import make_model
 from trainer.train.task import node_classification, pick_target
-from trainer.train.team import Team
 
 
 class AllHosts:
@@ -52,17 +51,17 @@ class AllHosts:
 
 def run(folder: Path, hosts: int, settings: TrainSettings) -> dict[str, float]:
     keep_freed_memory()
-    team = Team(Ranks(), torch.device("cpu"))
+    group = RankGroup(Ranks(), torch.device("cpu"))
     layout = RankLayout(hosts, tuple((part,) for part in range(hosts)))
     with open_graph(folder) as graph, tempfile.TemporaryDirectory() as run_dir, MetricsLog(Path(run_dir), 0) as log:
         target = pick_target(graph.manifest)
-        task = node_classification(graph, target, ("train",), team)
+        task = node_classification(graph, target, ("train",), group)
         model, _ = make_model(settings, graph.manifest, target)
         wanted = loader_settings(settings, target, "train", bool(getattr(model, "needs_degree", False)))
         batches = AllHosts([BatchLoader(graph, wanted, rank, layout) for rank in range(hosts)])
         optimizers, cpu, edges, rows = Optimizers.of(settings, model, None), 0.0, 0, 0
         for epoch in range(1, settings.epochs + 1):
-            report = train_epoch(model, task, optimizers, batches, epoch, team, log)
+            report = train_epoch(model, task, optimizers, batches, epoch, group, log)
             if epoch > 1:
                 cpu, edges, rows = cpu + report.cpu_s, edges + batches.edges, rows + batches.rows
     told = settings.epochs - 1

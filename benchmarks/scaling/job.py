@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.cli import main as trainer_cli  # noqa: F401  a broken installation shows here, not in twelve logs
+from trainer.cli import main as trainer_cli  # noqa: F401
 
 from .model import HostFigures
 from .places import Place, free_ports, places

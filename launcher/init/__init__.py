@@ -1,1 +1,1 @@
-"""``gnnfleet init``: from a few host names to a commented cluster.yml; and the templates."""
+"""A few host names → a first cluster.yml."""

@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
-from launcher.init.choose import Choice, free
-from launcher.init.graph import GraphDraft
-from launcher.init.lines import Line, render, value
-from launcher.init.look import Environment, Look, Looked
-from launcher.init.own import signed
-from launcher.init.refused import reason
-from launcher.init.wish import Wish
-from launcher.node.words import size
-from launcher.recipe import OWN_VENV
-from launcher.words import count
+import yaml
+
+from launcher.init.choose import Choice, GraphDraft, free
+from launcher.init.discover import Environment, Look, Looked
+from launcher.init.questions import reason
+from launcher.init.request import Wish
+from launcher.node.describe import size
+from launcher.text import OWN_VENV, count
+
+COLUMN = 40
+
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file; one without text is a remark of its own."""
+
+    text: str = ""
+    about: str = ""
+
+
+def render(lines: Iterable[Line]) -> str:
+    return "\n".join(text for line in lines for text in _rendered(line)) + "\n"
+
+
+def _rendered(line: Line) -> Iterator[str]:
+    """A remark that is too long for its line stands above it."""
+    if not line.about:
+        yield line.text.rstrip()
+        return
+    beside = f"{line.text:<{COLUMN - 1}} # {line.about}"
+    if line.text.strip() and len(beside) <= WIDTH:
+        yield beside
+        return
+    indent = " " * (len(line.text) - len(line.text.lstrip())) + "# "
+    yield from textwrap.wrap(line.about, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    if line.text.strip():
+        yield line.text
+
+
+def value(plain: Any) -> str:
+    """A value in YAML's short form, on one line."""
+    if isinstance(plain, int) and not isinstance(plain, bool) and plain >= 10_000:
+        return f"{plain:_}"
+    if isinstance(plain, dict):
+        return "{" + ", ".join(f"{key}: {value(item)}" for key, item in plain.items()) + "}"
+    if isinstance(plain, (list, tuple)):
+        return "[" + ", ".join(map(value, plain)) + "]"
+    return yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
+
+
+_SIGNED = re.compile(r"(# Written by `gnnfleet init`[^\n]*) Unedited: ([0-9a-f]{12})\n(.*)", re.DOTALL)
+
+
+def signed(text: str) -> str:
+    """``text``, whose first line is a comment, with the digest."""
+    head, _, rest = text.partition("\n")
+    return f"{head} Unedited: {_digest(head, rest)}\n{rest}"
+
+
+def is_unedited(path: Path) -> bool:
+    """Nothing is lost where such a file is written anew."""
+    try:
+        found = _SIGNED.fullmatch(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return False
+    return found is not None and found[2] == _digest(found[1], found[3])
+
+
+def _digest(head: str, rest: str) -> str:
+    return sha256(f"{head}\n{rest}".encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from launcher.errors import UsageError
 
 _BESIDE = Path(__file__).resolve().parents[2]  # a checkout
+
 _INSTALLED = Path(sysconfig.get_path("data"), "share", "gnnfleet")
 
 

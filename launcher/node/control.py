@@ -20,11 +20,13 @@ from typing import Any
 if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from launcher.node import lease, procs
+from launcher.node import leases, procs
 from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds
+
 _GRACE = 5.0  # seconds, when node.json does not tell
+
 _SLACK = 6.0  # seconds a supervisor may need beyond its grace: outcomes, leftovers, result
 
 
@@ -101,8 +103,8 @@ def give_back(folder: NodeFolder) -> str:
     """Release what the node held, as its supervisor cannot any more; what stands against it."""
     try:
         if folder.lease_key is not None:
-            lease.release(*folder.lease_key)
-    except lease.LeaseError as error:
+            leases.release(*folder.lease_key)
+    except leases.LeaseError as error:
         return f"leases were not given back: {error}"
     return ""
 

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 TOKEN = "GNNFLEET_TOKEN"
+
 _PR_SET_PDEATHSIG = 1
+
 _PR_SET_CHILD_SUBREAPER = 36
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -30,10 +30,15 @@ from launcher.node import procs
 from launcher.node.record import read_json, stamp
 
 LOST = 3  #: exit status when the supervisor is gone without a result
+
 _CHUNK = 1 << 18  # bytes of one file at once
+
 _FASTEST, _SLOWEST = 0.2, 1.0  # seconds between two looks
+
 _SMALL_FILE = 1 << 14  # bytes; what a supervisor leaves at its end takes about that
+
 _QUIET = 3.0  # seconds without news after which the line is shown to stand
+
 _START_WAIT = 60.0  # seconds a supervisor may take to appear
 
 

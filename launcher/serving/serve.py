@@ -10,24 +10,19 @@ from typing import Any
 
 from rich.console import Console
 
-from launcher.config import ClusterConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, UsageError
-from launcher.interrupts import Interrupts
-from launcher.offline import offline_plan
-from launcher.options import LaunchOptions, check_run_id
-from launcher.plan import LaunchPlan, NodeFacts
-from launcher.run import bring_files, passed_preflight
-from launcher.serving.bringup import bring_up, clear_node
-from launcher.serving.described import Described, parts_words, read_described, server_lines
-from launcher.serving.job import ServeJob
-from launcher.serving.renewed import final_plan, text_of
-from launcher.serving.roster import only_holders, shares, too_few, wanted_cluster
-from launcher.serving.settle import stop_gone, tell_others
-from launcher.serving.standing import Standings, check_goes_on, encrypts, standing
-from launcher.serving.there import newest
-from launcher.serving.turns import own_turn
+from launcher.plan.build import offline_plan
+from launcher.plan.model import LaunchPlan, NodeFacts
+from launcher.run.interrupts import Interrupts
+from launcher.run.launch import bring_files, passed_preflight
+from launcher.run.options import LaunchOptions, check_run_id
+from launcher.serving.cluster_state import Described, ServeJob, newest, parts_words, read_described, server_lines
+from launcher.serving.membership import Standings, final_plan, only_holders, shares, text_of, too_few, wanted_cluster
+from launcher.serving.reconcile import check_goes_on, standing
+from launcher.serving.start_stop import bring_up, clear_node, own_turn, stop_gone, tell_others
+from launcher.text import count
 from launcher.transport.base import Transport
-from launcher.words import count
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,7 @@ def _bring(job: ServeJob, found: Standings, part: LaunchPlan, lines: Mapping[int
     """All files of the nodes to start; what their last servers have left is cleared away."""
     for k in lines:
         if k in found.seen and found.plan is not None:
-            clear_node(found.plan.nodes[k], lines[k], keeps_key=encrypts(part))
+            clear_node(found.plan.nodes[k], lines[k], keeps_key=part.encrypted)
     job.at("sync")
     bring_files(job, part, lines)
     guests = {path: text for one in found.seen.values() for path, text in one.files.items() if "/" in path}

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from launcher.config import ClusterConfig
+from launcher.command import Secret
+from launcher.config.schema import ClusterConfig
 from launcher.errors import PasswordRefused, TransportError
 from launcher.fanout import on_nodes
-from launcher.script import Secret
 from launcher.transport.base import Completed, Talk, Transport
 from launcher.transport.local import LocalTransport
 

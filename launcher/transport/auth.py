@@ -24,9 +24,9 @@ from paramiko.agent import AgentKey, AgentSSH
 from paramiko.auth_strategy import AuthResult, AuthSource, AuthStrategy, SourceResult
 from paramiko.pkey import PublicBlob, UnknownKeyType
 
-from launcher.config import ClusterConfig, NodeConfig
+from launcher.command import Secret
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import TransportError, UsageError
-from launcher.script import Secret
 from launcher.transport.ssh_config import SshHost, find_route
 
 AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from launcher.script import Command
+from launcher.command import Command
 
 OnBytes = Callable[[int], None]  #: called with the bytes moved since its last call
+
 OnLine = Callable[[str], None]
 
 

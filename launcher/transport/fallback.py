@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from launcher.config import ClusterConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
 from launcher.transport.auth import Credentials
 from launcher.transport.openssh import OpenSshTransport

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from launcher.command import Command, shell_line
 from launcher.errors import RemoteFileError
-from launcher.script import Command, shell_line
+from launcher.files import appearing
 from launcher.transport.base import OnBytes
 from launcher.transport.process import PipeProcess, Process, ProcessTransport
-from launcher.wholefile import appearing
 
 _CHUNK = 1 << 20
 _KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL

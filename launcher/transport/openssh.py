@@ -21,9 +21,9 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
-from launcher.script import Command
 from launcher.transport.auth import Credentials
 from launcher.transport.host_keys import checking_mode
 from launcher.transport.process import STALL, PipeProcess, Process, with_pid

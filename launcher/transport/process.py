@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launcher.command import Command, shell_line
 from launcher.errors import CommandTimeout, TransportError
-from launcher.script import Command, shell_line
 from launcher.transport.base import Completed, OnLine, Talk, Transport
 
 READ_SIZE = 1 << 16

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import RemoteFileError, TransportError
-from launcher.script import Command
+from launcher.files import appearing
 from launcher.transport.auth import Credentials
 from launcher.transport.base import OnBytes
 from launcher.transport.errors import CONNECTION_ERRORS, session_error
 from launcher.transport.process import STALL, Process, ProcessTransport
 from launcher.transport.ssh_config import Route, find_route
-from launcher.wholefile import appearing
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
 _PROXY_ATTEMPTS = 3  # a ProxyCommand that ends does not say why

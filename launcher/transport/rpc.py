@@ -16,16 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from launcher.command import Command
 from launcher.errors import NodeCallError, TransportError
-from launcher.node.agent import MARKER
-from launcher.script import Command
+from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
 _CLOCK_ROUNDS = 2
 _PARSING = threading.Lock()
-# stdin is the source of node/agent.py as a literal on a line, then what it wants to read
+# stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
 _BOOT = f"""
 import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
@@ -35,35 +35,42 @@ exec(compile(eval(data.readline()), "<agent>", "exec"), agent)
 agent["serve"](data, sys.stdout.buffer)
 """.strip()
 
-_PROGRAMS = Path(__file__).parents[1] / "node"
-_IMPORTS = re.compile(r"^ *from launcher\.node(?:\.(\w+) import| import (\w+(?:, \w+)*))", re.MULTILINE)
+_NODE = Path(__file__).parents[1] / "node"
+
+_IMPORTS = re.compile(r"^ *from launcher\.node((?:\.\w+)*) import (\w+(?:, \w+)*)", re.MULTILINE)
 
 
 @cache
 def program_source(name: str) -> str:
-    """Source of ``launcher/node/<name>.py``."""
-    return (_PROGRAMS / f"{name}.py").read_text()
+    """Source of ``launcher/node/programs/<name>.py``."""
+    return (_NODE / "programs" / f"{name}.py").read_text()
 
 
 @cache
 def bundle(name: str) -> dict[str, str]:
-    """Sources of a node program and of all of ours that it imports, by module name."""
+    """Sources of a node program and of all of ours that it imports, by dotted name below ``launcher.node``."""
     sources: dict[str, str] = {}
-    waiting = [name]
+    waiting = [f"programs.{name}"]
     while waiting:
         module = waiting.pop()
         if module not in sources:
-            sources[module] = program_source(module)
-            for one, several in _IMPORTS.findall(sources[module]):
-                waiting += [one] if one else several.split(", ")
+            sources[module] = _module_file(module).read_text()
+            for package, names in _IMPORTS.findall(sources[module]):
+                inside = [f"{package}.{one}".lstrip(".") for one in names.split(", ")]
+                waiting += [one if _module_file(one).exists() else package.lstrip(".") for one in inside]
     return sources
 
 
+def _module_file(module: str) -> Path:
+    """File of a module below ``launcher.node``, by its dotted name there."""
+    return _NODE.joinpath(*module.split(".")).with_suffix(".py")
+
+
 class NodeAgent:
-    """A Python on one node that runs our programs one after another (``node/agent.py``).
+    """A Python on one node that runs our programs one after another (``node/programs/agent.py``).
 
     ``python`` is the interpreter as an argv prefix with its setup lines, as made by
-    ``launcher.placement.interpreter``. For one thread at a time; leaving the context ends it.
+    ``launcher.plan.placement.interpreter``. For one thread at a time; leaving the context ends it.
     """
 
     def __init__(self, transport: Transport, python: Command):
@@ -83,13 +90,13 @@ class NodeAgent:
         self.close()
 
     def call(self, program: str, request: dict[str, Any], timeout: float) -> Any:
-        """Reply of ``launcher/node/<program>.py``. Raises ``TransportError`` and ``NodeCallError``."""
+        """Reply of ``launcher/node/programs/<program>.py``. Raises ``TransportError`` and ``NodeCallError``."""
         sources = {name: source for name, source in bundle(program).items() if name not in self._sent}
         self._sent |= sources.keys()
         return self.run(program, sources, request, timeout)
 
     def run(self, program: str, sources: Mapping[str, str], request: dict[str, Any], timeout: float) -> Any:
-        """Reply of one of the modules sent now (name -> source) or before; raises as ``call``."""
+        """Reply of one of the modules sent now (``programs.<name>`` -> source) or before; raises as ``call``."""
         answer = self._exchange({"program": program, "sources": sources, "request": request}, timeout)
         if "error" in answer:
             last = "\n    ".join(answer["error"].strip().splitlines()[-5:])
@@ -134,7 +141,7 @@ def call(transport: Transport, python: Command, program: str, request: dict[str,
     ``request`` is JSON: its tuples arrive as lists. Raises ``TransportError`` and ``NodeCallError``.
     """
     with NodeAgent(transport, python) as agent:
-        return agent.run("program", {"program": program}, json.loads(json.dumps(request)), timeout)
+        return agent.run("program", {"programs.program": program}, json.loads(json.dumps(request)), timeout)
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:

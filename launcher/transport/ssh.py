@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import paramiko
 from fabric import Config, Connection
 
-from launcher.config import HostKeys, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import AuthError, HostKeyError, PasswordRefused, UnreachableError
-from launcher.script import Command
 from launcher.transport.auth import Credentials, Login, key_problem
 from launcher.transport.errors import CONNECTION_ERRORS, HopFailed, connect_error, was_dropped
 from launcher.transport.host_keys import HostKeyCheck

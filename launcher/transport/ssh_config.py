@@ -25,7 +25,7 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import login_text
+from launcher.config.schema import login_text
 from launcher.errors import TransportError
 
 _SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")

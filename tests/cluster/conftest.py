@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from failure_kit import cluster, parts, scene  # noqa: F401  fixtures
+from failure_kit import parts, scene  # noqa: F401  fixtures
 from netns import NetCluster, unavailable
+from operator_kit import end_processes
 
 HERE = Path(__file__).parent
 
@@ -28,11 +29,21 @@ def hosts_share_kernels(compiled_kernels: None) -> None:
     """They look for compiled kernels where the tests have them."""
 
 
-@pytest.fixture(scope="module")
-def cluster3() -> Iterator[NetCluster]:
-    """Three hosts that share no folder; one set for all tests of a module."""
-    with NetCluster(3) as made:
+@pytest.fixture(scope="session")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
+    """Three hosts that also take a password, for all tests of a worker; they share ``cluster.shared_folder``."""
+    with NetCluster(3, password=True, shared_folder=tmp_path_factory.mktemp("shared")) as made:
         yield made
+
+
+@pytest.fixture
+def cluster(three_hosts: NetCluster) -> Iterator[NetCluster]:
+    """The three hosts, without processes, links and programs as they were afterwards."""
+    yield three_hosts
+    for host in three_hosts.hosts:
+        host.full_speed()
+        host.unhide()
+    end_processes(three_hosts)  # a test that failed must not fail the next one too
 
 
 @pytest.fixture

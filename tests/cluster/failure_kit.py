@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,16 +24,16 @@ for step in range(10000):
         raise ValueError("no such column: age")
     time.sleep(0.05)
 """
+#: The same without torch, where no rank needs another.
+COUNTS = """
+import time
+for step in range(10000):
+    print("step", step, flush=True)
+    time.sleep(0.05)
+"""
 WAITS = "import os, time; print('here is rank', os.environ['RANK'], flush=True); time.sleep(300)\n"
 #: What is on a node, for comparing before and after; -xdev: the repository itself may lie, bound, under /tmp.
 STATE_OF = f"find ~ /tmp {DISK} /dev/shm -xdev -path ~/.ssh -prune -o -type f -print 2>/dev/null | sort"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NetCluster]:
-    """Three hosts that share nothing and also take a password."""
-    with NetCluster(3, password=True) as made:
-        yield made
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         self.nodes = ssh_nodes(self.cluster, (1, 2, 1))
-        for name, text in (("steps.py", STEPS), ("waits.py", WAITS)):
+        for name, text in (("steps.py", STEPS), ("counts.py", COUNTS), ("waits.py", WAITS)):
             (self.folder / name).write_text(text)
 
     @property
@@ -98,15 +97,11 @@ class Scene:
 
 
 @pytest.fixture
-def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Iterator[Scene]:
-    yield (made := Scene(cluster, tmp_path, parts))
-    for host in cluster.hosts:
-        for process in host.processes():  # a test that failed must not fail the next one too
-            host.run(["kill", "-9", str(process.pid)], check=False)
-    del made
+def scene(cluster: NetCluster, tmp_path: Path, parts: Path) -> Scene:
+    return Scene(cluster, tmp_path, parts)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the parts are made by the first launch that gets that far."""
     return tmp_path_factory.mktemp("parts") / "synthetic"
@@ -121,10 +116,10 @@ def said_once(done: Launched, status: int, *words: str) -> None:
         assert word in done.output, f"{word!r} is not in:\n{done.output}"
 
 
-def mount(scene: Scene, size: str) -> None:
+def mount(scene: Scene, size: str, k: int = 1) -> None:
     script = f"mkdir -p /mnt/small && mount -t tmpfs -o size={size} tmpfs /mnt/small"
-    scene.cluster.hosts[1].run(["bash", "-c", script])
+    scene.cluster.hosts[k].run(["bash", "-c", script])
 
 
-def unmount(scene: Scene) -> None:
-    scene.cluster.hosts[1].run(["bash", "-c", "umount /mnt/small 2>/dev/null; rm -rf /mnt/small"])
+def unmount(scene: Scene, k: int = 1) -> None:
+    scene.cluster.hosts[k].run(["bash", "-c", "umount /mnt/small 2>/dev/null; rm -rf /mnt/small"])

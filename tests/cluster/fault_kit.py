@@ -143,7 +143,7 @@ class FaultyCluster:
         elif fault.kind == "server":
             self._kill(host, "trainer serve")
         elif fault.kind == "supervisor":
-            self._kill(host, "node/supervisor.py")
+            self._kill(host, "node/supervisor/supervisor.py")
         elif fault.kind == "power":
             host.power_cut()
         elif fault.kind == "network":

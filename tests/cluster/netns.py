@@ -77,6 +77,7 @@ class Host:
         self.init_pid = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._hidden: list[str] = []
+        self._slow = False
 
     # --- life -------------------------------------------------------------------------
 
@@ -262,12 +263,16 @@ class Host:
 
     def slow_link(self, rate: str = "10mbit") -> None:
         """Limit both directions to ``rate`` (in the words of ``tc``)."""
+        self._slow = True
         shape = f"root tbf rate {rate} burst 64kb latency 200ms"
         tool(["tc", "qdisc", "replace", "dev", self.name, *shape.split()])
         tool(["tc", "-n", self.name, "qdisc", "replace", "dev", self.machine.interface, *shape.split()])
 
     def full_speed(self) -> None:
         """Undo ``slow_link``."""
+        if not self._slow:
+            return
+        self._slow = False
         tool(["tc", "qdisc", "del", "dev", self.name, "root"], check=False)
         tool(["tc", "-n", self.name, "qdisc", "del", "dev", self.machine.interface, "root"], check=False)
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import TransportError
-from launcher.script import Command
 from launcher.transport import open_transport
 from launcher.transport.openssh import OpenSshTransport
 

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,7 @@ class Stage:
     cluster: NetCluster
     folder: Path  #: of all runs; holds the partition that they share
     curves: list[list[float]]  #: of the run with one process: global loss of each step of each epoch
+    procs: Sequence[int] = (2, 2, 2)  #: of each client
     serial: int = 0
 
     def run(
@@ -77,7 +78,7 @@ class Stage:
         settings, parts = TRAIN | (train or {}), {"folder": str(self.folder / "parts")}
         config = write_config(
             folder,
-            server_client_nodes(self.cluster),
+            server_client_nodes(self.cluster, self.procs),
             data={"options": GRAPH, "num_parts": 4, "replicas": replicas, **parts, **(data or {})},
             run={"connect_timeout": 3, **run},
         )
@@ -144,7 +145,8 @@ class Run:
 
     def trained(self) -> Counter[tuple[int, int]]:
         """(epoch, seed) -> how often it has a share in the weights: what was rolled back does not count."""
-        notes = {2 * i + j: self.notes(k, 2 * i + j) for i, k in enumerate(CLIENTS) for j in range(2)}
+        nodes = [k for k, count in zip(CLIENTS, self.stage.procs, strict=False) for _ in range(count)]
+        notes = {rank: self.notes(k, rank) for rank, k in enumerate(nodes)}
         backs = {note["generation"]: (note["epoch"], note["step"]) for note in notes[0] if note.get("back")}
         counted: Counter[tuple[int, int]] = Counter()
         for note in (note for own in notes.values() for note in own if not note.get("back")):
@@ -154,9 +156,9 @@ class Run:
         return counted
 
 
-def server_client_nodes(cluster: NetCluster) -> list[dict[str, Any]]:
-    """Two servers and three clients with two processes each."""
-    nodes = ssh_nodes(cluster, (1, 1, 2, 2, 2))
+def server_client_nodes(cluster: NetCluster, procs: Sequence[int] = (2, 2, 2)) -> list[dict[str, Any]]:
+    """Two servers, and clients with so many processes each."""
+    nodes = ssh_nodes(cluster, (1, 1, *procs))
     for k, node in enumerate(nodes):
         node["role"] = "server" if k in SERVERS else "client"
         if k in SERVERS:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import ConnectionLost
-from launcher.script import Command
 from launcher.transport import Transport, close_all, connect_all
 from netns import Host, NetCluster, Process
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from failure_kit import STEPS
+from failure_kit import COUNTS
 from launching import Running, write_config
 from netns import NetCluster
-from operator_kit import Operator, await_stage, end_processes, run_processes
+from operator_kit import Operator, await_stage, run_processes
 from ssh_nodes import ssh_nodes
 from terminal import Terminal
 
@@ -26,21 +25,14 @@ open(f"{folder}/rows.bin", "wb").write(os.urandom(1_500_000))
 print("hello from rank", os.environ["RANK"], flush=True)
 """
 WORDS = ("--config", "cluster.yml", "--", "python", "job.py")
+#: Closed while it trains, on this machine: tests/launcher/test_failures_local.py.
+pytestmark = pytest.mark.slow
 BEFORE_NODES = ("preflight", "partition", "sync")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NetCluster]:
-    with NetCluster(2) as made:
-        yield made
-
-
 @pytest.fixture
-def here(cluster: NetCluster, tmp_path: Path) -> Iterator[Operator]:
-    yield Operator(cluster, tmp_path / "home")
-    for host in cluster.hosts:
-        host.full_speed()
-    end_processes(cluster)
+def here(cluster: NetCluster, tmp_path: Path) -> Operator:
+    return Operator(cluster, tmp_path / "home")
 
 
 @pytest.fixture
@@ -48,23 +40,19 @@ def project(cluster: NetCluster, tmp_path: Path) -> Path:
     """Folder with a cluster.yml whose parts have yet to be made, and a script."""
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "steps.py").write_text(STEPS)
     (folder / "job.py").write_text(QUICK)
     options = {"num_nodes": 2000, "num_features": 200}
-    write_config(folder, ssh_nodes(cluster), data={"options": options}, train={"epochs": 400})
+    write_config(folder, ssh_nodes(cluster, (1, 1)), data={"options": options}, train={"epochs": 400})
     return folder
 
 
-SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("preflight", "partition", "sync", "start", "collect")]
-
-
-@pytest.mark.parametrize("stage", ["train", *SLOW])
+@pytest.mark.parametrize("stage", ["preflight", "partition", "sync", "start", "train", "collect"])
 def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, stage: str) -> None:
     """Nothing runs on the nodes yet: the launch ends; afterwards the run goes on, or is collected to its end."""
     if stage in ("sync", "collect"):
         for host in cluster.hosts:
             host.slow_link("4mbit")
-    (project / "job.py").write_text(STEPS if stage in ("start", "train") else QUICK)
+    (project / "job.py").write_text(COUNTS if stage in ("start", "train") else QUICK)
     with Terminal(*WORDS, cwd=project, env=here.env) as terminal:
         await_stage(project, stage)
         terminal.hang_up()
@@ -85,10 +73,9 @@ def test_a_closed_terminal(cluster: NetCluster, here: Operator, project: Path, s
     assert run_processes(cluster) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sync", "train"])
 def test_resume_after_the_launcher_died(cluster: NetCluster, here: Operator, project: Path, stage: str) -> None:
-    (project / "job.py").write_text(STEPS)
+    (project / "job.py").write_text(COUNTS)
     running = Running(project / "cluster.yml", "--", "python", "job.py", env=here.env)
     await_stage(project, stage)
     running.send(signal.SIGKILL).process.wait(10)
@@ -125,7 +112,6 @@ def test_a_launch_that_prepares_is_seen_and_stopped_from_elsewhere(
     assert here.status()["state"] == "stopped" and run_processes(cluster) == []
 
 
-@pytest.mark.slow
 def test_a_run_stopped_without_a_launcher_goes_on_from_its_checkpoint(
     cluster: NetCluster, here: Operator, project: Path
 ) -> None:

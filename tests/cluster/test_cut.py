@@ -14,8 +14,8 @@ from netns import REPOSITORY, Host, NetCluster
 
 CUT = 5.0  # seconds
 PORT = 29400
-SUPERVISOR = REPOSITORY / "launcher/node/supervisor.py"
-RANK = REPOSITORY / "launcher/node/rank.py"
+SUPERVISOR = REPOSITORY / "launcher/node/supervisor/supervisor.py"
+RANK = REPOSITORY / "launcher/node/supervisor/rank_runner.py"
 ROLES = ["server", "client", "client"]
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); time.sleep(300)"
 WAIT = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)"

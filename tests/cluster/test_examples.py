@@ -28,15 +28,15 @@ LINKS = ["--relation", "paper__cites__paper", "--fanouts", "6,3", "--lr", "0.01"
         pytest.param("link_prediction", LINKS, r"test, model: .*AUC ([\d.]+)", 0.8, marks=pytest.mark.slow),
     ],
 )
-def test_an_example_on_three_hosts(cluster3, tmp_path, script, words, pattern, bar):
+def test_an_example_on_three_hosts(cluster, tmp_path, script, words, pattern, bar):
     config = write_config(
-        tmp_path, ssh_nodes(cluster3), data={"dataset": "synthetic-hetero", "options": PAPERS},
+        tmp_path, ssh_nodes(cluster), data={"dataset": "synthetic-hetero", "options": PAPERS},
         run={"files": [str(EXAMPLES / "common.py")]},
     )  # fmt: skip
     done = launch(
-        config, "--", "python", str(EXAMPLES / f"{script}.py"), *words, env=cluster3.environment(), timeout=280
+        config, "--", "python", str(EXAMPLES / f"{script}.py"), *words, env=cluster.environment(), timeout=280
     )
     assert done.status == 0, done.output
     (found,) = re.findall(pattern, done.output)
     assert float(found) > bar
-    assert [process for host in cluster3.hosts for process in host.processes()] == []
+    assert [process for host in cluster.hosts for process in host.processes()] == []

@@ -6,52 +6,42 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from failure_kit import Scene, mount, said_once, unmount
-from launcher.codefiles import code_files
-from launching import REPOSITORY, Launched, Running
+from launcher.plan.files import code_files
+from launching import Launched, Running
 from ssh_nodes import WORKDIR
 
 # --- while files are brought ----------------------------------------------------------------------
 
 
-def test_a_missing_part_and_a_flipped_byte_on_a_node_are_named(scene: Scene) -> None:
-    """Mode verify: the parts are on the nodes already."""
-    made_parts(scene)
+def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene, local_runs: dict) -> None:
+    """Mode verify: the parts are on the nodes already; one lacks a part, the other has a damaged one."""
+    scene.nodes = scene.nodes[:2]
     scene.data = {"mode": "verify", "folder": "/tmp/parts"}
-    for host in scene.cluster.hosts:
-        shutil.copytree(scene.parts, host.root_path("/tmp/parts"))
-    folder = scene.cluster.hosts[1].root_path("/tmp/parts/part1")
+    folders = [host.root_path("/tmp/parts") for host in scene.cluster.hosts[:2]]
     try:
-        folder.rename(folder.with_name("away"))
-        missing = scene.launch("--run-id", "missing", "--", "python", "waits.py")
-        folder.with_name("away").rename(folder)
-        content = (folder / "nodes/node/attrs/x.npy").read_bytes()
-        (folder / "nodes/node/attrs/x.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        flipped = scene.launch("--run-id", "flipped", "--", "python", "waits.py")
+        for folder in folders:
+            shutil.copytree(local_runs["two"].folder / "parts", folder)
+        shutil.rmtree(folders[0] / "part0")
+        damaged = folders[1] / "part1/nodes/node/attrs/x.npy"
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        done = scene.launch("--", "python", "waits.py")
     finally:
-        for host in scene.cluster.hosts:
-            host.run(["rm", "-rf", "/tmp/parts"])
-    place = f"node1 (root@{scene.host(1)}): /tmp/parts/part1"
-    said_once(missing, 1, f"{place} is missing, with all its 6 files", "Bring these files over again")
-    said_once(flipped, 1, f"{place}/nodes/node/attrs/x.npy differs from the manifest", "Bring these files over again")
-    assert "node0 (" not in flipped.output.split("error:")[1]
+        for folder in folders:
+            shutil.rmtree(folder)
+    missing = f"node0 (root@{scene.host(0)}): /tmp/parts/part0 is missing, with all its 6 files"
+    flipped = f"node1 (root@{scene.host(1)}): /tmp/parts/part1/nodes/node/attrs/x.npy differs from the manifest"
+    said_once(done, 1, missing, flipped, "Bring these files over again")
     assert scene.left_behind() == []
 
 
-def made_parts(scene: Scene) -> None:
-    """See to it that the parts are there, made for this scene's config."""
-    words = ["partition", "make", "--config", str(scene.config)]
-    subprocess.run([sys.executable, str(REPOSITORY / "launch.py"), *words], check=True, capture_output=True)
-
-
-@pytest.mark.parametrize("place", ["code", "data"])
+@pytest.mark.parametrize("place", ["code", pytest.param("data", marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> None:
     """Code that passes the look before and does not fit, as files take whole pages; and code that does, archive too."""
     sizes = [file.stat().st_size for file in code_files()]
@@ -189,7 +179,8 @@ def run_processes(scene: Scene) -> list[str]:
     return [line for line in scene.left_behind() if any(word in line for word in words)]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_failures_local has Ctrl-C on this machine
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> None:
     running = scene.running("--", "python", "steps.py").await_line("step 9")
     assert run_processes(scene)
@@ -206,19 +197,20 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     assert scene.left_behind() == []
 
 
-def test_a_run_id_that_is_taken_on_a_node_is_refused_and_the_other_run_left_alone(scene: Scene) -> None:
-    host = scene.cluster.hosts[1]
-    host.run(["tmux", "new-session", "-d", "-s", "gnnfleet-mine-node1", "sleep 60"])
+def test_a_run_id_that_is_taken_on_nodes_is_refused_and_the_other_run_left_alone(scene: Scene) -> None:
+    """By a session on node1, by a run folder on node2."""
+    live, ended = scene.cluster.hosts[1:]
+    live.run(["tmux", "new-session", "-d", "-s", "gnnfleet-mine-node1", "sleep 60"])
+    ended.run(["mkdir", "-p", f"{WORKDIR}/runs/mine/node2"])
     before = [scene.files(k) for k in range(3)]
     try:
-        live = scene.launch("--run-id", "mine", "--", "python", "waits.py")
-        sessions = host.run(["tmux", "list-sessions", "-F", "#S"]).stdout.split()
+        done = scene.launch("--run-id", "mine", "--", "python", "waits.py")
+        sessions = live.run(["tmux", "list-sessions", "-F", "#S"]).stdout.split()
     finally:
-        host.run(["tmux", "kill-server"], check=False)
-    host.run(["mkdir", "-p", f"{WORKDIR}/runs/ended/node1"])
-    ended = scene.launch("--run-id", "ended", "--", "python", "waits.py")
-    said_once(live, 3, f"node1 ({host.address})", "the run id is taken: tmux session gnnfleet-mine-node1 exists")
-    said_once(ended, 3, f"the run id is taken: {WORKDIR}/runs/ended/node1", "take another --run-id")
+        live.run(["tmux", "kill-server"], check=False)
+        ended.run(["rm", "-r", f"{WORKDIR}/runs/mine"])
+    said_once(done, 3, f"node1 ({live.address})", "the run id is taken: tmux session gnnfleet-mine-node1 exists")
+    said_once(done, 3, f"the run id is taken: {WORKDIR}/runs/mine/node2", "take another --run-id")
     assert sessions == ["gnnfleet-mine-node1"], "what was there before is left alone"
     assert [scene.files(k) for k in range(3)] == before and scene.left_behind() == []
 

@@ -105,12 +105,13 @@ def on_these_hosts(cluster: NetCluster, text: str, graph: Path) -> str:
     return text.format(*addresses, python=sys.executable, folder=WORKDIR, graph=graph, launch=launcher)
 
 
-def test_glts_yaml_launches_as_it_is(cluster3: NetCluster, tmp_path: Path, graph: Path) -> None:
+@pytest.mark.slow  # tests/launcher/test_foreign.py has its plan
+def test_glts_yaml_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
     """The hosts have no GPUs, which is said on the command line."""
     config = tmp_path / "dist_train_sage_sup_config.yml"
-    config.write_text(on_these_hosts(cluster3, GLT, graph))
+    config.write_text(on_these_hosts(cluster, GLT, graph))
     words = "--epochs 2 --batch_size 64 --master_addr 0.0.0.0 --master_port 11345 --set nodes.*.devices=[]"
-    done = launch(config, *words.split(), "--set", f"nodes.*.setup=export {KERNELS}", env=cluster3.environment())
+    done = launch(config, *words.split(), "--set", f"nodes.*.setup=export {KERNELS}", env=cluster.environment())
     assert done.status == 0, done.output
     assert "taken for GLT's YAML (2 hosts)" in done.output
     assert len(done.step_losses(2)) == 4, "400 seeds in global batches of 2 x 64"
@@ -118,12 +119,12 @@ def test_glts_yaml_launches_as_it_is(cluster3: NetCluster, tmp_path: Path, graph
 
 
 @pytest.mark.slow
-def test_torch_geometrics_run_dist_launches_as_it_is(cluster3: NetCluster, tmp_path: Path, graph: Path) -> None:
-    (tmp_path / "ip_config.yaml").write_text("".join(f"- {host.address} 1234\n" for host in cluster3.hosts[:2]))
+def test_torch_geometrics_run_dist_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph: Path) -> None:
+    (tmp_path / "ip_config.yaml").write_text("".join(f"- {host.address} 1234\n" for host in cluster.hosts[:2]))
     script = tmp_path / "run_dist.sh"
-    script.write_text(on_these_hosts(cluster3, RUN_DIST, graph))
+    script.write_text(on_these_hosts(cluster, RUN_DIST, graph))
     done = subprocess.run(
-        ["bash", str(script)], cwd=tmp_path, env=cluster3.environment(), capture_output=True, text=True, timeout=200
+        ["bash", str(script)], cwd=tmp_path, env=cluster.environment(), capture_output=True, text=True, timeout=200
     )
     ended = Launched(done.returncode, done.stdout + done.stderr, tmp_path)
     assert ended.status == 0, ended.output

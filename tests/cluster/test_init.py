@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launcher.yaml_schema import load_config
+from launcher.config.loader import load_config
 from netns import NetCluster
 from terminal import Terminal
 

@@ -48,29 +48,29 @@ def settled(host: Host, wanted: list[str]) -> bool:
     return True
 
 
-def test_openssh_reaches_every_host(cluster3: NetCluster) -> None:
-    for host in cluster3.hosts:
+def test_openssh_reaches_every_host(cluster: NetCluster) -> None:
+    for host in cluster.hosts:
         done = ssh(host, "hostname; echo $HOME; pwd")
         assert done.stdout.split() == [host.name, host.home, host.home], done.stderr
 
 
-def test_paramiko_and_sftp_reach_every_host(cluster3: NetCluster) -> None:
-    for host in cluster3.hosts:
-        with paramiko_client(host, username="root", key_filename=str(cluster3.identity)) as client:
+def test_paramiko_and_sftp_reach_every_host(cluster: NetCluster) -> None:
+    for host in cluster.hosts:
+        with paramiko_client(host, username="root", key_filename=str(cluster.identity)) as client:
             assert client.exec_command("hostname")[1].read().decode().strip() == host.name
             with client.open_sftp().open("greeting", "w") as file:
                 file.write("hello")
         assert host.root_path("~/greeting").read_text() == "hello"
 
 
-def test_hosts_reach_each_other_by_address_and_name(cluster3: NetCluster) -> None:
-    first, second, _ = cluster3.hosts
+def test_hosts_reach_each_other_by_address_and_name(cluster: NetCluster) -> None:
+    first, second, _ = cluster.hosts
     for name in (second.address, second.name):
         assert first.run(["bash", "-c", f"exec 3<>/dev/tcp/{name}/22; head -c 4 <&3"]).stdout == "SSH-"
 
 
-def test_hosts_share_no_data(cluster3: NetCluster, tmp_path: Path) -> None:
-    first, second, _ = cluster3.hosts
+def test_hosts_share_no_data(cluster: NetCluster, tmp_path: Path) -> None:
+    first, second, _ = cluster.hosts
     for folder in ("/tmp", "/run", "/dev/shm", first.home):
         first.write(f"{folder}/mine", "1")
         assert not second.root_path(f"{folder}/mine").exists()
@@ -78,22 +78,22 @@ def test_hosts_share_no_data(cluster3: NetCluster, tmp_path: Path) -> None:
     assert not first.root_path(tmp_path).exists()
 
 
-def test_hosts_see_the_repository_and_its_python(cluster3: NetCluster) -> None:
+def test_hosts_see_the_repository_and_its_python(cluster: NetCluster) -> None:
     program = "import paramiko, launcher; print(launcher.__file__)"
-    done = cluster3.hosts[0].run(["env", f"PYTHONPATH={netns.REPOSITORY}", sys.executable, "-c", program])
+    done = cluster.hosts[0].run(["env", f"PYTHONPATH={netns.REPOSITORY}", sys.executable, "-c", program])
     assert done.stdout.strip() == str(netns.REPOSITORY / "launcher/__init__.py")
 
 
-def test_processes_are_the_hosts_own(cluster3: NetCluster) -> None:
-    first, second, _ = cluster3.hosts
+def test_processes_are_the_hosts_own(cluster: NetCluster) -> None:
+    first, second, _ = cluster.hosts
     assert ssh(first, "sleep 98765 >/dev/null 2>&1 &").returncode == 0
     assert settled(first, ["sleep 98765"]) and settled(second, [])
     first.kill(first.processes()[0].pid)
     assert settled(first, [])
 
 
-def test_hidden_program_is_gone_on_that_host_only(cluster3: NetCluster) -> None:
-    first, second, _ = cluster3.hosts
+def test_hidden_program_is_gone_on_that_host_only(cluster: NetCluster) -> None:
+    first, second, _ = cluster.hosts
     first.hide("/usr/bin/find")
     assert first.run(["bash", "-c", "command -v find"], check=False).returncode == 1
     assert second.run(["bash", "-c", "command -v find"]).stdout
@@ -102,13 +102,13 @@ def test_hidden_program_is_gone_on_that_host_only(cluster3: NetCluster) -> None:
     assert first.run(["find", "/etc/hostname"]).stdout
 
 
-def test_cut_network_goes_silent_and_heals(cluster3: NetCluster) -> None:
-    host = cluster3.hosts[0]
+def test_cut_network_goes_silent_and_heals(cluster: NetCluster) -> None:
+    host = cluster.hosts[0]
     with socket.create_connection((host.address, 22)) as line:
         assert line.recv(4) == b"SSH-"
         host.cut_network()
         assert not answers(host)
-        assert answers(cluster3.hosts[1])
+        assert answers(cluster.hosts[1])
         host.restore_network()
         line.sendall(b"SSH-2.0-test\r\n")
         assert line.recv(100), "a connection from before the cut goes on"
@@ -135,8 +135,8 @@ def test_power_cut_kills_and_tells_no_one(make_cluster: Callable[..., NetCluster
     assert host.processes() == []
 
 
-def test_slow_link_limits_the_rate(cluster3: NetCluster) -> None:
-    host, size = cluster3.hosts[0], 1_500_000
+def test_slow_link_limits_the_rate(cluster: NetCluster) -> None:
+    host, size = cluster.hosts[0], 1_500_000
 
     def seconds() -> float:
         start = time.monotonic()

@@ -17,21 +17,17 @@ from failure_kit import Scene, mount, said_once, unmount
 from launching import REPOSITORY, Launched
 
 
-def unreachable(scene: Scene) -> None:
-    scene.nodes[1]["host"] = f"{scene.cluster.prefix}.77"
+def unreachable(scene: Scene, k: int) -> None:
+    scene.nodes[k]["host"] = f"{scene.cluster.prefix}.77"
     scene.run["connect_timeout"] = 2
 
 
-def wrong_key(scene: Scene) -> None:
-    scene.own_home()
-    scene.give_keys(0, 2)
-    scene.nodes[1]["key"] = make_key(scene.folder / "other", "")
+def wrong_key(scene: Scene, k: int) -> None:
+    scene.nodes[k]["key"] = make_key(scene.folder / "other", "")
 
 
-def encrypted_key(scene: Scene) -> None:
-    scene.own_home()
-    scene.give_keys(0, 2)
-    scene.nodes[1]["key"] = make_key(scene.folder / "encrypted", "hush")
+def encrypted_key(scene: Scene, k: int) -> None:
+    scene.nodes[k]["key"] = make_key(scene.folder / "encrypted", "hush")
 
 
 def make_key(path: Path, passphrase: str) -> str:
@@ -39,56 +35,70 @@ def make_key(path: Path, passphrase: str) -> str:
     return str(path)
 
 
-def no_tmux(scene: Scene) -> None:
-    scene.cluster.hosts[1].hide("/usr/bin/tmux")
+def no_tmux(scene: Scene, k: int) -> None:
+    scene.cluster.hosts[k].hide("/usr/bin/tmux")
 
 
-def other_torch(scene: Scene) -> None:
-    host = scene.cluster.hosts[1]
+def other_torch(scene: Scene, k: int) -> None:
+    host = scene.cluster.hosts[k]
     host.write("/tmp/odd/torch-2.4.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.4.1\n")
     host.write("/tmp/odd/python", f'#!/bin/sh\nPYTHONPATH=/tmp/odd exec {sys.executable} "$@"\n', mode=0o755)
-    scene.nodes[1]["python"] = "/tmp/odd/python"
+    scene.nodes[k]["python"] = "/tmp/odd/python"
 
 
-def wrong_python(scene: Scene) -> None:
-    scene.nodes[1]["python"] = "/opt/none/bin/python"
+def wrong_python(scene: Scene, k: int) -> None:
+    scene.nodes[k]["python"] = "/opt/none/bin/python"
 
 
-def no_cuda(scene: Scene) -> None:
-    del scene.nodes[1]["procs"]
-    scene.nodes[1]["devices"] = [0, 99]
+def no_cuda(scene: Scene, k: int) -> None:
+    del scene.nodes[k]["procs"]
+    scene.nodes[k]["devices"] = [0, 99]
 
 
-def small_disk(scene: Scene) -> None:
-    mount(scene, "200k")
-    scene.nodes[1]["workdir"] = "/mnt/small/home"
+def small_disk(scene: Scene, k: int) -> None:
+    mount(scene, "200k", k)
+    scene.nodes[k]["workdir"] = "/mnt/small/home"
 
 
-REFUSED: dict[str, tuple[Callable[[Scene], None], list[str]]] = {
-    "unreachable host": (unreachable, ["no answer on port 22 within 2 s", "is the machine up"]),
-    "wrong key": (wrong_key, ["no key was accepted for root", "other", "ssh-copy-id root@"]),
-    "encrypted key without agent": (encrypted_key, ["is encrypted and no ssh-agent is running", "ssh-add"]),
-    "no tmux": (no_tmux, ["tmux is not installed", "apt-get install -y tmux"]),
-    "other torch": (other_torch, ["torch 2.4.1, but", "on node0", "-m pip install torch=="]),
-    "wrong python": (wrong_python, ["cannot run /opt/none/bin/python", "set `python`, `venv` or `conda`"]),
-    "no CUDA device": (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi shows none"]),
-    "small disk": (small_disk, ["needed at /mnt/small, 205 kB free", "set `workdir` to another disk"]),
+Trouble = tuple[Callable[[Scene, int], None], list[str]]
+#: What is wrong with which node, and what the one message says of it.
+REFUSED: dict[str, dict[int, Trouble]] = {
+    "logins": {
+        0: (unreachable, ["no answer on port 22 within 2 s", "is the machine up"]),
+        1: (wrong_key, ["no key was accepted for root", "other", "ssh-copy-id root@"]),
+        2: (encrypted_key, ["is encrypted and no ssh-agent is running", "ssh-add"]),
+    },
+    "programs": {
+        1: (no_tmux, ["tmux is not installed", "apt-get install -y tmux"]),
+        2: (wrong_python, ["cannot run /opt/none/bin/python", "set `python`, `venv` or `conda`"]),
+    },
+    "equipment": {
+        0: (small_disk, ["needed at /mnt/small, 205 kB free", "set `workdir` to another disk"]),
+        1: (other_torch, ["torch 2.4.1, but", "on node0", "-m pip install torch=="]),
+        2: (no_cuda, ["devices", "99" if shutil.which("nvidia-smi") else "nvidia-smi shows none"]),
+    },
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_preflight_names_the_node_and_what_to_do(name: str, scene: Scene) -> None:
-    trouble, words = REFUSED[name]
-    trouble(scene)
+def test_preflight_names_the_nodes_and_what_to_do(name: str, scene: Scene) -> None:
+    if name == "logins":
+        scene.own_home()
+        scene.give_keys(0, 1, 2)
+    for k, (trouble, _) in REFUSED[name].items():
+        trouble(scene, k)
     before = [scene.files(k) for k in range(3)]
     try:
         done = scene.launch()
         after = [scene.files(k) for k in range(3)]
     finally:
+        unmount(scene, 0)
         scene.cluster.hosts[1].unhide()
-        unmount(scene)
-    said_once(done, 3, *words, "nothing was changed there", f"node1 ({scene.nodes[1]['host']})")
-    assert "node0 (" not in done.output.split("What to do:")[1], "the other nodes are well"
+    words = [word for _, said in REFUSED[name].values() for word in said]
+    said_once(done, 3, *words, "nothing was changed there")
+    for k in range(3):
+        told = f"node{k} ({scene.nodes[k]['host']})" in done.output.split("What to do:")[1]
+        assert told == (k in REFUSED[name]), f"node{k}: {done.output}"
     assert after == before and scene.left_behind() == []
     assert (done.result["state"], done.result["exit_status"], done.result["nodes"]) == ("failed", 3, [])
 
@@ -131,14 +141,3 @@ def answer_prompts(config: Path, answer: str, env: dict[str, str]) -> tuple[int,
                 os.write(terminal, answer.encode() + b"\n")
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
-
-
-def test_a_busy_master_port_is_named_with_who_holds_it(scene: Scene) -> None:
-    host = scene.cluster.hosts[0]
-    listens = "import os, socket, time; s = socket.create_server(('', 29555)); os.fork() or time.sleep(60)"
-    host.run(["bash", "-c", f'{sys.executable} -c "{listens}" >/dev/null 2>&1'])
-    (holder,) = host.processes()
-    done = scene.launch("--master_port", "29555")
-    assert host.processes() == [holder]
-    host.kill(holder.pid)
-    said_once(done, 3, f"port 29555 in use (pid {holder.pid}: ", f"node0 ({host.address})", "`run.master_port`")

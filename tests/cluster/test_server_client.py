@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import launching
 from launching import Launched
 from netns import NetCluster
 from operator_kit import end_processes
@@ -18,11 +19,15 @@ SHARED_DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "debian"
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory, local_workdirs) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("server-client")
-    curves = curves_of_one_process(folder / "alone", local_workdirs)
+def five_hosts() -> Iterator[NetCluster]:
     with NetCluster(5) as cluster:
-        yield Stage(cluster, folder, curves)
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def hosts(five_hosts: NetCluster, tmp_path_factory: pytest.TempPathFactory, local_workdirs: Path) -> Stage:
+    folder = tmp_path_factory.mktemp("server-client")
+    return Stage(five_hosts, folder, curves_of_one_process(folder / "alone", local_workdirs))
 
 
 @pytest.fixture
@@ -31,7 +36,25 @@ def stage(hosts: Stage) -> Iterator[Stage]:
     end_processes(hosts.cluster)  # a test that failed must not fail the next one too
 
 
-@pytest.mark.slow  # the next one has it too
+def test_a_killed_server_is_started_again_and_nothing_is_lost(
+    five_hosts: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
+) -> None:
+    """Two clients with one process each; their losses are those of one process with one part."""
+    stage = Stage(five_hosts, tmp_path, [local_runs["one"].step_losses(epoch) for epoch in (1, 2)], procs=(1, 1))
+    try:
+        run = stage.run(pause=0.3, train=launching.TRAIN).await_step(1, 2)
+        run.kill_server(1)
+        done = run.end()
+        same_curves(done, stage)
+        every_seed_once(run)
+        no_part_on_a_client(stage)
+        assert "was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)" in done.output
+        assert stage.left() == []
+    finally:
+        end_processes(five_hosts)
+
+
+@pytest.mark.slow
 def test_the_loss_curve_of_one_process_and_no_part_on_a_client(stage: Stage) -> None:
     run = stage.run()
     done = run.end()
@@ -48,17 +71,6 @@ def no_part_on_a_client(stage: Stage) -> None:
 
 
 # --- a server is lost ---------------------------------------------------------------------------------------------
-
-
-def test_a_killed_server_is_started_again_and_nothing_is_lost(stage: Stage) -> None:
-    run = stage.run().await_step(2, 3)
-    run.kill_server(1)
-    done = run.end()
-    same_curves(done, stage)
-    every_seed_once(run)
-    no_part_on_a_client(stage)
-    assert "was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)" in done.output
-    assert stage.left() == []
 
 
 @pytest.mark.slow

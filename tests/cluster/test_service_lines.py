@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from netns import REPOSITORY, Host, NetCluster
-from trainer.errors import ServerGone
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE
+from trainer.core.errors import ServerGone
+from trainer.core.schema import HOMO_NODE
+from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.places import ServerPlace
+from trainer.service.messages import ServerPlace
 
 _PORT = 5000
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -51,7 +52,6 @@ def gather_wide(client: HostClient, rows: int) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.slow
 def test_large_answers_over_ten_megabits_arrive_at_the_first_attempt(host: Host) -> None:
     """One of 30 MB, then 24 at once: longer than the deadline, which is of silence."""
     client = client_of(host, deadline=8)
@@ -80,7 +80,6 @@ def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
     client.close()
 
 
-@pytest.mark.slow
 def test_a_host_that_vanishes_is_gone_within_seconds(host: Host) -> None:
     client = client_of(host, deadline=60, gone_after=3)
     gather_wide(client, 3)

@@ -18,15 +18,17 @@ from netns import NetCluster
 from operator_kit import end_processes, run_processes
 from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts, wait_until
 from terminal import Terminal
-from trainer.config import TrainSettings
-from trainer.errors import ServiceError
-from trainer.load.loader import BatchLoader
-from trainer.service.keys import CurveKeys, read_key_file, write_key_file
+from trainer.core.errors import ServiceError
+from trainer.loader.block_loader import BatchLoader
+from trainer.service.curve_keys import CurveKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import loader_settings
+from trainer.train.settings import TrainSettings
 from trainer.train.setup import trained_model
 
 LONG = 5000  # epochs
+#: On this machine: tests/launcher/test_serving_local.py.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,6 @@ def test_a_run_attaches_by_name_and_leaves_no_key(toy: ServingHosts, curve: list
     assert toy.served_batches()["alone"] >= len(curve) * len(CLIENTS)
 
 
-@pytest.mark.slow
 def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
     cluster: NetCluster, toy: ServingHosts, curve: list[float], tmp_path: Path
 ) -> None:
@@ -85,7 +86,6 @@ def test_of_two_runs_at_once_one_is_killed_and_the_other_is_not_disturbed(
     assert {node["state"] for node in toy.status()["nodes"]} == {"serving"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_outlives_the_servers_it_began_with(cluster: NetCluster, toy: ServingHosts, curve: list[float]) -> None:
     """One host is lost and repaired, a third one joins, and then both first ones are lost."""

@@ -23,6 +23,8 @@ case "$*" in *--query-gpu*) for gpu in 0 1; do
   echo "$gpu, GPU-$gpu, NVIDIA H100, 81559, 4, Default, Disabled, 0, 550.54"; done;; esac
 """
 TRAINS = "rank1 | step 9"
+#: Leases of devices, without launches: tests/launcher/test_lease.py.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,6 @@ def processes(cluster: NetCluster, run_id: str) -> list[str]:
     return [str(each) for host in cluster.hosts for each in host.processes() if f"/runs/{run_id}/" in each.cmdline]
 
 
-@pytest.mark.slow
 def test_ending_one_run_leaves_the_others_alone(
     cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
 ) -> None:
@@ -98,7 +99,6 @@ def test_ending_one_run_leaves_the_others_alone(
     assert run_processes(cluster) == []
 
 
-@pytest.mark.slow
 def test_a_failing_run_fails_alone(cluster: NetCluster, here: Operator, tmp_path: Path, parts: str) -> None:
     config = config_in(tmp_path / "project", cluster, parts)
     kept = started(config, "kept2", here).await_line(TRAINS)
@@ -108,7 +108,6 @@ def test_a_failing_run_fails_alone(cluster: NetCluster, here: Operator, tmp_path
     assert kept.send(signal.SIGINT).end().status == 130
 
 
-@pytest.mark.slow
 def test_a_held_device_is_refused_with_who_holds_it_and_since_when(
     cluster: NetCluster, here: Operator, tmp_path: Path, parts: str
 ) -> None:

@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 
-from launcher import wiring
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.placement import make_sites
-from launcher.plan import NodeFacts
-from launcher.preflight import PreflightReport, run_preflight
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.plan.model import NodeFacts
+from launcher.plan.placement import make_sites
+from launcher.preflight import connectivity
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.transport import close_all, connect_all
 from netns import Host, Machine, NetCluster, ip
 
@@ -36,7 +37,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not answer here within a second never will."""
-    monkeypatch.setattr(wiring, "_SECONDS", 1.0)
+    monkeypatch.setattr(connectivity, "_SECONDS", 1.0)
 
 
 def config_of(hosts: list[Host], **of_data: str) -> ClusterConfig:
@@ -50,10 +51,10 @@ def with_node(config: ClusterConfig, k: int, **changed: str) -> ClusterConfig:
     return replace(config, nodes=tuple(nodes))
 
 
-def check(config: ClusterConfig, *, fresh: bool = True) -> PreflightReport:
+def check(config: ClusterConfig) -> PreflightReport:
     lines = connect_all(config)
     try:
-        return run_preflight(config, lines, fresh=fresh)
+        return run_preflight(config, lines)
     finally:
         close_all(lines)
 
@@ -119,19 +120,6 @@ def test_a_node_that_others_cannot_see(hosts: list[Host]) -> None:
     with rules(hosts[1], *(f"route blackhole {address}" for address in others)):
         told = blocked(check(config_of(hosts)))
     assert told == ["node1 → all blocked: no route", "all → node1 blocked: no answer"]
-
-
-def test_a_firewall_is_found_although_the_cache_knew_better(hosts: list[Host]) -> None:
-    config = config_of(hosts)
-    check(config, fresh=False)
-    known = check(config, fresh=False)
-    assert "all 12 pairs reach each other, 6 of them checked" in next(
-        f.message for f in known.findings if f.check == "wire"
-    )
-    with rules(hosts[3], "rule blackhole ipproto tcp sport 29603"):
-        assert blocked(check(config, fresh=False)) == ["all → node3:29603 blocked: no answer"]
-    with rules(hosts[3], f"route blackhole {hosts[1].address}"):  # a route is seen, whether or not it is tried
-        assert blocked(check(config, fresh=False)) != []
 
 
 def test_the_network_that_all_share_is_taken(hosts: list[Host]) -> None:

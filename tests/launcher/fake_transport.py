@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.command import Command
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
-from launcher.script import Command
+from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
-from launcher.transport.rpc import MARKER, parsed
+from launcher.transport.rpc import parsed
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -185,7 +186,7 @@ class FakeTalk(Talk):
             self._answers.append(MARKER + repr({"times": [now, now]}))
             return
         self._sources |= asked["sources"]
-        program = self._sources[asked["program"]]
+        program = self._sources["programs." + asked["program"]]
         try:
             done = self._node.run(self._command, stdin=json.dumps([program, asked["request"]]).encode(), timeout=1.0)
         except TransportError as error:
@@ -210,11 +211,12 @@ class FakeTalk(Talk):
 
 
 def wire(closed: Callable[[int, int, str, int], str] | None = None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What node/wire.py of a healthy node replies; ``closed(source, target, address, port)`` says why a way is shut."""
+    """Replies of node/programs/network.py on a healthy node; ``closed(source, target, address, port)`` says why a route
+    is closed."""
 
     def reply(request: dict[str, Any]) -> dict[str, Any]:
         if request["op"] == "open":
-            return {"refused": {}, "free": 40000 + request["rank"], "routes": ["r"]}
+            return {"refused": {}, "free": 40000 + request["rank"]}
         ways = [(rank, address, port) for rank, address, ports in request["targets"] for port in ports]
         told = [[*way, closed(request["rank"], *way) if closed else ""] for way in ways]
         return {"blocked": [one for one in told if one[-1]]}

@@ -1,4 +1,4 @@
-"""Healthy nodes as node/probe.py describes them, to be changed one by one."""
+"""Healthy nodes as node/programs/probe.py describes them, to be changed one by one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
-from launcher.findings import Finding, Survey, all_findings
-from launcher.preflight import PreflightReport
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.preflight.finding import Finding, Survey
+from launcher.preflight.preflight import all_findings
+from launcher.preflight.preflight_report import PreflightReport
 
 VERSIONS = {
     "python": "3.11.2", "torch": "2.13.0+cpu", "torch_geometric": "2.8.1", "numba": "0.68.1", "numpy": "2.4.6",

@@ -13,13 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from fake_transport import FakeTransport, printed
+from launcher.command import Command
 from launcher.errors import ConnectionLost
-from launcher.events import EventLog
-from launcher.follow import RunFollower
-from launcher.followed import Followed, Limits
-from launcher.logs import LiveLog
-from launcher.plan import LaunchPlan
-from launcher.script import Command
+from launcher.plan.model import LaunchPlan
+from launcher.report.ending import Followed, Limits
+from launcher.report.events import EventLog
+from launcher.run.live_log import LiveLog
+from launcher.run.monitor import RunFollower
 from launcher.transport.base import OnLine
 from run_kit import make_launch, make_node
 

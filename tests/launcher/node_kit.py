@@ -18,6 +18,8 @@ from launcher.node import procs
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = ROOT / "launcher" / "node"
+SUPERVISOR = NODE / "supervisor" / "supervisor.py"
+RANK_RUNNER = NODE / "supervisor" / "rank_runner.py"
 PYTHON = sys.executable
 GRACE = 1.0
 
@@ -70,8 +72,8 @@ class RunFolder:
         return self.ranks(argv, 1, env)
 
     def ranks(self, argv: list[str], nproc: int, env: Mapping[str, str] | None = None) -> RunFolder:
-        """Ranks of an own command, as ``launcher.nodespec`` has them started."""
-        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(self.path), "--await-server", "--", *argv]
+        """Ranks of an own command, as ``launcher.plan.commands`` has them started."""
+        runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(self.path), "--await-server", "--", *argv]
         world = {"WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.spec["trainer"] = {"argv": runner, "env": {**world, **(env or {})}, "cwd": str(self.path)}
         self.spec["ranks"] = list(range(nproc))
@@ -83,7 +85,7 @@ class RunFolder:
         return path
 
     def start(self) -> RunFolder:
-        argv = [PYTHON, str(NODE / "supervisor.py"), str(self.write_spec())]
+        argv = [PYTHON, str(SUPERVISOR), str(self.write_spec())]
         self.supervisor = subprocess.Popen(argv, stdout=subprocess.DEVNULL, start_new_session=True)
         return self
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
-from launcher.plan import LaunchPlan
-from launcher.registry import LaunchFile, Stage, register
-from launcher.runfile import run_json
-from launcher.script import Command
-from launcher.yaml_schema import to_yaml
-from node_kit import NODE, PYTHON, ROOT, RunFolder, wait_until
+from launcher.command import Command
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.plan.model import LaunchPlan
+from launcher.plan.serialize import run_json
+from launcher.report.run_folder import LaunchFile, Stage, register
+from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, wait_until
 from run_kit import make_launch, make_node
 
 #: Prints its rank, writes metrics as the trainer does, and waits to be ended.
@@ -51,7 +51,7 @@ class MadeRun:
         nodes = []
         for k in range(num_nodes):
             node = make_node(self.top / "nodes", k, [])
-            start = Command((PYTHON, str(NODE / "supervisor.py"), f"{node.run_dir}/node.json"), {}, node.run_dir)
+            start = Command((PYTHON, str(SUPERVISOR), f"{node.run_dir}/node.json"), {}, node.run_dir)
             run_dir = f"{node.workdir}/runs/{self.run_id}/node{k}"
             session = f"gnnfleet-{self.run_id}-node{k}"
             nodes.append(replace(node, code_dir=str(ROOT), run_dir=run_dir, start=start, session=session))

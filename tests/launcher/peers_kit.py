@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from node_kit import NODE, PYTHON, RunFolder, free_port, wait_until
+from node_kit import NODE, PYTHON, RANK_RUNNER, RunFolder, free_port, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -57,7 +57,7 @@ class Run:
     def rank(self, node: RunFolder, argv: list[str]) -> None:
         """The node's rank, of the same number."""
         k = node.spec["node_rank"]
-        runner = [PYTHON, str(NODE / "rank.py"), "--run-dir", str(node.path), "--await-server", "--", *argv]
+        runner = [PYTHON, str(RANK_RUNNER), "--run-dir", str(node.path), "--await-server", "--", *argv]
         node.spec["trainer"] = {
             "argv": runner,
             "env": {"PYTHONPATH": str(NODE / "site")},

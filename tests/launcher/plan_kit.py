@@ -8,11 +8,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
-from launcher.manifest import PartitionFiles, read_partition_files
-from launcher.plan import LaunchPlan, NodeFacts, make_plan
-from launcher.roles import GraphServer, ServingCluster
-from launcher.script import Secret
+from launcher.command import Secret
+from launcher.config.roles import GraphServer, ServingCluster
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan, NodeFacts
+from launcher.plan.partition import PartitionFiles, read_partition_files
 
 TOKEN = Secret("5ecret5ecret")
 PRODUCTS = ServingCluster(

@@ -7,9 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.planned import PlannedFile, copied, generated
-from launcher.script import Command, Secret
+from launcher.command import Command, Secret
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, copied, generated
 
 
 def make_parts(folder: Path, num_parts: int = 2, size: int = 50_000) -> Path:
@@ -41,7 +40,7 @@ def make_node(top: Path, node_rank: int, files: list[PlannedFile], data_dir: Pat
     run_dir = f"{work}/runs/r1/node{node_rank}"
     return NodePlan(
         node_rank=node_rank,
-        target="local",
+        login=None,
         nproc=1,
         ranks=(node_rank,),
         devices=(),

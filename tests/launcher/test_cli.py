@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher import cli
+from launcher.cli import main
 from launcher.errors import FleetError, Interrupted, PreflightRefused, SessionError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert cli.run([*words]) == 0
+    assert main.run([*words]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     return plan
 
@@ -65,11 +65,11 @@ def test_names_of_older_scripts_work_with_dashes_and_underscores(
 
 def test_processes_for_every_node_are_checked_like_the_file(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(config), "--dry-run", "--num_training_procs", "3"]
-    assert cli.run([*words, "--batch_size", "5"]) == 2
+    assert main.run([*words, "--batch_size", "5"]) == 2
     assert "fewer seeds than processes (6)" in capsys.readouterr().err
-    assert cli.run([*words, "--set", "nodes.1.devices=[0]"]) == 2
+    assert main.run([*words, "--set", "nodes.1.devices=[0]"]) == 2
     assert "nodes.1: more procs (3) than devices (1)" in capsys.readouterr().err
-    assert cli.run(["--config", str(config), "--dry-run", "--set", "train.*.x=1"]) == 2
+    assert main.run(["--config", str(config), "--dry-run", "--set", "train.*.x=1"]) == 2
     assert "train is no list" in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_bad_usage_is_one_message_and_exit_status_2(
     config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     (config.parent / "runs/used").mkdir(parents=True)
-    assert cli.run(words) == 2
+    assert main.run(words) == 2
     said = capsys.readouterr()
     assert message in said.err and "Traceback" not in said.err
     assert said.out == ""
@@ -143,8 +143,8 @@ def test_errors_end_with_their_exit_status_and_one_line(
     def fail(options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "run_launch", fail)
-    assert cli.run(["--config", str(config)]) == status
+    monkeypatch.setattr(main, "run_launch", fail)
+    assert main.run(["--config", str(config)]) == status
     said = capsys.readouterr().err
     assert len(said.strip().splitlines()) == 1
     if isinstance(error, FleetError):
@@ -152,13 +152,13 @@ def test_errors_end_with_their_exit_status_and_one_line(
 
 
 def test_without_words_help_is_shown_and_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run([]) == 2
+    assert main.run([]) == 2
     assert "Examples:" in capsys.readouterr().out
 
 
 def test_check_refuses_with_status_3_and_gives_json(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--set", "nodes.1.python=/no/such/python", "--json"]
-    assert cli.run(["check", "--config", str(config), *words]) == 3
+    assert main.run(["check", "--config", str(config), *words]) == 3
     said = capsys.readouterr()
     findings = json.loads(said.out)["findings"]
     assert any(f["node_rank"] == 1 and f["severity"] == "block" for f in findings)
@@ -170,7 +170,7 @@ def test_partition_without_config_passes_all_words_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 7)
     )
-    assert cli.run(["partition", "make", "--dataset", "synthetic", "--num-parts", "2", "--out", "p"]) == 7
+    assert main.run(["partition", "make", "--dataset", "synthetic", "--num-parts", "2", "--out", "p"]) == 7
     assert seen[0][1:] == ["-m", "trainer", "partition", "make", *"--dataset synthetic --num-parts 2 --out p".split()]
 
 
@@ -182,7 +182,7 @@ def test_partition_with_a_config_takes_graph_and_folder_from_it(
     monkeypatch.setattr(
         subprocess, "run", lambda argv, **_: seen.append(list(argv)) or subprocess.CompletedProcess(argv, 0)
     )
-    assert cli.run(["partition", what, "--config", str(config)]) == 0
+    assert main.run(["partition", what, "--config", str(config)]) == 0
     assert seen[0][4] == what and str(config.parent / "parts") in seen[0]
     assert ("--num-parts" in seen[0]) == (what == "make")
 
@@ -192,7 +192,7 @@ def test_dry_run_of_64_hosts_costs_about_a_second_and_imports_no_ssh(tmp_path: P
     config = tmp_path / "big.yml"
     config.write_text(f"nodes:\n{nodes}data: {{dataset: ogbn-products, folder: parts}}\n")
     code = (
-        "import sys; from launcher.cli import run; "
+        "import sys; from launcher.cli.main import run; "
         f"status = run(['--config', {str(config)!r}, '--dry-run']); "
         "heavy = {'paramiko', 'fabric', 'torch', 'libtmux', 'numpy'} & set(sys.modules); sys.exit(f'{status} {heavy}')"
     )

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import run
-from launcher.compare import Comparison, compare, figures_of
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, TrainConfig
-from launcher.operate.found import read_folder
-from launcher.registry import LaunchFile
-from launcher.yaml_schema import to_yaml
-from test_profile import lines_of
+from launcher.cli.main import run
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, TrainConfig
+from launcher.report.compare import Comparison, compare, figures_of
+from launcher.report.run_folder import LaunchFile, read_folder
+from metrics_kit import lines_of
 
 CONFIG = ClusterConfig(
     nodes=(NodeConfig("gnn1"), NodeConfig("gnn2")),
@@ -156,7 +155,7 @@ speed
   others' rows held           0%        0%
 
 where a step's time goes
-  a step                      120 ms *  9 s
+  a step                      120 ms *  9.08 s
   sample                      4 ms      4 ms
   remote                      12 ms     12 ms
   gather                      2 ms      2 ms

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.registry import LaunchFile
+from launcher.cli.main import run
+from launcher.report.run_folder import LaunchFile
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60.0
@@ -38,7 +38,7 @@ SHELLS = [
 PROGRAM = """\
 #!/bin/sh
 [ -z "$_GNNFLEET_COMPLETE" ] && echo "<$*>" && exit
-exec {python} -c "from launcher.cli import main; main()" "$@"
+exec {python} -c "from launcher.cli.main import main; main()" "$@"
 """
 TYPED = {
     "gnnfleet sto": "stop",

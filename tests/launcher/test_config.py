@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.codefiles import CODE_ROOT
-from launcher.config import ClusterConfig, NodeConfig
-from launcher.docs import config_page
+from launcher.config.loader import load_config, to_yaml
+from launcher.config.reference import config_page
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import ConfigError
-from launcher.yaml_schema import load_config, to_yaml
+from launcher.files import CODE_ROOT
 
 TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
 Load = Callable[..., ClusterConfig]
@@ -357,4 +357,4 @@ def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
 
 def test_config_page_is_current() -> None:
     page = (CODE_ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == config_page(), "run `python -m launcher.docs`"
+    assert page == config_page(), "run `python -m launcher.config.reference`"

@@ -10,8 +10,8 @@ from textwrap import indent
 import pytest
 
 from golden_kit import check_messages
-from launcher import cli
-from launcher.node.lease import Lease, LeaseError, describe, held, take, thing, this_process
+from launcher.cli import main
+from launcher.node.leases import Lease, LeaseError, describe, held, take, thing, this_process
 
 DATA = "data: {dataset: synthetic}\n"
 FILES = {
@@ -47,6 +47,7 @@ FILES = {
     "nodes: 'n[1-4]'\nrun: {control_port: 29511, master_port: 29511}": "another port taken twice",
     "nodes: 'n[1-4]'\nrun: {service_port: 7000, control_port: 7000}": "and another",
     "nodes: 'n[1-4]'\nrun: {on_interrupt: ignore}": "a word that is none of the choices",
+    "nodes: [a]\nrun: {compress: true}": "a key that has been removed",
 }
 CLUSTER = (
     "nodes:\n  - node[01-04].lab\n  - {host: 'gpu[1-2].lab', devices: [0, 1, 3]}\n  - {host: old, address: 10.0.0.9}\n"
@@ -72,7 +73,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def plan(text: str, words: list[str]) -> str:
         Path("cluster.yml").write_text(text.rstrip() + "\n" + DATA)
-        status = cli.run(["plan", "--config", "cluster.yml", *words])
+        status = main.run(["plan", "--config", "cluster.yml", *words])
         return f"{capsys.readouterr().err.strip()}\n(exit status {status})"
 
     yield plan

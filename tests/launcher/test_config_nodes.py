@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli
-from launcher.codefiles import CODE_ROOT
-from launcher.plan import NodePlan
-from launcher.script import Command, render
-from launcher.yaml_schema import load_config
+from launcher.cli import main
+from launcher.command import Command, render
+from launcher.config.loader import load_config
+from launcher.files import CODE_ROOT
+from launcher.plan.model import NodePlan
 from plan_kit import plan_of
 
 #: A python that tells how it was started.
@@ -79,7 +79,7 @@ def test_each_node_starts_with_its_own_python_environment_and_folder(
         (itself, cwd, words), seen = ran(node.start)
         assert (itself, cwd) == (str(tmp_path / python), node.run_dir)
         assert node.run_dir == f"{tmp_path}/{folder}/runs/r1/node{node.node_rank}"
-        assert words == f"{node.code_dir}/launcher/node/supervisor.py {node.run_dir}/node.json"
+        assert words == f"{node.code_dir}/launcher/node/supervisor/supervisor.py {node.run_dir}/node.json"
         paths = seen.pop("PYTHONPATH").split(":")
         assert paths == [node.code_dir, *(["/opt/mine"] if node.node_rank == 2 else [])]
         assert seen == expected
@@ -150,7 +150,7 @@ def test_commands_in_templates_work(
     monkeypatch.chdir(template.parent)
     asked = [words[i : i + 2] for i in range(len(words)) if words[i] in ("--include", "--exclude")]
     chosen = [word for pair in asked for word in pair]
-    assert cli.run(["plan", "--config", template.name, *chosen]) == 0
+    assert main.run(["plan", "--config", template.name, *chosen]) == 0
     assert template.name in words[words.index("--config") + 1]
     shown = capsys.readouterr().out
     assert ("node03" not in shown and " 0,2,5,6 " in shown) if "node03" in chosen else "node0 " in shown

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config import ClusterConfig
+from launcher.config.loader import load_config, to_yaml
+from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
-from launcher.hostranges import MOST, RangeError, expand, fold
-from launcher.yaml_schema import load_config, to_yaml
+from launcher.hostlist import MOST, RangeError, expand, fold
 
 DATA = "data: {dataset: synthetic}\n"
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.codefiles import CODE_ROOT
-from launcher.config import ClusterConfig
+from launcher.config.host_filter import filtered
+from launcher.config.loader import load_config, to_yaml
+from launcher.config.roles import carried_out
+from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
-from launcher.filters import filtered
-from launcher.options import overrides_of
-from launcher.roles import carried_out
-from launcher.yaml_schema import load_config, to_yaml
+from launcher.files import CODE_ROOT
+from launcher.run.options import overrides_of
 
 DATA = "data: {dataset: synthetic}\n"
 SERVERS = "nodes:\n  - {host: s1, role: server}\n  - {host: s2, role: server}\n  - {host: c, role: client}\n"

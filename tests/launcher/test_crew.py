@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.node.crew import Crew
-from launcher.node.losses import fatal, left_words
-from launcher.node.peers import Meeting, make_cause
+from launcher.node.peers.model import Crew, Meeting, fatal, left_words, make_cause
 
 COPIES = ((0, 1, 2, 3), (2, 3, 0, 1), (), ())
 ROLES = ("server", "server", "client", "client")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launcher.collect import Collected
-from launcher.ending import Ending
-from launcher.followed import Followed, Lost
-from launcher.report import Metrics, RunReport
+from launcher.plan.model import Login
+from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport
 from run_kit import make_launch, make_node
 
 FOLDER = Path("/nowhere")
@@ -69,10 +69,10 @@ def test_a_node_that_node_0_has_lost_is_the_cause_with_its_time() -> None:
 
 def test_hosts_out_of_reach_are_named_as_exclude_takes_them() -> None:
     """Nodes that are a whole host go by its name; one whose host has others by its login; all of them is no advice."""
-    targets = ["gnn1", "al@gnn2:22", "al@gnn3:22", "bo@gnn3:23", "al@[fe80::1]:22"]
+    places = [(None, "gnn1", None), ("al", "gnn2", 22), ("al", "gnn3", 22), ("bo", "gnn3", 23), ("al", "fe80::1", 22)]
 
     def excluded(*away: int) -> tuple[str, ...]:
-        nodes = [replace(make_node(Path("/w"), k, []), target=target) for k, target in enumerate(targets)]
+        nodes = [replace(make_node(Path("/w"), k, []), login=Login(*place)) for k, place in enumerate(places)]
         lost = {k: Lost("no contact for 12 s", 107.0, out_of_reach=True) for k in away}
         followed = Followed({0: result(0, "failed")} if 0 not in away else {}, lost=lost)
         collected = Collected(Metrics(), dict.fromkeys(range(5), ()), ())

@@ -19,7 +19,7 @@ from node_kit import ROOT
 from operate_kit import MadeRun
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"
-CLI = "from launcher.cli import main; main()"
+CLI = "from launcher.cli.main import main; main()"
 
 
 def program(code: str, *words: str, terminal: int | None = None, **env: str) -> subprocess.Popen[bytes]:
@@ -78,7 +78,7 @@ def test_ctrl_c_does_not_wait_for_a_host_that_says_nothing(tmp_path: Path, silen
 
 def test_a_file_that_a_thread_was_writing_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import sys, threading, time; from pathlib import Path; from launcher.wholefile import appearing\n"
+        "import sys, threading, time; from pathlib import Path; from launcher.files import appearing\n"
         "def write():\n    with appearing(Path(sys.argv[1]) / 'log') as out:\n        out.write(b'x'); time.sleep(60)\n"
         "threading.Thread(target=write, daemon=True).start(); time.sleep(0.3)"
     )

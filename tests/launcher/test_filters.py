@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher import cli
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.cli import main
+from launcher.command import Command
+from launcher.config.host_filter import filtered
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.filters import filtered
-from launcher.script import Command
 from plan_kit import cluster, plan_of
 
 LAB = cluster(
@@ -194,7 +194,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def targets(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert cli.run([*words, "--json"]) == 0
+    assert main.run([*words, "--json"]) == 0
     return [node["target"] for node in json.loads(capsys.readouterr().out)["nodes"]]
 
 
@@ -209,20 +209,20 @@ def test_every_command_takes_them(config: Path, capsys: pytest.CaptureFixture[st
 
 def test_what_nodes_add_up_to_is_checked_after_choosing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All eight are too many for the file's num_parts and batch_size; what is chosen is not."""
-    assert cli.run(["plan", "-c", str(config)]) == 2
+    assert main.run(["plan", "-c", str(config)]) == 2
     said = capsys.readouterr().err
     assert "cluster.yml:4: fewer parts than nodes: data.num_parts is 5" in said and "global batch is 6" in said
     assert targets(capsys, "plan", "-c", str(config), "--include", "n[1-4],g1") == [
         *("n1.lab", "n2.lab", "n3.lab", "n4.lab", "g1.lab")
     ]
-    assert cli.run(["plan", "-c", str(config), "--include", "g*"]) == 2
+    assert main.run(["plan", "-c", str(config), "--include", "g*"]) == 2
     assert "global batch is 6, fewer seeds than processes (8)" in capsys.readouterr().err
-    assert cli.run(["plan", "-c", str(config), "--include", "x"]) == 2
+    assert main.run(["plan", "-c", str(config), "--include", "x"]) == 2
     assert "error: --include x: no host is called `x`; there are n[1-4].lab, g[1-4].lab" in capsys.readouterr().err
 
 
 def test_mistakes_of_the_file_come_before_those_of_the_choice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", "-c", str(config), "--include", "x", "--set", "nodes.1.procs=0"]) == 2
+    assert main.run(["plan", "-c", str(config), "--include", "x", "--set", "nodes.1.procs=0"]) == 2
     said = capsys.readouterr().err
     assert "nodes.1.procs: must be at least 1" in said and "--include" not in said
 
@@ -236,7 +236,7 @@ def test_partition_follows_the_choice(
         seen.extend(command.argv)
         return 0
 
-    monkeypatch.setattr("launcher.partitioning.run_trainer", run_trainer)
+    monkeypatch.setattr("launcher.plan.partition.run_trainer", run_trainer)
     asked = ["--set", "data.num_parts=null", "--set", "train.batch_size=64", "--include", "n*", "--exclude", "n4"]
-    assert cli.run(["partition", "make", "-c", str(config), *asked]) == 0
+    assert main.run(["partition", "make", "-c", str(config), *asked]) == 0
     assert seen[seen.index("--num-parts") + 1] == "3"

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from findings_kit import GB, VERSIONS, cluster, found, gpu, survey_of, versions, with_gpus
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
-from launcher.findings import Finding, GraphSize, Survey, all_findings
-from launcher.findings.packages import PACKAGES
-from launcher.node.words import size
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.node.describe import size
+from launcher.preflight.check_packages import PACKAGES
+from launcher.preflight.finding import Finding, GraphSize, Survey
+from launcher.preflight.preflight import all_findings
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:
@@ -79,7 +80,9 @@ def test_one_command_repairs_all_packages_of_a_host() -> None:
 
 def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may refuse pip (PEP 668): an environment, with the others' versions, else with this machine's."""
-    monkeypatch.setattr("launcher.findings.packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"})
+    monkeypatch.setattr(
+        "launcher.preflight.check_packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"}
+    )
     bare = versions(**dict.fromkeys(PACKAGES, ""))
     new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "pyzmq==27.3.0"
     cpu = "--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -94,7 +97,7 @@ def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_logs_in_as_the_config_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.findings.packages._own", lambda: VERSIONS)
+    monkeypatch.setattr("launcher.preflight.check_packages._own", lambda: VERSIONS)
     node = NodeConfig(host="gpu1", user="bob", port=2222, key="/k/id", setup=("module load cuda",))
     finding = the_one(1, {0: versions(numba="")}, config=cluster(1, nodes=(node,)))
     command = "/usr/bin/python3 -m pip install numba==0.68.1"

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from launcher import follow as follow_module
-from launcher import nodeline
 from launcher.errors import ConnectionLost, SessionError
+from launcher.run import monitor as follow_module
+from launcher.run import node_stream
 
 BROKEN = ConnectionLost("connection lost", host="host0")
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodeline, "RETRY_EVERY", 0.05)
+    monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.05)
     monkeypatch.setattr(follow_module, "_LAST_WORDS", 0.3)
     monkeypatch.setattr(follow_module, "_HELP_AFTER", 0.2)
     monkeypatch.setattr(follow_module, "_LOOK_EVERY", 0.05)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from golden_kit import GOLDEN, check_messages
-from launcher.cli import run
-from launcher.cli_foreign import imported
-from launcher.codefiles import CODE_ROOT
+from launcher.cli.launch_compat import imported
+from launcher.cli.main import run
+from launcher.config.loader import load_config
 from launcher.errors import FleetError
-from launcher.options import LaunchOptions, read_config
-from launcher.yaml_schema import load_config
+from launcher.files import CODE_ROOT
+from launcher.run.options import LaunchOptions, read_config
 
 CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 
@@ -24,7 +24,7 @@ CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 def options_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> LaunchOptions:
     """What a dry run with these words would be told to do."""
     seen: list[LaunchOptions] = []
-    monkeypatch.setattr("launcher.cli.show_plan", seen.append)
+    monkeypatch.setattr("launcher.cli.main.show_plan", seen.append)
     assert run(["--dry-run", *words]) == 0
     return seen[0]
 
@@ -112,7 +112,7 @@ def test_commands_of_the_migration_guide_work(command: str, tmp_path: Path, monk
     for name, sample in SAMPLES.items():
         Path(name).write_text((GOLDEN / "foreign" / sample).read_text())
     Path("graph.pt").touch()
-    monkeypatch.setattr("launcher.checking.run_check", lambda config, *more: 0)
+    monkeypatch.setattr("launcher.run.launch.run_check", lambda config, *more: 0)
     words = shlex.split(command.replace("python launch.py", "gnnfleet"))[1:]
     assert run(words if words[0] in ("check", "import") else ["--dry-run", *words]) == 0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from launcher.cli import gnnfleet, run
+from launcher.cli.main import gnnfleet, run
 
 run(["--help"])  # registers all commands
 WIDTH, LINES = 100, 45

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,14 +15,13 @@ from typing import Any
 
 import pytest
 
-from launcher.cli import run
-from launcher.html.made import write_html
-from launcher.html.record import read_record
-from launcher.html.render import figure, render
-from launcher.html.sections import report_page
-from launcher.html.series import POINTS, read_series
-from launcher.html.watch import ReportServer, Shown
-from launcher.outcome import Outcome
+from launcher.cli.main import run
+from launcher.manage.watch_report import ReportServer, Shown
+from launcher.report.html.record import read_record
+from launcher.report.html.render import figure, render, write_html
+from launcher.report.html.sections import report_page
+from launcher.report.html.series import POINTS, read_series
+from launcher.report.outcome import Outcome
 from operate_kit import MadeRun
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
@@ -196,3 +196,16 @@ def test_an_own_script_of_several_ranks_has_one_loss_curve_without_teeth(tmp_pat
     assert set(loss["y"]) == {2.5} and loss["x"] == sorted(set(loss["x"])) and len(loss["x"]) == 8
     text = render(report_page(read_record(folder)))
     assert "there are no curves" not in text and "so far" not in text and "tells its steps, not its epochs" in text
+
+
+def test_the_manifest_is_shown_only_while_it_is_the_one_that_was_sent(tmp_path: Path) -> None:
+    folder = made_run(tmp_path, "parts", range(1, 2))
+    manifest, kept = tmp_path / "parts" / "manifest.json", json.loads((folder / "run.json").read_text())
+    manifest.parent.mkdir(exist_ok=True)
+    manifest.write_text('{"num_parts": 2}')
+    assert read_record(folder).manifest is None, "none was sent"
+    kept["plan"]["manifest"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    (folder / "run.json").write_text(json.dumps(kept))
+    assert read_record(folder).manifest == {"num_parts": 2}
+    manifest.write_text('{"num_parts": 3}')
+    assert read_record(folder).manifest is None, "it is another one now"

@@ -19,11 +19,11 @@ import pytest
 from fake_transport import FakeTransport, wire
 from findings_kit import VERSIONS, gpu, probe_of
 from golden_kit import GOLDEN, check_messages
-from launcher import cli
+from launcher.cli import main
+from launcher.config.loader import load_config
 from launcher.errors import AuthError, HostKeyError, TransportError, UnreachableError
-from launcher.init import make
-from launcher.node import environments, packages
-from launcher.yaml_schema import load_config
+from launcher.init import wizard
+from launcher.node.programs import environments, packages
 from terminal import Terminal
 
 CUDA = {**VERSIONS, "torch": "2.13.0", "cuda": "12.6", "nccl": "2.27.5"}
@@ -129,9 +129,9 @@ CASES = {
 
 def init(monkeypatch: pytest.MonkeyPatch, words: str, *machines: Machine) -> int:
     """One invocation over made-up hosts."""
-    monkeypatch.setattr(make, "connect_all", lambda config: dict(enumerate(machines)))
+    monkeypatch.setattr(wizard, "connect_all", lambda config: dict(enumerate(machines)))
     monkeypatch.setenv("COLUMNS", "160")
-    return cli.run(["init", *words.split()])
+    return main.run(["init", *words.split()])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,12 +19,10 @@ import pytest
 from rich.console import Console
 
 from follow_kit import FakeNode, Scene, ended, state, step
-from launcher import follow as follow_module
-from launcher import talking as talking_module
-from launcher.interrupts import Interrupts, OnInterrupt, Policy
-from launcher.live.keys import Keys
-from launcher.logs import LiveLog
-from launcher.talking import Talking
+from launcher.run import interrupts as talking_module
+from launcher.run import monitor as follow_module
+from launcher.run.interrupts import Interrupts, Keys, OnInterrupt, Policy, Talking
+from launcher.run.live_log import LiveLog
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher import run as run_module
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError, UsageError
-from launcher.options import LaunchOptions, choose_run_id
-from launcher.registry import LaunchFile, Stage
-from launcher.run import Job
+from launcher.report.run_folder import LaunchFile, Stage
+from launcher.run import launch as run_module
+from launcher.run.launch import Job
+from launcher.run.options import LaunchOptions, choose_run_id
 
 PROGRAM_GONE = 1  # start_ticks that no living process has
 

@@ -16,21 +16,20 @@ import pytest
 from rich.console import Console
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from golden_kit import check_messages
-from launcher import follow as follow_module
-from launcher import nodeline
-from launcher.conduct import Going, View, left_alone
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from golden_kit import check_lines
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
-from launcher.events import EventLog
-from launcher.followed import Followed
-from launcher.interrupts import Interrupts
-from launcher.live.board import Board
-from launcher.options import LaunchOptions
-from launcher.run import Job
-from launcher.script import Command
-from launcher.starting import Starting
-from launcher.talking import Talking
+from launcher.report.ending import Followed
+from launcher.report.events import EventLog
+from launcher.run import monitor as follow_module
+from launcher.run import node_stream
+from launcher.run.interrupts import Interrupts, Talking
+from launcher.run.launch import Job
+from launcher.run.lifecycle import Going, View, left_alone
+from launcher.run.live_state import Board
+from launcher.run.monitor import Starting
+from launcher.run.options import LaunchOptions
 from run_kit import make_launch, make_node
 
 BROKEN = ConnectionLost("connection lost", host="host0")
@@ -38,7 +37,7 @@ BROKEN = ConnectionLost("connection lost", host="host0")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodeline, "RETRY_EVERY", 0.02)
+    monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.02)
     for name, value in {"_LAST_WORDS": 0.2, "_LOOK_EVERY": 0.03, "_TURN": 0.01, "_LOST_TO_ALL": 0.2}.items():
         monkeypatch.setattr(follow_module, name, value)
 
@@ -208,9 +207,9 @@ CASES: dict[str, Callable[[Path], str]] = {
 
 
 def test_messages(tmp_path: Path) -> None:
-    said = []
+    said = {}
     for how, provoke in CASES.items():
         folder = tmp_path / str(len(said))
         folder.mkdir()
-        said.append((how, re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))))
-    check_messages("launch", said)
+        said[how] = re.sub(r"\b\d+(\.\d)? s\b(?! \()", "N s", provoke(folder))
+    check_lines("launch", said)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from launcher.node import lease
-from launcher.node.lease import LeaseError, describe, held, release, take, this_process
+from launcher.node import leases as lease
+from launcher.node.leases import LeaseError, describe, held, release, take, this_process
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root can")
@@ -42,7 +42,7 @@ class Other:
     """A process that takes leases and lives on until told."""
 
     def __init__(self, run_id: str, resources: Sequence[str]) -> None:
-        code = "import sys, time; from launcher.node.lease import *\n"
+        code = "import sys, time; from launcher.node.leases import *\n"
         code += f"print(len(take({list(resources)!r}, this_process({run_id!r}, 0, 'bob@desk'))), flush=True)\n"
         code += "time.sleep(60)"
         self.process = subprocess.Popen([sys.executable, "-c", code], cwd=PROGRAM.parents[2], stdout=subprocess.PIPE)
@@ -235,7 +235,9 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(folder: Path, monkeypatch
 
 def test_a_file_larger_than_allowed_is_told(folder: Path) -> None:
     """A real write that fails: the process may write no byte."""
-    code = "from launcher.node.lease import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    code = (
+        "from launcher.node.leases import *; import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    )
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     code += "try: take(['cuda:0'], this_process('run-a', 0))\nexcept LeaseError as error: print(error)"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROGRAM.parents[2], capture_output=True, text=True)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.live.board import Board
-from launcher.live.table import clock, render
-from launcher.logs import LiveLog
-from launcher.plan import LaunchPlan
+from launcher.plan.model import LaunchPlan, Login
+from launcher.run.live_log import LiveLog
+from launcher.run.live_state import Board
+from launcher.run.live_table import clock, render
 from run_kit import make_launch, make_node
 
 
@@ -23,7 +23,13 @@ def plan_of(nodes: int, ranks: int) -> LaunchPlan:
     for k in range(nodes):
         node = make_node(Path("/w"), k, [])
         made.append(
-            node.__class__(**{**vars(node), "ranks": tuple(range(k * ranks, (k + 1) * ranks)), "target": f"gpu{k}"})
+            node.__class__(
+                **{
+                    **vars(node),
+                    "ranks": tuple(range(k * ranks, (k + 1) * ranks)),
+                    "login": Login(None, f"gpu{k}", None),
+                }
+            )
         )
     return make_launch(made)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher import logs
-from launcher.logs import LiveLog
+from launcher.run import live_log
+from launcher.run.live_log import LiveLog
 from run_kit import make_launch, make_node
 
 STAMP = "2026-11-20T21:00:00.123Z"
@@ -80,7 +80,7 @@ def test_lines_of_many_threads_are_never_mixed() -> None:
 
 def test_steps_become_one_line_every_few_seconds_when_not_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_log.time, "monotonic", lambda: now[0])
     live, text = view()
     for number in range(10):
         now[0] += 1.0
@@ -103,7 +103,7 @@ def test_a_traceback_that_ends_the_run_is_left_to_the_report() -> None:
 
 def test_a_traceback_that_does_not_end_the_run_is_shown_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_log.time, "monotonic", lambda: now[0])
     live, text = view()
     live.process_lines(0, "rank0", TRACEBACK)
     live.process_lines(0, "rank0", ["goes on"])

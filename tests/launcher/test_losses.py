@@ -92,6 +92,7 @@ def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: MakeRun) -> None:
     run = make(ONE_COPY, server_restarts=1).start()
     node = run.nodes[1]
@@ -105,6 +106,7 @@ def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: Make
     assert results[2]["reason"] == f"server of node1 (gpu1) {why} (SIGTERM); nobody holds part 1 any more"
 
 
+@pytest.mark.slow
 def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> None:
     run = make(ONE_COPY)
     run.nodes[0].spec["server"]["argv"] = python("raise OSError('port 29600 is taken')")
@@ -114,7 +116,10 @@ def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> No
     assert "raised OSError: port 29600 is taken; nobody holds part 0 any more" in results[2]["reason"]
 
 
-@pytest.mark.parametrize("how", ["lost", "failed", "before ready"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param("lost", marks=pytest.mark.slow), "failed", pytest.param("before ready", marks=pytest.mark.slow)],
+)
 def test_a_run_goes_on_without_a_server_whose_parts_another_holds(make: MakeRun, how: str) -> None:
     run = make(TWO_COPIES, server_restarts=0)
     if how == "before ready":
@@ -149,6 +154,7 @@ def test_the_second_server_takes_the_last_copies_along(make: MakeRun) -> None:
     assert set(results[2]["gone"]) == {"1"} and set(results[2]["lost"]) == {"0"}
 
 
+@pytest.mark.slow
 def test_a_server_that_never_comes_is_done_without(make: MakeRun) -> None:
     run = make(TWO_COPIES, start_timeout=5.0)
     for node in run.nodes[1:]:
@@ -158,6 +164,7 @@ def test_a_server_that_never_comes_is_done_without(make: MakeRun) -> None:
     assert states(go(run)) == ["done"] * 3
 
 
+@pytest.mark.slow
 def test_a_server_lost_when_all_have_trained_is_no_harm(make: MakeRun) -> None:
     run = make(ONE_COPY, grace=4.0)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
@@ -170,6 +177,7 @@ def test_a_server_lost_when_all_have_trained_is_no_harm(make: MakeRun) -> None:
     assert states(run.ends(since)) == [None, "done", "done", "done"]
 
 
+@pytest.mark.slow
 def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on").start()
     since = time.monotonic()
@@ -179,6 +187,7 @@ def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
     assert results[3]["reason"] == "node2 (gpu2): its supervisor ended without a word; something killed it"
 
 
+@pytest.mark.slow
 def test_a_stop_request_to_a_server_stops_everybody(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on").start()
     since = time.monotonic()
@@ -191,6 +200,7 @@ def test_a_stop_request_to_a_server_stops_everybody(make: MakeRun) -> None:
 # Clients
 
 
+@pytest.mark.slow
 def test_a_lost_client_ends_the_run_by_default(make: MakeRun) -> None:
     run = make(TWO_COPIES).start()
     since = time.monotonic()
@@ -199,7 +209,7 @@ def test_a_lost_client_ends_the_run_by_default(make: MakeRun) -> None:
     assert states(results) == ["done", "done", "failed", None] and "3" in results[2]["lost"]
 
 
-@pytest.mark.parametrize("how", ["lost", "failed"])
+@pytest.mark.parametrize("how", ["lost", pytest.param("failed", marks=pytest.mark.slow)])
 def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRun, how: str) -> None:
     run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
     if how == "lost":
@@ -218,6 +228,7 @@ def test_the_others_go_on_without_a_client_and_their_ranks_are_told(make: MakeRu
     assert results[2]["gone"]["3"]["text"].startswith(f"client node3 (gpu3) {verb} at ")
 
 
+@pytest.mark.slow
 def test_two_clients_lost_one_after_the_other(make: MakeRun) -> None:
     run = make([*ONE_COPY, []], "ssccc", on_client_loss="go-on").start()
     kill(run, 4)
@@ -229,6 +240,7 @@ def test_two_clients_lost_one_after_the_other(make: MakeRun) -> None:
     assert states(go(run)) == ["done", "done", "done", "failed", None]
 
 
+@pytest.mark.slow
 def test_a_client_lost_before_the_ranks_have_met_ends_the_run(make: MakeRun) -> None:
     run = make(TWO_COPIES, on_client_loss="go-on", start_timeout=5.0)
     late = python("import time; time.sleep(60)")
@@ -243,6 +255,7 @@ def test_a_client_lost_before_the_ranks_have_met_ends_the_run(make: MakeRun) -> 
     assert "node3 (gpu3): it did not report to node2 within 5 s" in results[2]["reason"]
 
 
+@pytest.mark.slow
 def test_a_client_that_was_only_silent_hears_that_it_is_out(make: MakeRun) -> None:
     run = make(ONE_COPY, on_client_loss="go-on").start()
     os.kill(run.nodes[3].supervisor.pid, signal.SIGSTOP)  # type: ignore[union-attr]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launching import REPOSITORY, launch, local_config
+from launcher.config.loader import load_config
+from launcher.plan.build import offline_plan
+from launching import REPOSITORY, Launched, launch, local_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,13 +21,9 @@ def private_tmux(tmp_path_factory):
         yield
 
 
-def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_workdirs):
+def test_two_local_nodes_train_and_give_the_loss_curve_of_one(local_runs: dict[str, Launched]) -> None:
     """One part and process, and two of each: the same losses to 1e-4 relative, because of the same samples."""
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    one = launch(local_config(folders[0], [1], local_workdirs))
-    two = launch(local_config(folders[1], [1, 1], local_workdirs, data={"partition": {"method": "metis"}}))
+    one, two = local_runs["one"], local_runs["two"]
     assert one.status == 0, one.output
     assert two.status == 0, two.output
     assert len(one.step_losses()) == 4
@@ -36,7 +34,7 @@ def test_two_local_nodes_train_and_give_the_loss_curve_of_one(tmp_path, local_wo
     assert f"{two.result['metrics']['test_accuracy']:.3f}"[:4] in two.output
     assert {path.name for path in (two.run_dir / "logs" / "node1").iterdir()} >= {"rank1.log", "supervisor.log"}
     assert (two.run_dir / "checkpoints" / "last.pt").stat().st_size > 0
-    assert json.loads((two.run_dir / "plan.json").read_text())["world_size"] == 2
+    assert json.loads((two.run_dir / "run.json").read_text())["plan"]["world_size"] == 2
 
 
 SEES = """
@@ -51,24 +49,29 @@ open(os.environ["GNNFLEET_RUN_DIR"] + f"/output/deep/{os.environ['RANK']}.txt", 
 
 @pytest.fixture(scope="module")
 def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
-    """A launch of an own script on two nodes with one and two processes, and its plan."""
+    """A launch of an own script on two nodes with one and two processes: its plan, as kept and as known before."""
     folder = tmp_path_factory.mktemp("own")
     (folder / "sees.py").write_text(SEES)
-    done = launch(local_config(folder, [1, 2], local_workdirs), "--", "python", "sees.py", "--lr", "0.01", "it's")
+    words = ("python", "sees.py", "--lr", "0.01", "it's")
+    config = local_config(folder, [1, 2], local_workdirs)
+    done = launch(config, "--", *words)
     assert done.status == 0, done.output
     brought = {path.relative_to(done.run_dir / "output").as_posix() for path in done.run_dir.glob("output/**/*.txt")}
     assert brought == {"node0/deep/0.txt", "node1/deep/1.txt", "node1/deep/2.txt"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)  # where the plan's relative sources are
-        yield json.loads((done.run_dir / "plan.json").read_text())
+        patch.chdir(folder)  # where the config's relative paths begin
+        yield (
+            json.loads((done.run_dir / "run.json").read_text())["plan"],
+            offline_plan(load_config(config), done.run_dir.name, words),
+        )
 
 
 def test_what_launch_sends_is_what_the_plan_says(own_script_run):
     """Every file with its content and mode, and every process with its words, environment and folder."""
-    contents = own_script_run["contents"]
-    for node in own_script_run["nodes"]:
-        code = [{**file, "dest": f"{node['code_dir']}/{file['dest']}"} for file in own_script_run["code"]]
-        assert code and [file["dest"] for file in [*node["files"], *code] if differs(file, contents)] == []
+    plan, draft = own_script_run
+    for node, drafted in zip(plan["nodes"], draft.nodes, strict=True):
+        sent = [file for file in drafted.files if file.source or file.secret]
+        assert len(sent) > 100 and [file.dest for file in sent if differs(file)] == []
         spec = json.loads(Path(node["run_dir"], "node.json").read_text())
         for name in ("server", "trainer"):
             assert spec[name]["argv"] == node[name]["argv"]
@@ -81,14 +84,13 @@ def test_what_launch_sends_is_what_the_plan_says(own_script_run):
             assert masked(told) == node["trainer"]["env"]
 
 
-def differs(file, contents):
-    """Whether a planned file is not on the node as planned; what a secret holds is not in the plan."""
-    there = Path(file["dest"])
-    if file["secret"]:
+def differs(file):
+    """Whether a planned file is not on the node as planned; what a secret holds was not known before."""
+    there = Path(file.dest)
+    if file.secret:
         return there.stat().st_mode & 0o777 != 0o600
-    text = file["content"] or contents.get(file["sha256"])
-    planned = text.encode() if text else Path(file["source"]).read_bytes()
-    return there.read_bytes() != planned or len(planned) != file["bytes"]
+    planned = Path(file.source).read_bytes()
+    return there.read_bytes() != planned or len(planned) != file.bytes
 
 
 def masked(env):
@@ -97,18 +99,20 @@ def masked(env):
 
 def test_own_script_finds_its_rank_and_its_part(own_script_run):
     wanted = {0: ("0", "0", "0"), 1: ("1", "0", "1"), 2: ("1", "1", "1")}  # node_rank, local_rank, part
-    for node in own_script_run["nodes"]:
+    plan, _ = own_script_run
+    for node in plan["nodes"]:
         for rank in node["ranks"]:
             seen = json.loads(Path(node["run_dir"], f"seen{rank}.json").read_text())
             env, (node_rank, local_rank, part) = seen["env"], wanted[rank]
             assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == (str(rank), "3", "127.0.0.1")
             assert (env["NODE_RANK"], env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == (node_rank, local_rank, "")
-            assert int(env["MASTER_PORT"]) == own_script_run["master_port"]
+            assert int(env["MASTER_PORT"]) == plan["master_port"]
             assert set(seen["parts"]) >= {"manifest.json", "shared", f"part{part}"}
             rows = [path.parts[-5] for path in Path(node["data_dir"]).glob("part*/nodes/node/attrs/x.npy")]
             assert rows == [f"part{part}"], "a node holds the features of its own part only"
 
 
+@pytest.mark.slow  # tests/trainer/test_examples.py runs the script, and own_script_run launches one
 def test_the_example_script_trains_on_two_nodes(tmp_path, local_workdirs):
     config = local_config(tmp_path, [1, 1], local_workdirs)
     done = launch(config, "--", "python", str(REPOSITORY / "examples/train_mine.py"), "--epochs", "2")

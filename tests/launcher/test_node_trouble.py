@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 
 from launcher.node import procs
-from launcher.node.book import Book, Mailbox
-from launcher.node.child import Loop
-from launcher.node.journal import Journal
-from launcher.node.latest import Latest
-from launcher.node.lines import LineLog
+from launcher.node.child_process import Loop
+from launcher.node.log_lines import LineLog
+from launcher.node.supervisor.journal import Journal, Latest
+from launcher.node.supervisor.outcomes import Book, Mailbox
 from node_kit import ROOT, wait_until
 from peers_kit import Run
 
@@ -103,7 +102,7 @@ def test_ctrl_s_in_the_session_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_words_that_the_terminal_cannot_show_are_no_failure(tmp_path: Path) -> None:
-    code = f"from launcher.node.journal import Journal; Journal({str(tmp_path)!r}, 0).say('a → b \\udcff')"
+    code = f"from launcher.node.supervisor.journal import Journal; Journal({str(tmp_path)!r}, 0).say('a → b \\udcff')"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "iso-8859-1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=20, check=False)
     assert (done.returncode, done.stdout.decode()) == (0, "a → b ?\n")

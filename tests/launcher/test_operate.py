@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.config import ClusterConfig, NodeConfig
+from launcher.cli.main import run
+from launcher.config.loader import load_config
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, UsageError
-from launcher.operate.again import prepare
-from launcher.operate.choice import Choice, chosen
-from launcher.operate.showlogs import since_when
-from launcher.options import LaunchOptions
-from launcher.yaml_schema import load_config
+from launcher.manage.resume import prepare
+from launcher.manage.select import Choice, chosen
+from launcher.manage.show_logs import since_when
+from launcher.run.options import LaunchOptions
 from node_kit import wait_until
 from operate_kit import MadeRun
 
@@ -202,7 +202,7 @@ def test_stop_with_a_node_out_of_reach_hides_nothing(made, capsys, monkeypatch) 
 def lose_node(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     """Node k cannot be reached from here."""
     from launcher.errors import UnreachableError
-    from launcher.operate import views
+    from launcher.manage import node_views as views
 
     connect_all = views.connect_all
     lost = UnreachableError("no answer from gnn2", host="gnn2", node_rank=k)
@@ -317,7 +317,7 @@ def test_resume_before_the_first_checkpoint_begins_anew_and_says_so(made) -> Non
 
 def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, monkeypatch) -> None:
     """Its config lists the hosts left, so that it goes on without being told again, with parts for as many."""
-    from launcher import run as launching
+    from launcher.run import launch as launching
 
     def no_line(config: ClusterConfig) -> dict:
         raise FleetError(f"would connect to {', '.join(node.host for node in config.nodes)}")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.config import NodeConfig
-from launcher.operate.choice import Choice, chosen
-from launcher.operate.panes import Pane, attach_argv, make_session, panes_of
+from launcher.cli.main import run
+from launcher.config.schema import NodeConfig
+from launcher.manage.attach import Pane, attach_argv, make_session, panes_of
+from launcher.manage.select import Choice, chosen
 from node_kit import wait_until
 from operate_kit import MadeRun
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.collect import collect
 from launcher.errors import UnreachableError
+from launcher.sync.collect import collect
 from launcher.transport.base import OnBytes
 from launcher.transport.local import LocalTransport
 from run_kit import make_launch, make_node
@@ -45,6 +45,7 @@ def plan(tmp_path: Path):
             f"logs/rank{node.node_rank}.log": f"2026-11-20T21:00:00.000Z hello of {node.node_rank}\n",
             f"metrics-rank{node.node_rank}.jsonl": '{"t": 1.0, "kind": "result", "test_accuracy": 0.5}\n',
             f"outcomes/rank{node.node_rank}.json": f'{{"name": "rank{node.node_rank}"}}',
+            f"tensorboard/rank{node.node_rank}/events.out.tfevents.1": "scalars",
             "result.json": '{"state": "done"}',
             "node.json": '{"token": "secret"}',
             "service.key": "secret",
@@ -68,6 +69,7 @@ def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_p
     assert lines[0].downloads == [f"{plan.nodes[0].run_dir}/checkpoints/last.pt"] and lines[1].downloads == []
     assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
     assert (here / "output/node0/deep/299.txt").read_text() == "299"
+    assert (here / "tensorboard/rank1/events.out.tfevents.1").read_text() == "scalars"
     assert collected.metrics.result["test_accuracy"] == 0.5
     assert collected.outcomes[1] == ({"name": "rank1"},)
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")

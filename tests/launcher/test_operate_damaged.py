@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.registry import registry_folder
+from launcher.cli.main import run
+from launcher.report.run_folder import registry_folder
 from operate_kit import MadeRun
 
 COMMANDS = [["status"], ["logs"], ["collect"], ["stop"], ["resume", "r1"], ["follow"], ["attach"]]

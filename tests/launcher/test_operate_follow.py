@@ -31,7 +31,7 @@ def made(tmp_path: Path) -> Iterator[MadeRun]:
 
 def follow(*words: str) -> subprocess.Popen[str]:
     """A follower without a terminal, once it has shown something of the run."""
-    code = "import sys; from launcher.cli import run; sys.exit(run(sys.argv[1:]))"
+    code = "import sys; from launcher.cli.main import run; sys.exit(run(sys.argv[1:]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", code, "follow", *words],

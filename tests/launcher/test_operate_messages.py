@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from golden_kit import check_messages
-from launcher.cli import run
+from launcher.cli.main import run
 from launcher.errors import UnreachableError
+from launcher.manage import node_views
 from launcher.node.procs import look
-from launcher.operate import views
-from launcher.registry import user_at_host
+from launcher.plan.model import Login
+from launcher.report.run_folder import user_at_host
 from operate_kit import MadeRun
 
+NOT_YET = time.time() + 3600  #: of a heartbeat, whose age does not depend on how long these tests take
 STEP = {"epoch": 4, "step": 12, "steps": 40, "loss": 0.5, "seeds_per_s": 1234.0, "remote_share": 0.25, "at": None}
 
 
@@ -31,7 +33,13 @@ def state(made: MadeRun, k: int, word: str = "training", *, alive: bool = True, 
     me = look(os.getpid())
     assert me is not None
     ticks = me.start_ticks if alive else 1
-    told = {"state": word, "time": time.time(), "pid": me.pid, "start_ticks": ticks, "ranks": {str(k): STEP}}
+    told = {
+        "state": word,
+        "time": NOT_YET if alive else time.time(),
+        "pid": me.pid,
+        "start_ticks": ticks,
+        "ranks": {str(k): STEP},
+    }
     (node.path / "state.json").write_text(json.dumps({**told, **more}))
 
 
@@ -86,7 +94,7 @@ def done_while_collecting(made: MadeRun) -> None:
 
 
 def host_lost(made: MadeRun) -> None:
-    nodes = tuple(replace(node, target=f"gnn{node.node_rank + 1}") for node in made.plan.nodes)
+    nodes = tuple(replace(node, login=Login(None, f"gnn{node.node_rank + 1}", None)) for node in made.plan.nodes)
     made.plan = replace(made.plan, nodes=nodes)
     first = {"sentence": "node1 (gnn2): no sign of life for 6 s"}
     note = "node1 (gnn2): its files could not be fetched (no answer within 10 s); they stay there in /w/runs/r1/node1"
@@ -169,6 +177,7 @@ def words_of(text: str, top: Path) -> str:
     text = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?|\d\d:\d\d:\d\d", "12:03:11", text)
     text = re.sub(r"pid \d+", "pid 4711", text)
     text = re.sub(r"\d+\.\d s ago", "0.4 s ago", text)
+    text = re.sub(r"life was \d+ s ago", "life was 0 s ago", text)
     return re.sub(r" +$", "", text, flags=re.MULTILINE)
 
 
@@ -193,6 +202,6 @@ def test_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def lose(patch: pytest.MonkeyPatch, away: tuple[int, ...]) -> None:
-    connect_all = views.connect_all
+    connect_all = node_views.connect_all
     errors = {k: UnreachableError("no answer within 10 s", host=f"gnn{k}", node_rank=k) for k in away}
-    patch.setattr(views, "connect_all", lambda config: {**connect_all(config), **errors})
+    patch.setattr(node_views, "connect_all", lambda config: {**connect_all(config), **errors})

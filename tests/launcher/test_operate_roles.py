@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.runfile import run_json
-from launcher.script import Command
+from launcher.cli.main import run
+from launcher.command import Command
+from launcher.plan.serialize import run_json
 from node_kit import PYTHON, wait_until
 from operate_kit import TRAINS, MadeRun
 from peers_kit import SERVE, free_port

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.operate.verdict import State
+from launcher.cli.main import run
+from launcher.report.verdict import State
 from operate_kit import TRAINS, MadeRun
 
 
@@ -155,6 +155,6 @@ def test_finished_run_needs_no_node(made, capsys) -> None:
 def test_every_state_has_an_exit_status() -> None:
     from typing import get_args
 
-    from launcher.operate.verdict import EXIT_STATUS
+    from launcher.report.verdict import EXIT_STATUS
 
     assert set(EXIT_STATUS) == set(get_args(State))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from launcher.cli import run
-from launcher.operate import history
-from launcher.operate.found import FoundRun
-from launcher.operate.history import Entry
-from launcher.operate.status import Status, rendered
-from launcher.operate.verdict import Verdict
-from launcher.operate.views import NodeView
+from launcher.cli.main import run
+from launcher.manage.status import Status, rendered
+from launcher.plan.model import Login
+from launcher.report import run_history
+from launcher.report.run_folder import FoundRun
+from launcher.report.run_history import Entry
+from launcher.report.verdict import NodeView, Verdict
 from run_kit import make_launch, make_node
 
 STEP = {"epoch": 12, "step": 1233, "steps": 40000, "loss": 0.51234, "seeds_per_s": 123456.0, "remote_share": 0.25}
@@ -31,17 +31,19 @@ def printed(what: RenderableType, width: int) -> list[str]:
     return lines
 
 
-def status_of(target: str, **more: Any) -> Status:
-    nodes = [replace(make_node(Path("/w"), k, []), target=f"{target}{k}") for k in range(2)]
+def status_of(host: str, user: str | None = None, **more: Any) -> Status:
+    nodes = [replace(make_node(Path("/w"), k, []), login=Login(user, f"{host}{k}", None)) for k in range(2)]
     state = {"state": "training", "time": 100.0, "ranks": {"0": {**STEP, **more}, "1": STEP}}
     views = {k: NodeView(node, state, now=101.5) for k, node in enumerate(nodes)}
     found = FoundRun("r1", None, None, make_launch(nodes), None, None)
     return Status(found, Verdict("running", "run r1 trains"), views)
 
 
-@pytest.mark.parametrize("target", ["gnn", "alice.liddell@gnn-machine-of-the-institute.example.org"])
-def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(target: str) -> None:
-    _, titles, first, second = printed(rendered(status_of(target)), 80)
+@pytest.mark.parametrize(
+    ("host", "user"), [("gnn", None), ("gnn-machine-of-the-institute.example.org", "alice.liddell")]
+)
+def test_status_at_80_columns_keeps_rank_state_epoch_and_step_whole(host: str, user: str | None) -> None:
+    _, titles, first, second = printed(rendered(status_of(host, user)), 80)
     assert titles.split()[:5] == ["node", "rank", "state", "epoch", "step"]
     assert second.startswith("node1 (") and " 1 " in second and " training " in second
     assert " 12  1234/40000" in first
@@ -69,11 +71,11 @@ ENTRIES = [
 
 
 def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
-    titles, first, second = printed(history.rendered(ENTRIES), 80)
+    titles, first, second = printed(run_history.rendered(ENTRIES), 80)
     assert titles.split() == ["when", "run", "state", "result"]
     assert "toy-20261121-041349-042e  failed         rank 1 on node1 (gnn" in first and first.endswith("…")
     assert second.endswith("toy-20261121-041349-aaaa  never started  refused")
-    titles, first, _ = printed(history.rendered(ENTRIES), 120)
+    titles, first, _ = printed(run_history.rendered(ENTRIES), 120)
     assert titles.split() == ["when", "run", "size", "state", "took", "result"]
     assert "2 nodes × 4 ranks  failed" in first and "2 h 2 min  rank 1 on" in first
 
@@ -82,7 +84,7 @@ def test_runs_are_one_line_each_and_the_result_is_cut_at_the_end() -> None:
 def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
     columns: str | None, whole: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(history, "history", lambda runs_dirs, limit: ENTRIES)
+    monkeypatch.setattr(run_history, "history", lambda runs_dirs, limit: ENTRIES)
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", columns)
@@ -92,4 +94,4 @@ def test_into_a_pipe_nothing_is_cut_unless_columns_says_so(
 
 
 def test_the_whole_result_is_in_json() -> None:
-    assert "x" * 200 in history.to_json(ENTRIES)
+    assert "x" * 200 in run_history.to_json(ENTRIES)

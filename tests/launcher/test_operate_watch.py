@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cli import run
-from launcher.operate import status
+from launcher.cli.main import run
+from launcher.manage import status
 from node_kit import wait_until
 from operate_kit import MadeRun
 

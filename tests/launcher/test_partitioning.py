@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.partitioning import PartitionFailed, run_partitioner
-from launcher.plan import partition_command
-from launcher.script import Command
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.plan.partition import PartitionFailed, partition_command, run_partitioner
 
 
 def partitioner(code: str) -> tuple[str, str]:

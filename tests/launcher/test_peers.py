@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 
-from launcher.node import link
-from launcher.node import member as member_module
-from launcher.node.child import Loop
-from launcher.node.hub import Hub, listen
-from launcher.node.link import proof
-from launcher.node.member import Member
-from launcher.node.offsets import ClockOffset
-from launcher.node.peers import Meeting, earlier, make_cause, received_cause, sentence
+from launcher.node.child_process import Loop
+from launcher.node.peers import link
+from launcher.node.peers import member as member_module
+from launcher.node.peers.hub import Hub, listen
+from launcher.node.peers.link import proof
+from launcher.node.peers.member import ClockOffset, Member
+from launcher.node.peers.model import Meeting, earlier, make_cause, received_cause, sentence
 from peers_kit import free_port
 
 IDLE = {

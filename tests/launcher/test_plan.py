@@ -19,16 +19,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher.codefiles import CODE_ROOT, code_digest
-from launcher.config import NodeConfig, RunConfig, TrainConfig
-from launcher.nodespec import train_flags
-from launcher.placement import candidate_ports, interpreter
-from launcher.plan import LaunchPlan, to_json
-from launcher.planview import print_placement, print_plan
-from launcher.roles import part_block
-from launcher.script import Command, render
-from launcher.stopping import how_to_stop
-from launcher.yaml_schema import load_config
+from launcher.command import Command, render
+from launcher.config.loader import load_config
+from launcher.config.roles import part_block
+from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
+from launcher.files import CODE_ROOT
+from launcher.plan.commands import train_flags
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan
+from launcher.plan.placement import interpreter
+from launcher.plan.ports import candidate_ports
+from launcher.plan.render import print_placement, print_plan
+from launcher.plan.serialize import to_json
+from launcher.run.tmux_session import how_to_stop
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -77,8 +80,8 @@ def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
         code = [file for file in node["files"] if file["dest"].startswith(node["code_dir"])]
         assert {file["dest"].removeprefix(node["code_dir"] + "/") for file in code} >= {
             "launcher/__init__.py",
-            "launcher/node/supervisor.py",
-            "launcher/node/rank.py",
+            "launcher/node/supervisor/supervisor.py",
+            "launcher/node/supervisor/rank_runner.py",
             "trainer/__init__.py",
         }
         node["files"] = [file for file in node["files"] if file not in code]
@@ -119,7 +122,7 @@ def test_start_script_and_node_json_carry_odd_names_unharmed(tmp_path: Path) -> 
     found = json.loads(subprocess.run(["bash", placed["start.sh"]], capture_output=True, check=True, timeout=30).stdout)
     run_dir = plan.nodes[0].run_dir
     assert run_dir.startswith(str(home)) and found[2] == run_dir
-    assert found[0] == [str(stub), f"{plan.nodes[0].code_dir}/launcher/node/supervisor.py", f"{run_dir}/node.json"]
+    assert found[0] == [str(stub), f"{plan.nodes[0].code_dir}/launcher/node/supervisor/supervisor.py", f"{run_dir}/node.json"]
     assert found[1].items() >= {**env, "SET": "x y"}.items()
     assert found[1]["PATH"].startswith(f"{stub.parent}:")
     spec = json.loads(placed["node.json"].read_text())
@@ -277,7 +280,7 @@ def test_targets_can_be_typed(node: NodeConfig, target: str, ssh: str) -> None:
 
 
 def test_train_flags_are_those_the_trainer_takes() -> None:
-    from trainer.config import TrainSettings, settings_options
+    from trainer.train.settings import TrainSettings, settings_options
 
     @click.command()
     @settings_options

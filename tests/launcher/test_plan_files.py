@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.codefiles import CODE_ROOT, code_digest, code_files
-from launcher.config import DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import FleetError, UsageError
-from launcher.manifest import read_partition_files
+from launcher.files import CODE_ROOT
+from launcher.plan.files import code_digest, code_files
+from launcher.plan.partition import read_partition_files
 from plan_kit import cluster, facts_of, parts_folder, plan_of
 
 
@@ -126,7 +127,7 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
 
 def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
     names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
-    assert {"launcher/__init__.py", "launcher/node/supervisor.py", "trainer/errors.py"} <= names
+    assert {"launcher/__init__.py", "launcher/node/supervisor/supervisor.py", "trainer/core/errors.py"} <= names
     assert all(name.startswith(("launcher/node/", "trainer/")) for name in names - {"launcher/__init__.py"})
     assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
     assert len(code_digest()) == 64 and code_digest() == code_digest()

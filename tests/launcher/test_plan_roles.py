@@ -17,19 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from launcher import cli
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.cli import main
+from launcher.command import Secret
+from launcher.config.roles import Standing, carried_out, holdings, left_out
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.findings import GraphSize
-from launcher.live.board import Board
-from launcher.memory import base_memory, batch_memory
-from launcher.plan import LaunchPlan, NodePlan, to_json
-from launcher.planfold import fold_nodes, own_values
-from launcher.planrecord import plan_record
-from launcher.planview import _node_rows, print_plan
-from launcher.roles import Standing, carried_out, holdings, left_out
-from launcher.runfile import read_run, run_json
-from launcher.script import Secret
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
+from launcher.plan.serialize import read_run, run_json, to_json
+from launcher.preflight.check_storage import base_memory, batch_memory
+from launcher.preflight.finding import GraphSize
+from launcher.run.live_state import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -230,7 +228,7 @@ def test_records_of_a_plan_with_roles(serve_only: bool) -> None:
     assert [(node.role, node.trainer is None, node.ranks) for node in kept.nodes] == [
         (node.role, node.trainer is None, node.ranks) for node in plan.nodes
     ]
-    assert kept.serve_only == serve_only and TOKEN.reveal() not in plan_record(plan) + to_json(plan)
+    assert kept.serve_only == serve_only and TOKEN.reveal() not in run_json(plan) + to_json(plan)
     board = Board.of(kept)
     assert len(board.ranks) == plan.world_size and board.fraction() is None
 
@@ -263,7 +261,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
     """UPDATE_GOLDEN=1 writes the tables anew; sizes of our own code are left out."""
-    from launcher.yaml_schema import load_config
+    from launcher.config.loader import load_config
 
     blocks = []
     for name, case in CASES.items():
@@ -303,7 +301,7 @@ def _filled(text: str, values: Any) -> str:
 def test_dry_run_of_servers_alone_says_what_they_are_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "c.yml"
     config.write_text("nodes: [{host: a, role: server}]\ndata: {dataset: synthetic}\n")
-    assert cli.run(["--dry-run", "-c", str(config)]) == 2
+    assert main.run(["--dry-run", "-c", str(config)]) == 2
     assert "all are servers" in capsys.readouterr().err
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from launcher import planned
-from launcher.codefiles import code_files
-from launcher.filters import filtered
-from launcher.plan import LaunchPlan
-from launcher.yaml_schema import load_config
+from launcher.config.host_filter import filtered
+from launcher.config.loader import load_config
+from launcher.plan import model
+from launcher.plan.files import code_files
+from launcher.plan.model import LaunchPlan
 from plan_kit import facts_of, parts_folder, plan_of
 
 
@@ -66,8 +66,8 @@ def test_code_and_parts_are_read_once_however_many_nodes_get_them(
         hashed.append(raw)
         return hashlib.sha256(raw)
 
-    monkeypatch.setattr(planned, "file_sha256", file_sha256)
-    monkeypatch.setattr(planned, "hashlib", SimpleNamespace(sha256=sha256))
+    monkeypatch.setattr(model, "file_sha256", file_sha256)
+    monkeypatch.setattr(model, "hashlib", SimpleNamespace(sha256=sha256))
     plan = planned_for(tmp_path, 30)
     assert sorted(read) == code_files()
     texts = [file for node in plan.nodes for file in node.files if file.content]

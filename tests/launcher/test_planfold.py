@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher import cli
-from launcher.config import ClusterConfig, NodeConfig
-from launcher.hostranges import expand
-from launcher.plan import LaunchPlan, NodePlan
-from launcher.planfold import fold_nodes, own_values
-from launcher.planview import _node_rows, print_plan
-from launcher.script import render
+from launcher.cli import main
+from launcher.command import render
+from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.hostlist import expand
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from plan_kit import cluster, facts_of, plan_of
 
 GPUS = tuple(NodeConfig(f"gpu{k:02}.lab", user="alice", devices=(0, 1, 2)) for k in range(1, 13))
@@ -94,9 +93,9 @@ def test_verbose_lists_every_command_of_every_node(tmp_path: Path, capsys: pytes
     config = tmp_path / "c.yml"
     config.write_text("nodes: 'n[1-9]'\ndata: {dataset: synthetic}\n")
     for words in (["plan"], ["launch", "--dry-run"], ["--dry-run"]):
-        assert cli.run([*words, "-c", str(config)]) == 0
+        assert main.run([*words, "-c", str(config)]) == 0
         assert "--node-rank 7" not in capsys.readouterr().out
-        assert cli.run([*words, "-c", str(config), "-v"]) == 0
+        assert main.run([*words, "-c", str(config), "-v"]) == 0
         assert "--node-rank 7" in capsys.readouterr().out
 
 

@@ -11,16 +11,12 @@ import pytest
 
 from fake_transport import FakeTransport, printed, wire
 from findings_kit import cluster, probe_of
-from launcher.config import ClusterConfig, NodeConfig, RunConfig
+from launcher.config.schema import ClusterConfig, NodeConfig, RunConfig
 from launcher.errors import AuthError, PreflightRefused, TransportError
-from launcher.preflight import PreflightReport, run_preflight
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from launcher.transport import connect_all
 from launcher.transport.base import Transport
-
-
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def machine(k: int, **facts: Any) -> FakeTransport:

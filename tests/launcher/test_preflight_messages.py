@@ -12,11 +12,11 @@ import pytest
 
 from fake_transport import FakeTransport, printed
 from golden_kit import check_messages
-from launcher.config import ClusterConfig, DataConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import NodeCallError, SessionError
-from launcher.preflight import run_preflight
-from launcher.script import Command
-from launcher.session import start_session
+from launcher.preflight.preflight import run_preflight
+from launcher.run.tmux_session import start_session
 from launcher.transport.base import Transport
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent
@@ -28,7 +28,7 @@ ALWAYS = ("wire", "interface", "shared folder")
 
 def said(config: ClusterConfig, machines: dict[int, Transport], checks: tuple[str, ...] = ALWAYS) -> str:
     """Findings of these checks, equal ones once, with what to do."""
-    report = run_preflight(config, machines, fresh=True)
+    report = run_preflight(config, machines)
     found = [
         one for one in report.findings if one.check in checks and (one.severity != "ok" or one.check != "interface")
     ]
@@ -65,14 +65,14 @@ def of_the_wire() -> Iterator[tuple[str, str]]:
     yield "an interface that is not there", said(wrong, {k: machine(k) for k in range(2)}, ("interface",))
     taken = machine(0).on_program(
         "can reach a port",
-        lambda request: {"refused": {"29500": "Address already in use"}, "free": 1, "routes": [], "blocked": []},
+        lambda request: {"refused": {"29500": "Address already in use"}, "free": 1, "blocked": []},
     )
     yield "a port taken between two looks", said(config, {0: taken, 1: machine(1)}, ("master port",))
     there = [["eth0", "10.0.0.1"], ["ib0", "10.9.0.1"]]
     other = {0: machine(0), 1: machine(1, addresses=there)}
     for one in other.values():
         one.on_program("can reach a port", _only("10.9.0.1"))
-    report = run_preflight(config, other, fresh=True)
+    report = run_preflight(config, other)
     yield (
         "another address is taken",
         "\n".join(
@@ -113,7 +113,7 @@ def of_the_agent() -> Iterator[tuple[str, str]]:
     ):
         node.on("/opt/env/bin/python", ended)
         with NodeAgent(node, Command(("/opt/env/bin/python",))) as agent, pytest.raises(NodeCallError) as caught:
-            agent.call("wire", {}, 5)
+            agent.call("network", {}, 5)
         yield how, str(caught.value)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from findings_kit import found, gpu, versions, with_gpus
-from launcher import preflight_cache
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.preflight import PreflightReport, run_preflight
-from launcher.probing import Inquiry
-from launcher.wiring import CONTROL, FREE, MASTER, SERVICE, Ways
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, Ways
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
+from launcher.preflight.survey import Inquiry
 from wire_kit import Closed, machine
 
 RUN = RunConfig(master_port=29500, control_port=29400, service_port=29600)
@@ -88,18 +88,6 @@ def test_servers_that_are_kept_up_need_no_meeting() -> None:
     ways = Ways(cluster_of("server", "server"))
     assert ways.reach(0, (0, 1)) == {1} and ways.reach(1, (0, 1)) == {0}
     assert wire(report_of(cluster_of("server", "server"), lambda *way: "")) == []
-
-
-def test_known_pairs_count_for_the_same_roles_only() -> None:
-    names = [
-        {k: preflight_cache._identity(config, k, machine_probe(k), ()) for k in range(3)}
-        for config in (cluster_of("server", "server", "client"), cluster_of("worker", "worker", "worker"))
-    ]
-    assert all(names[0][k] != names[1][k] for k in range(3))
-
-
-def machine_probe(k: int) -> dict[str, Any]:
-    return {"boot_id": "b", "hostname": f"box{k}", "address": f"10.0.0.{k}", "addresses": []}
 
 
 # What each role must have

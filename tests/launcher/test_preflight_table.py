@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from findings_kit import GB, cluster, found, gpu, report_of, survey_of, versions, with_gpus
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.consoles import UNBOUNDED
-from launcher.findings import Survey
-from launcher.preflight_table import finding_lines, node_ranges, print_findings
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.preflight.finding import Survey
+from launcher.preflight.preflight_report import finding_lines, node_ranges, print_findings
+from launcher.text import UNBOUNDED
 
 GOLDEN = Path(__file__).parent / "golden"
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}

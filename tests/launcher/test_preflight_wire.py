@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from fake_transport import FakeTransport, wire
-from launcher.config import ClusterConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import ConnectionLost
-from launcher.node import wire as program
-from launcher.preflight import PreflightReport, run_preflight
+from launcher.node.programs import network as program
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport
 from wire_kit import Closed, cluster, machine
 
 CHECKS = ("wire", "interface", "connect", "master port", "control port", "service port")

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from launcher.node import lease, machine, packages, places, probe, procs
-from launcher.script import Command
+from launcher.command import Command
+from launcher.node import leases, procs
+from launcher.node.programs import folders, machine, packages, probe
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent
 from node_kit import wait_until
@@ -136,7 +137,7 @@ def test_devices_and_who_uses_them(smi: Path) -> None:
     assert found["devices"] == ["NVIDIA H200", "NVIDIA H200", "GeForce GT 710"] and found["driver"] == "570.86.15"
     first, second, third = found["gpus"]
     mine, unseen = first["holders"]
-    assert (mine["pid"], mine["memory"], mine["user"]) == (os.getpid(), 60000, lease._user(os.getuid()))
+    assert (mine["pid"], mine["memory"], mine["user"]) == (os.getpid(), 60000, leases._user(os.getuid()))
     assert " ".join(sys.orig_argv).startswith(mine["command"]) and 0 < time.time() - mine["since"] < 3600 * 24
     assert (unseen["user"], unseen["command"]) == ("", "[Not Found]")
     assert (second["mode"], second["mig"], second["ecc"]) == ("Exclusive_Process", True, 2)
@@ -163,17 +164,17 @@ def test_folders_are_tried_out(tmp_path: Path) -> None:
     assert found["disk"]["free"] == found["disk_free"] > 0 and found["tmp"]["error"] == ""
     assert list(tmp_path.glob(".gnnfleet*")) == []
     (tmp_path / "file").touch()
-    assert places.why_not_writable(str(tmp_path / "file")) == "it is not a folder"
-    assert places.why_not_writable("/proc") != ""
+    assert folders.why_not_writable(str(tmp_path / "file")) == "it is not a folder"
+    assert folders.why_not_writable("/proc") != ""
 
 
 def test_a_full_disk_shows_only_when_written(tmp_path: Path) -> None:
     if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "t", tmp_path]).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
-        assert places.why_not_writable(str(tmp_path)) == "no space left on device"
+        assert folders.why_not_writable(str(tmp_path)) == "no space left on device"
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
-        assert places.why_not_writable(str(tmp_path)) == "read-only file system"
+        assert folders.why_not_writable(str(tmp_path)) == "read-only file system"
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -247,7 +248,7 @@ def test_a_port_with_lingering_connections_is_free_and_a_listening_one_is_not() 
 
 def test_leases_of_living_runs_are_reported_and_their_ports_are_busy() -> None:
     assert probed()["leases"] == []
-    assert lease.take(["cuda:0", "port:29777"], lease.this_process("r1", 0, "ann@laptop")) == []
+    assert leases.take(["cuda:0", "port:29777"], leases.this_process("r1", 0, "ann@laptop")) == []
     found = probed(ports=[29777, 29778])
     assert [one["resource"] for one in found["leases"]] == ["cuda:0", "port:29777"]
     assert list(found["busy_ports"]) == ["29777"] and "held by run r1" in found["busy_ports"]["29777"]
@@ -312,4 +313,9 @@ def test_the_probe_loads_no_more_than_it_needs() -> None:
     argv = [sys.executable, "-c", code, json.dumps(request())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert not loaded & {"importlib.metadata", "launcher.node.lease", "launcher.node.orphans", "launcher.node.devices"}
+    assert not loaded & {
+        "importlib.metadata",
+        "launcher.node.leases",
+        "launcher.node.programs.probe",
+        "launcher.node.programs.machine",
+    }

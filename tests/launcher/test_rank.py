@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node import lines, memory
-from launcher.node.lines import LineLog, TracebackFinder
-from launcher.node.memory import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
-from launcher.node.words import describe, size
+from launcher.node import log_lines
+from launcher.node.describe import describe, size
+from launcher.node.log_lines import LineLog, TracebackFinder
+from launcher.node.supervisor import oom
+from launcher.node.supervisor.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
 from node_kit import NODE, PYTHON, python, wait_until
 
 ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
@@ -96,7 +97,7 @@ def test_progress_bar_leaves_its_last_state(tmp_path: Path) -> None:
 
 
 def test_long_progress_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "SNAPSHOT_EVERY", 0.0)
+    monkeypatch.setattr(log_lines, "SNAPSHOT_EVERY", 0.0)
     log = LineLog(str(tmp_path / "log"))
     log.feed(b"\r10%")
     log.feed(b"\r20%\r30%")
@@ -128,7 +129,7 @@ def test_one_very_long_line_is_cut_between_characters(tmp_path: Path) -> None:
     run_rank(tmp_path, "print('ü' * 100_001)")
     pieces = logged(tmp_path)
     assert "".join(pieces) == "ü" * 100_001
-    assert max(len(piece.encode()) for piece in pieces) <= lines.MAX_LINE
+    assert max(len(piece.encode()) for piece in pieces) <= log_lines.MAX_LINE
 
 
 def test_stop_is_passed_on_and_marked(tmp_path: Path) -> None:
@@ -198,9 +199,9 @@ def test_kill_by_hand_after_an_old_kill_for_memory_is_none(monkeypatch: pytest.M
     """One before the process's last seconds was another's, as a loader's that it outlived."""
     clock, count = [100.0], [0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
-    monkeypatch.setattr(memory, "counts_our_group", lambda: True)
-    monkeypatch.setattr(memory, "kernel_log", lambda: iter(()))
+    monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
+    monkeypatch.setattr(oom, "counts_our_group", lambda: True)
+    monkeypatch.setattr(oom, "kernel_log", lambda: iter(()))
     watch = OomWatch()
     count[0] = 1
     assert watch.killed(5)
@@ -214,9 +215,9 @@ def test_the_machines_count_alone_is_no_proof_where_the_kernels_log_can_be_read(
 ) -> None:
     """Another program on the machine was killed for memory while this process got a plain kill -9."""
     count, log = [0], ["Out of memory: Killed process 77 (chrome) total-vm:9kB"]
-    monkeypatch.setattr(memory, "oom_kills", lambda: count[0])
-    monkeypatch.setattr(memory, "counts_our_group", lambda: False)
-    monkeypatch.setattr(memory, "kernel_log", lambda: iter(log))
+    monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
+    monkeypatch.setattr(oom, "counts_our_group", lambda: False)
+    monkeypatch.setattr(oom, "kernel_log", lambda: iter(log))
     watch = OomWatch()
     count[0] = 1
     assert not watch.killed(5) and watch.killed(77)

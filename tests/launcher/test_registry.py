@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import FleetError
-from launcher.registry import LaunchFile, known_runs, register, registry_folder
+from launcher.report.run_folder import LaunchFile, known_runs, register, registry_folder
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.node import words
-from launcher.outcome import Outcome, first_failure
-from launcher.report import Metrics, RunReport, RunState, print_report, read_metrics
+from launcher.node import describe
+from launcher.report.first_failure import first_failure
+from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.outcome import Outcome
+from launcher.report.report import RunReport, RunState, print_report
 
 TRACEBACK = [
     "Traceback (most recent call last):",
@@ -76,7 +78,7 @@ def test_clocks_are_compared_by_this_machines() -> None:
     [
         CLOSED_BY_PEER,
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:2251, remote process exited",
-        "trainer.errors.ServiceError: node1 tcp://10.0.0.2:29601 (parts 1): no answer within 120 s",
+        "trainer.core.errors.ServiceError: node1 tcp://10.0.0.2:29601 (parts 1): no answer within 120 s",
         "ConnectionResetError: [Errno 104] Connection reset by peer",
     ],
 )
@@ -110,7 +112,7 @@ def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
 
 def test_of_chained_tracebacks_the_last_exception_counts() -> None:
     chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
-    assert words.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
+    assert describe.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
 
 
 def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: Path) -> None:

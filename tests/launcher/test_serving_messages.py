@@ -12,18 +12,17 @@ import pytest
 from rich.console import Console
 
 from golden_kit import check_messages
-from launcher.cli import run
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.cli.main import run
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
-from launcher.operate.views import NodeView
-from launcher.plan import LaunchPlan, make_plan
-from launcher.serving.described import read_described
-from launcher.serving.renewed import text_of
-from launcher.serving.roster import roster_of
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan
+from launcher.report.verdict import NodeView
+from launcher.serving.cluster_state import NodeThere, newest, read_described, read_files
+from launcher.serving.membership import Standings, roster_of, text_of
+from launcher.serving.reconcile import check_goes_on
 from launcher.serving.serve import _check_gone
-from launcher.serving.standing import Standings, check_goes_on
-from launcher.serving.status import ServeStatus
-from launcher.serving.there import NodeThere, newest, read_files
+from launcher.serving.serve_status import ServeStatus
 from launcher.transport import open_transport
 from operate_kit import MadeRun
 

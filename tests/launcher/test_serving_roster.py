@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
-from launcher.plan import LaunchPlan, make_plan
-from launcher.serving.roster import only_holders, roster_of, shares, too_few, wanted_cluster
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan, Login
+from launcher.serving.membership import Standings, only_holders, roster_of, shares, too_few, wanted_cluster
 from launcher.serving.serve import _few_copies
-from launcher.serving.standing import Standings
 
 
 def config(*hosts: str, role: str = "server", **data: object) -> ClusterConfig:
@@ -62,13 +62,16 @@ def test_a_node_that_left_and_comes_back_joins_under_its_old_number() -> None:
     assert roster_of(left, None, config("g1", "g2")).joined == (1,)
 
 
-@pytest.mark.parametrize("target", ["ann@g2", "ann@g2:2222", "ann@[fe80::1]:2222", "g2", "fe80::1"])
-def test_the_login_of_a_node_that_left_is_known_without_the_old_file(target: str) -> None:
+@pytest.mark.parametrize(("user", "host", "port"), [("ann", "g2", None), ("ann", "fe80::1", 2222), (None, "g2", None)])
+def test_the_login_of_a_node_that_left_is_known_without_the_old_file(
+    user: str | None, host: str, port: int | None
+) -> None:
     plan = served(config("g1", "g2", replicas=2))
-    plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], target=target)))
+    plan = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], login=Login(user, host, port))))
     roster = roster_of(plan, None, config("g1"))
     assert roster.gone == (1,)
-    assert roster.config.nodes[1].login == target
+    left = roster.config.nodes[1]
+    assert (left.user, left.host, left.port) == (user, host, port)
 
 
 def test_a_new_server_gets_copies_of_the_rarest_parts() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
-from launcher.plan import LaunchPlan, make_plan
-from launcher.serving.turns import own_turn
+from launcher.plan.build import make_plan
+from launcher.plan.model import LaunchPlan
+from launcher.serving.start_stop import own_turn
 from launcher.transport import open_transport
 from launcher.transport.base import Transport
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.command import Command, render
 from launcher.errors import SessionError
-from launcher.plan import NodePlan
-from launcher.script import Command, render
-from launcher.session import session_status, start_session, stop_session
+from launcher.plan.model import NodePlan
+from launcher.run.tmux_session import session_status, start_session, stop_session
 from launcher.transport.local import LocalTransport
 from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until
 
@@ -61,7 +61,7 @@ def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...
     start = Command(argv, {"MARK": "a b"}, str(folder.path), setup)
     return NodePlan(
         node_rank=k,
-        target="local",
+        login=None,
         nproc=1,
         ranks=(0,),
         devices=(),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node import stacks
+from launcher.node.supervisor import stacks
 from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until
 
 SITE = f"{NODE}/site"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from launcher.node import lease, procs
+from launcher.node import leases, procs
 from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
 
@@ -79,7 +79,7 @@ def test_stop_with_a_dead_supervisor_gives_its_leases_back(
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
     run = folder(leases=["cuda:0", "port:29500"], operator="al@laptop").rank(python(SLEEP)).start()
     run.pid("rank0")
-    assert [one.resource for one in lease.held()] == ["cuda:0", "port:29500"] and lease.held()[0].host == "al@laptop"
+    assert [one.resource for one in leases.held()] == ["cuda:0", "port:29500"] and leases.held()[0].host == "al@laptop"
     run.supervisor.kill()  # type: ignore[union-attr]
     run.supervisor.wait()  # type: ignore[union-attr]
     assert control("stop", run)["stopped"]

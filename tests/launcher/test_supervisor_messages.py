@@ -1,7 +1,4 @@
-"""All that supervisors say of why a node, or the run, ended: provoked one by one and kept in a golden file.
-
-UPDATE_GOLDEN=1 writes it anew; read the difference before committing it.
-"""
+"""All that supervisors say of why a node, or the run, ended: provoked one by one and kept in a golden file."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from launcher.node import lease
-from launcher.wholefile import write_whole
+from golden_kit import GOLDEN, check_text
+from launcher.files import write_whole
+from launcher.node import leases
 from node_kit import NODE, PYTHON, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
 
-GOLDEN = Path(__file__).parent / "golden" / "messages_supervisor.txt"
 STEPS = """
 import json, os, select, time
 path = os.environ["GNNFLEET_RUN_DIR"] + "/metrics-rank" + os.environ["RANK"] + ".jsonl"
@@ -92,8 +89,8 @@ CASES: dict[str, tuple[int, dict[str, Any], str | list[str], Act]] = {
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
-    holder = lease.this_process("r0", 0, "bob@desk")._replace(since=1795233840.0)
-    assert lease.take(["cuda:0"], holder) == []
+    holder = leases.this_process("r0", 0, "bob@desk")._replace(since=1795233840.0)
+    assert leases.take(["cuda:0"], holder) == []
     yield tmp_path
 
 
@@ -112,10 +109,7 @@ def test_messages(runs: Path) -> None:
         for run in made.values():
             run.kill()
     text += f"\nnode.json damaged\n  {damaged(runs)}\n"
-    text = normal(text, runs)
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    check_text(GOLDEN / "messages_supervisor.txt", normal(text, runs))
 
 
 def taken(folder: Path) -> Run:

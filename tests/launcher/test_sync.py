@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher import sync as sync_module
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
-from launcher.node import files
-from launcher.node.files import PART_SUFFIX, sha256_of
-from launcher.plan import LaunchPlan
-from launcher.progress import TransferProgress
-from launcher.sync import sync
+from launcher.node.programs import files
+from launcher.node.programs.files import PART_SUFFIX, sha256_of
+from launcher.plan.model import LaunchPlan
+from launcher.sync import push as sync_module
+from launcher.sync.progress import TransferProgress
+from launcher.sync.push import sync
+from launcher.sync.verify_parts import verify
 from launcher.transport.base import OnBytes, Transport
 from launcher.transport.local import LocalTransport
-from launcher.verify import verify
 from run_kit import make_launch, make_node, make_parts, sync_plan
 
 X = "part0/nodes/node/attrs/x.npy"

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.findings.base import GraphSize
-from launcher.manifest import PartFile, PartitionFiles
-from launcher.memory import cache_memory
-from launcher.node.packages import graph_size
-from launcher.plan import LaunchPlan, to_json
-from launcher.planview import print_plan
-from launcher.runfile import read_run, run_json
-from launcher.yaml_schema import load_config
+from launcher.config.loader import load_config
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.node.programs.packages import graph_size
+from launcher.plan.model import LaunchPlan
+from launcher.plan.partition import PartFile, PartitionFiles
+from launcher.plan.render import print_plan
+from launcher.plan.serialize import read_run, run_json, to_json
+from launcher.preflight.check_storage import cache_memory
+from launcher.preflight.finding import GraphSize
 from plan_kit import PRODUCTS, cluster, facts_of, parts_folder, plan_of
 
 GB = 10**9

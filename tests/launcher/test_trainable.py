@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher import cli
-from launcher.config import ClusterConfig, DataConfig, TrainConfig
+from launcher.cli import main
+from launcher.config.schema import ClusterConfig, DataConfig, TrainConfig
 from launcher.errors import UsageError
-from launcher.manifest import read_partition_files
-from launcher.trainable import check_train_seeds
+from launcher.plan.partition import check_train_seeds, read_partition_files
 from plan_kit import cluster, parts_folder
 
 
@@ -56,7 +55,7 @@ def test_parts_that_are_there_are_refused_before_any_connection(
     config = tmp_path / "c.yml"
     config.write_text(f"nodes: [nowhere1, nowhere2]\ndata: {{dataset: synthetic, folder: {tmp_path}/parts}}\n")
     for words in (["launch"], ["launch", "--dry-run"]):
-        assert cli.run([*words, "-c", str(config)]) == 2
+        assert main.run([*words, "-c", str(config)]) == 2
         said = capsys.readouterr()
         assert "no train split" in said.err and "connecting" not in said.out
-    assert cli.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0
+    assert main.run(["launch", "--dry-run", "-c", str(config), "--", "true"]) == 0

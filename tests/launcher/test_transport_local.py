@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.command import Command
 from launcher.errors import CommandTimeout, RemoteFileError, TransportError
-from launcher.script import Command
 from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
 from sshd_inprocess import Sshd, serving

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from launcher.command import Command
 from launcher.errors import CommandTimeout, NodeCallError
-from launcher.script import Command
 from launcher.transport import rpc
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent, bundle, call
@@ -35,7 +35,7 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for node programs of the test's own, beside the agent."""
-    shutil.copy(Path(rpc.__file__).parents[1] / "node/agent.py", tmp_path)
+    shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", tmp_path)
     monkeypatch.setattr(rpc, "_PROGRAMS", tmp_path)
     rpc.program_source.cache_clear()
     bundle.cache_clear()

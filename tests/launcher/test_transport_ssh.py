@@ -16,9 +16,9 @@ import paramiko
 import pytest
 from paramiko.hostkeys import HostKeys
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
-from launcher.script import Command
 from launcher.transport import close_all, connect_all, ssh_config
 from launcher.transport.auth import Credentials
 from launcher.transport.host_keys import read_known_hosts

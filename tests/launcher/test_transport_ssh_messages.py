@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from golden_kit import check_messages
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError
 from launcher.transport import Transport, ask_password, connect_all, open_transport
 from launcher.transport.auth import Credentials

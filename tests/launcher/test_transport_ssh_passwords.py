@@ -11,9 +11,9 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.command import Command, Secret
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import PasswordRefused, UsageError
-from launcher.script import Command, Secret
 from launcher.transport import Transport, ask_password, close_all, connect_all
 from launcher.transport.auth import Passwords
 from sshd_inprocess import Sshd, serving

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import CommandTimeout, ConnectionLost
-from launcher.preflight import run_preflight
+from launcher.preflight.preflight import run_preflight
 from launcher.transport import Transport, close_all, connect_all
 from launcher.transport.auth import Credentials
 from launcher.transport.ssh import SshTransport

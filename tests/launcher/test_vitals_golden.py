@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from launcher.node.stacks import _STOPPED, folded, summary
-from launcher.node.vitals import Vitals
+from launcher.node.supervisor.stacks import _STOPPED, folded, summary
+from launcher.node.supervisor.vitals import Vitals
 from vitals_kit import LABELS, Cluster, pace
 
 GOLDEN = Path(__file__).with_name("golden") / "messages_vitals.txt"
@@ -65,7 +65,7 @@ def places() -> list[str]:
         "Current thread 0x00007f0000000001 (most recent call first):",
         f'  File "{torch}/distributed/distributed_c10d.py", line 2501 in all_reduce',
         f'  File "{torch}/distributed/c10d_logger.py", line 81 in wrapper',
-        '  File "/home/ann/gnnfleet/code/c0de/trainer/train/team.py", line 55 in sum',
+        '  File "/home/ann/gnnfleet/code/c0de/trainer/ranks.py", line 105 in sum',
     ]
     loading = ["Current thread 0x01 (most recent call first):", '  File "/home/ann/run/files/data.py", line 17 in load']
     roots = ("/home/ann/gnnfleet/code/c0de/", "/home/ann/run/files/")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import paramiko
 
-from launcher.config import HostKeys, NodeConfig
-from launcher.script import Command, Secret
+from launcher.command import Command, Secret
+from launcher.config.schema import HostKeys, NodeConfig
 from launcher.transport.auth import Credentials, is_locked
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import SshTransport

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from fake_transport import FakeTransport, wire
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.node import probe as probe_program
-from launcher.probing import Inquiry
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.node.programs import probe as probe_program
+from launcher.preflight.survey import Inquiry
 
 Closed = Callable[[int, int, str, int], str]
 

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from service_kit import place_of, server_environment
-from trainer.sample.sampler import BatchWork
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service.gateway import Gateway, client_name
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.types import SampleSettings, SeedSet
+from trainer.service.remote_graph import Gateway, client_name
 
 SETTINGS = SampleSettings({HOMO_EDGE: (5, 5)})
 

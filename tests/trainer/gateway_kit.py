@@ -8,20 +8,18 @@ from pathlib import Path
 
 from load_kit import parts_of
 from partitions import write_store
-from trainer.load.attach import _opened
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
-from trainer.partition.format import manifest_digest
-from trainer.ranks import Ranks
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
+from trainer.core.ranks import Ranks
+from trainer.loader.open import Graph, _opened
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.gateway import Gateway
-from trainer.service.keys import CurveKeys
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import HelloInfo
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.messages import HelloInfo, ServerPlace
+from trainer.service.remote_graph import Gateway
 from trainer.service.server import GraphServer
-from trainer.store.part import open_parts
+from trainer.store.manifest import manifest_digest
+from trainer.store.part_store import open_parts
 
 HALVES = ((0, 1), (2, 3))  #: two servers with two parts each
 

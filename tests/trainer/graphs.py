@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType
 
 DEBIAN = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "debian"
 NO_DEBIAN = f"real data is not there: {DEBIAN}"

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from trainer.sample.sampler import BatchWork
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.sample.types import HopRequest, RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import batches, hops, protocol, wire
-from trainer.service.keys import CurveKeys, read_key_file
-from trainer.service.wire import Flag, Kind, Message, Status, encode
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
+from trainer.service import batch_messages, hop_messages, messages
+from trainer.service import frames as wire
+from trainer.service.curve_keys import CurveKeys, read_key_file
+from trainer.service.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 
@@ -76,26 +75,28 @@ def valid_requests(num_nodes: int) -> list[Message]:
     induced = replace(
         work, settings=replace(settings, induced=True, disjoint=True), seeds=SeedSet({HOMO_NODE: many[:40]})
     )
-    name = protocol.ClientName(2**63 + 1, "stranger")
+    name = messages.ClientName(2**63 + 1, "stranger")
     found = [
         Message(Kind.HELLO, Status.REQUEST, 0),
         Message(Kind.STATS, Status.REQUEST, 0),
-        hops.sample_request([hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]),
-        hops.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
-        protocol.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
-        protocol.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
-        protocol.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
-        protocol.edges_request(0, HOMO_EDGE, 0, 50),
-        protocol.manifest_request(),
-        protocol.shared_request(protocol.SharedSlice(HOMO_NODE, "train", 0, 10)),
-        protocol.to_global_request(HOMO_NODE, nodes),
-        protocol.taken(5),
-        batches.batch_request(work, name),
-        batches.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
-        batches.batch_request(induced, name),
+        hop_messages.sample_request(
+            [hop, replace(hop, nodes=many, with_edge=True), replace(hop, fanout=-1, replace=True)]
+        ),
+        hop_messages.sample_request([replace(hop, exclude=(nodes, nodes), sources=np.sort(nodes), trees=nodes)]),
+        messages.gather_request([RowRequest(HOMO_NODE, nodes, ("x", "y")), RowRequest(HOMO_EDGE, nodes, ("orig_id",))]),
+        messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
+        messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
+        messages.edges_request(0, HOMO_EDGE, 0, 50),
+        messages.manifest_request(),
+        messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
+        messages.to_global_request(HOMO_NODE, nodes),
+        messages.taken(5),
+        batch_messages.batch_request(work, name),
+        batch_messages.batch_request(replace(work, seeds=SeedSet({HOMO_NODE: many})), name),
+        batch_messages.batch_request(induced, name),
     ]  # fmt: skip
     routed = [replace(message, flags=Flag.ROUTE) for message in found]
-    return found + routed + [replace(message, flags=Flag.ROUTE | Flag.COMPRESS) for message in found]
+    return found + routed + [replace(message, flags=Flag.ROUTE | Flag.INT8) for message in found]
 
 
 class Forge:
@@ -104,7 +105,6 @@ class Forge:
     def __init__(self, seed: int, num_nodes: int):
         self._random = random.Random(seed)
         self._valid = [[bytes(frame) for frame in encode(message)] for message in valid_requests(num_nodes)]
-        self._blob = zlib.compress(bytes(2**22), 9)
         ids = tuple(np.array([place]) for place in range(wire.MAX_ARRAYS))
         kinds = (Kind.GATHER, Kind.SAMPLE, Kind.BATCH, Kind.TO_GLOBAL)
         crowds = [encode(Message(kind, Status.REQUEST, 1, ids, "x", bytes(24))) for kind in kinds]
@@ -187,12 +187,12 @@ class Forge:
         return frames
 
     def bomb(self) -> Frames:
-        """An array that says it is compressed, of zeros that would be far larger than announced, or as announced."""
+        """An array that is announced far larger than what is sent."""
         announced = self._random.choice((5000, 2**20, 2**28, 2**30, 2**32))
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
-        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.COMPRESS))
-        described = struct.pack("<BBB5s8Q", 5, 1, 2, len(self._blob).to_bytes(5, "little"), announced, *[0] * 7)
-        return [head + described, self._blob]
+        head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
+        described = struct.pack("<BB6x8Q", 5, 1, announced, *[0] * 7)
+        return [head + described, *[bytes(wire.CHUNK)] * self._random.randint(0, 3)]
 
     def reply(self) -> Frames:
         """An answer, sent to a server."""
@@ -264,8 +264,8 @@ def send_as_insider(attack: Attack, num_nodes: int) -> int:
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     """Large answers are asked for and left on the line, which stays open. Never returns."""
     ids = np.arange(20_000) % num_nodes
-    gather = protocol.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
-    greed = [gather, replace(gather, flags=Flag.ROUTE), protocol.edges_request(0, HOMO_EDGE, 0, 4000)]
+    gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
+    greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
     context = zmq.Context()
     with _dealer(context, attack.endpoint, read_key_file(str(attack.key_file)), rcvhwm=1) as line:
         for number in range(attack.count):

@@ -7,9 +7,9 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from partitions import random_graph, store_of, typed_store
-from trainer.load.open import Graph
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
+from trainer.loader.open import Graph
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
 
 WRITES, CITES, REV = ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "rev_writes", "author")
 COUNTS = {"author": 40, "paper": 70, "venue": 5}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch_geometric.data import HeteroData
 
-from trainer.batch import Block, HeteroBatch
-from trainer.nn.facts import GraphFacts
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.batch import Block, HeteroBatch
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.nn.graph_facts import GraphFacts
 
 #: An author writes papers; papers cite papers; topics stand above papers, and each topic belongs to a board.
 WRITES, CITES, HAS, WROTE, ON = (
@@ -31,17 +30,6 @@ class Config:
     fanouts: tuple[int, ...] = (15, 10, 5)
     seed: int = 0
     precision: str = "float32"
-
-
-@contextmanager
-def one_thread():
-    """Many small steps: on a busy machine threads that wait for each other cost far more than they save."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def homogeneous(in_dim=5, num_classes=4):

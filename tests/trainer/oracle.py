@@ -12,12 +12,12 @@ import torch
 from load_kit import parts_of
 from service_kit import place_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.protocol import HelloInfo
+from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from graphs import graph, hetero
 from partitions import typed_store
+from trainer.core.schema import HOMO_NODE
 from trainer.partition.assign import PartitionAssignment, assign_parts
 from trainer.partition.make import PartitionSpec
 from trainer.partition.write import write_partition
-from trainer.schema import HOMO_NODE
-from trainer.store.part import open_parts
+from trainer.store.part_store import open_parts
 
 OPTIONS = {"num_nodes": 500, "avg_degree": 6, "num_features": 4, "num_classes": 3}
 NODE, EDGE = "nodes/node", "edges/node__to__node"

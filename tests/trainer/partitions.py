@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec, write_manifest
-from trainer.schema import HOMO_EDGE, HOMO_NODE, type_name
-from trainer.store.part import EdgePart, NodePart, Part, PartStore
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_name
+from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec, write_manifest
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def random_graph(seed, num_nodes, num_edges):

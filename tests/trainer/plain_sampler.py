@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from partitions import typed_store
-from trainer.schema import edge_salt
+from trainer.core.schema import edge_salt
 
 MASK, GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
 

@@ -1,12 +1,8 @@
-"""Training runs as real processes that lose some: where each dies, who is told, and which seeds were trained.
-
-Ranks are forked from one process that has imported everything, which takes most of their time otherwise.
-"""
+"""Training runs as real processes that lose some: where each dies, who is told, and which seeds were trained."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -16,19 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from train_kit import Ended, command_line, environment, free_port
+from forked import Forked
+from train_kit import Ended, command_line, finish, free_port, rank_environment
 from trainer.cli import main
-from trainer.config import TrainJob
-from trainer.load.loader import BatchLoader
+from trainer.loader.block_loader import BatchLoader
 from trainer.train import fit as fit_module
 from trainer.train import job as job_module
 from trainer.train.fit import Fit
+from trainer.train.settings import TrainJob
 
 EVERY = 4  #: steps between snapshots
-_forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload([__name__, "trainer.train.job"])
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ def run_without_losses(item: TrainJob, world_size: int) -> list[Ended]:
     """A run in which nobody dies, in a run folder that is there."""
     port = free_port()
     ranks = [_start(item, rank, world_size, port, None, {}) for rank in range(world_size)]
-    return [_finish(process, item.run_dir / f"output-{rank}") for rank, process in enumerate(ranks)]
+    return [finish(process) for process in ranks]
 
 
 def run_with_losses(
@@ -74,7 +67,7 @@ def run_with_losses(
             began = time.monotonic()
             if told:
                 write_team(item.run_dir, generation, left)
-        survived.ended = {rank: _finish(ranks[rank], item.run_dir / f"output-{rank}") for rank in left}
+        survived.ended = {rank: finish(ranks[rank]) for rank in left}
         survived.seconds = time.monotonic() - began
     finally:
         for process in ranks.values():
@@ -107,39 +100,23 @@ def _notes(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _start(item: TrainJob, rank: int, world_size: int, port: int, loss: Loss | None, more_env: dict[str, str]) -> Any:
-    env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "NODE_RANK": str(rank)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_RUN_DIR": str(item.run_dir), **more_env}
-    process = _forks.Process(target=_rank, args=(command_line(item), env, item.run_dir, rank, loss))
-    process.start()
-    return process
+def _start(item: TrainJob, rank: int, size: int, port: int, loss: Loss | None, more_env: dict[str, str]) -> Forked:
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(rank)}
+    run = {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_RUN_DIR": str(item.run_dir)}
+    env = rank_environment(rank, size, port, **alone, **run, **more_env)
+    return Forked(_rank, (command_line(item), item.run_dir / f"notes-{rank}", loss), env)
 
 
-def _rank(words: list[str], env: dict[str, str], run_dir: Path, rank: int, loss: Loss | None) -> None:
+def _rank(words: list[str], notes: Path, loss: Loss | None) -> None:
     """One rank's whole life, in a process of its own."""
-    output = os.open(run_dir / f"output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    for name in set(os.environ) - set(environment()):
-        del os.environ[name]
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    _Note(run_dir / f"notes-{rank}", loss).install()
+    _Note(notes, loss).install()
     main(words)
 
 
-def _finish(process: Any, output: Path) -> Ended:
-    process.join(60)
-    assert process.exitcode is not None, f"did not end within 60 s: {output.read_text()}"
-    return Ended(process.exitcode, output.read_text())
-
-
-def _await_end(process: Any, loss: Loss) -> None:
+def _await_end(process: Forked, loss: Loss) -> None:
     """Until the process is dead, or stopped."""
     until = time.monotonic() + 60
-    while process.is_alive() and _state(process.pid) not in ("T", "gone"):
+    while process.poll() is None and _state(process.pid) not in ("T", "gone"):
         assert time.monotonic() < until, f"{loss} did not happen"
         time.sleep(0.02)
 

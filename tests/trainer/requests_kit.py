@@ -7,8 +7,8 @@ import itertools
 
 import numpy as np
 
-from trainer.sample.types import HopRequest, TimeBound
-from trainer.schema import HOMO_EDGE
+from trainer.core.schema import HOMO_EDGE
+from trainer.sampler.types import HopRequest, TimeBound
 
 WRITES = ("author", "writes", "paper")
 NODES = np.array([7, 0, 3, 7])

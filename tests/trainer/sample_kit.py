@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 
 from plain_sampler import PlainGraph
-from trainer.rng import batch_key
-from trainer.sample.multi_hop import RelabelTables, sample_multi_hop
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.subgraph import SampleSettings, SeedSet, TimeRule
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.rng import batch_key
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
 
 WRITES, CITES, HOLDS, LIKES = ("a", "writes", "p"), ("p", "cites", "p"), ("p", "holds", "a"), ("a", "likes", "p")
 BARE = ("c", "none", "a")

@@ -12,10 +12,10 @@ from torch_geometric.data import Data
 from load_kit import assert_same, opened, parts_of
 from partitions import store_of
 from service_kit import client_of, serving
-from trainer.load.open import Graph
-from trainer.load.seeds import RankLayout
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
 
 TWO_HOSTS = RankLayout(3, ((0, 1), (2,), (0, 1), (2,)))  #: parts 0 and 2 lie beside ranks 0 and 1
 

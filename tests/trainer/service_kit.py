@@ -6,21 +6,19 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import zmq
 
-from trainer.errors import PartitionError
-from trainer.sample.types import HopRequest, HopSample, RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from forked import Forked, fork
+from trainer.core.errors import PartitionError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
-from trainer.service.keys import CurveKeys, read_key_file
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import HelloInfo
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.server import GraphServer
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
@@ -105,17 +103,18 @@ def client_of(endpoint, deadline=5.0, keys=None, parts=INFO.part_ids, **options)
 
 
 @contextlib.contextmanager
-def server_process(endpoint, key_file=None):
+def server_process(endpoint):
     """The same server as a process of its own, answering once this returns."""
-    argv = [sys.executable, __file__, endpoint, *([str(key_file)] if key_file else [])]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, env=server_environment())
+    process = Forked(_serve, (endpoint,), server_environment())
     try:
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        until = time.monotonic() + 60
+        while process.output != "ready\n":
+            assert process.poll() is None and time.monotonic() < until, process.output
+            time.sleep(0.02)
         yield process
     finally:
         process.kill()
         process.wait(10)
-        process.stdout.close()
 
 
 def server_environment() -> dict[str, str]:
@@ -154,10 +153,7 @@ def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=No
     if key_file is not None:
         options["key-file"] = key_file
     arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "serve", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=server_environment(),
-    )  # fmt: skip
+    process = fork(["-m", "trainer", "serve", *arguments], server_environment())
     try:
         yield process, ready
     finally:
@@ -168,19 +164,13 @@ def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=No
 def wait_for(ready, process) -> dict:
     until = time.monotonic() + 60
     while not ready.exists():
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.output
         assert time.monotonic() < until, "no ready file within 60 s"
         time.sleep(0.02)
     return json.loads(ready.read_text())
 
 
-def main(endpoint: str, key_file: str | None = None) -> None:
-    keys = read_key_file(key_file) if key_file else None
-    server = GraphServer(ArithmeticGraph(), endpoint, INFO, 2, keys)
-    server.start()
+def _serve(endpoint: str) -> None:
+    GraphServer(ArithmeticGraph(), endpoint, INFO, 2).start()
     print("ready", flush=True)
     time.sleep(120)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

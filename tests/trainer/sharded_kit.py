@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from train_kit import REPOSITORY, finish, free_port
-from trainer.nn.sharded import ShardedEmbedding, initial_rows
-from trainer.nn.sharded_state import embedding_state, load_embedding_state
+from forked import Forked
+from train_kit import finish, free_port, rank_environment
+from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, initial_rows, load_embedding_state
 
 NODES = {"author": 23, "field.of-study": 4, "venue": 1}
 DIM, STEPS, GLOBAL_BATCH = 5, 6, 12
@@ -103,22 +98,17 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
     """What rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to go on from)."""
     port = free_port()
-    env = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "WORLD_SIZE": str(size)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [[name, steps.start, steps.stop, saved and str(saved)] for name, steps, saved in runs]
-    argv = [sys.executable, __file__, str(folder), json.dumps(words)]
-    ends: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen(argv, env={**env, "RANK": str(rank)}, **ends) for rank in range(size)]
+    ranks = [Forked(_rank, (folder, runs), rank_environment(rank, size, port)) for rank in range(size)]
     for ended in [finish(rank, 180) for rank in ranks]:
         assert ended.returncode == 0, ended.output
     return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]
 
 
-if __name__ == "__main__":
+def _rank(folder: Path, runs: tuple[tuple[str, range, Path | None], ...]) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    for number, (name, start, stop, saved) in enumerate(json.loads(sys.argv[2])):
-        result = train_sharded(name, range(start, stop), saved and Path(saved))
+    for number, run in enumerate(runs):
+        result = train_sharded(*run)
         if result is not None:
-            torch.save(result, Path(sys.argv[1]) / f"run{number}.pt")
+            torch.save(result, folder / f"run{number}.pt")
     dist.barrier()
     dist.destroy_process_group()

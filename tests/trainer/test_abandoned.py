@@ -9,7 +9,7 @@ import pytest
 from load_kit import homo_data, parts_of
 from service_kit import client_of, serving
 from test_batches import HOMO, ME
-from trainer.errors import ServiceError
+from trainer.core.errors import ServiceError
 
 WORK = HOMO["attributes and labels"]
 

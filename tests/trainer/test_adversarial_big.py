@@ -13,17 +13,17 @@ import trainer
 from load_kit import opened
 from oracle import assert_identical, hosts_of, loader_of
 from service_kit import place_of, serving
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.memory import dataset_of
-from trainer.load.open import Graph
+from trainer.loader.open import Graph
 from trainer.partition.assign import assign_parts
-from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.partition.write import write_partition
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopSample
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import HopSample
 from trainer.service.client import HostClient
-from trainer.store.part import EdgePart, NodePart, Part, PartStore, open_parts
+from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore, open_parts
 
 MILLION = 1_000_000
 HOW = {

@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from load_kit import homo_data, parts_of
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.prefetch import ordered_ahead
-from trainer.load.seeds import RankLayout
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.prefetch import ordered_ahead
+from trainer.loader.seed_order import RankLayout
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
-from trainer.ranks import Ranks
-from trainer.train.epoch import train_epoch
-from trainer.train.evaluate import evaluate
+from trainer.train.epoch import evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
 
-ALONE = Team(Ranks(), torch.device("cpu"))
+ALONE = RankGroup(Ranks(), torch.device("cpu"))
 
 
 class Result:

@@ -12,15 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, empty, graph, odd, ring, skewed, star
-from launcher.config import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan import partition_command
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.plan.partition import partition_command
+from trainer.core.errors import PartitionError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.errors import PartitionError
-from trainer.partition.assign import assign_parts
+from trainer.partition.assign import BALANCES, METHODS, assign_parts, fanouts_of, hash_part, method_options
 from trainer.partition.cli import partition
-from trainer.partition.hashing import hash_part
-from trainer.partition.methods import BALANCES, METHODS, fanouts_of, method_options
-from trainer.schema import HOMO_EDGE, HOMO_NODE
 
 GRAPHS = [ring(23), star(40), skewed(200, 3000), empty(9), odd(), graph([(0, 0)], 1), bipartite()]
 

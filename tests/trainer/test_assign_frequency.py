@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from graphs import graph, hetero, skewed
+from trainer.core.errors import PartitionError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.errors import PartitionError
 from trainer.partition.assign import assign_parts
-from trainer.partition.visits import InEdges, visit_probabilities
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.partition.frequency import InEdges, visit_probabilities
 
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 

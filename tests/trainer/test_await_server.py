@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import ServiceError
-from trainer.load.env import await_own_server
+from trainer.core.errors import ServiceError
+from trainer.loader.environment import await_own_server
 
 
 def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:

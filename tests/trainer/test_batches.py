@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
-from trainer.cost import Cost
-from trainer.errors import ServiceError, WireError
-from trainer.sample.sampler import BatchWork, Sampled, SubgraphSampler
-from trainer.sample.subgraph import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sample.subgraph import Rows as Places
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import batches
-from trainer.service.protocol import ClientName
-from trainer.service.wire import Message, decode, encode
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import ServiceError, WireError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled, SubgraphSampler
+from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import Rows as Places
+from trainer.service import batch_messages
+from trainer.service.frames import Message, decode, encode
+from trainer.service.messages import ClientName
 
 ME = ClientName(2**64 - 1, "run-7/rank3 on gpu2 (pid 811)")
 SEEDS = np.array([1, 5, 7, 50, 5])
@@ -93,16 +93,15 @@ def sample(graph, work: BatchWork) -> Sampled:
 
 
 @pytest.mark.parametrize("name", [*HOMO, *HETERO])
-@pytest.mark.parametrize("compress", [False, True])
-def test_work_there_and_its_batch_back(graphs, name: str, compress: bool) -> None:
+def test_work_there_and_its_batch_back(graphs, name: str) -> None:
     graph, work = (graphs["homo"], HOMO[name]) if name in HOMO else (graphs["hetero"], HETERO[name])
-    request = sent(batches.batch_request(work, ME))
-    there, client = batches.read_batch_request(request)
-    assert client == ME == batches.read_client(request)
+    request = sent(batch_messages.batch_request(work, ME))
+    there, client = batch_messages.read_batch_request(request)
+    assert client == ME == batch_messages.read_client(request)
     assert flat(there) == flat(work)
     made = sample(graph, there)
-    frames = [bytes(frame) for frame in encode(batches.batch_reply(request, made), compress=compress)]
-    back = batches.read_batch(decode(frames), work)
+    frames = [bytes(frame) for frame in encode(batch_messages.batch_reply(request, made))]
+    back = batch_messages.read_batch(decode(frames), work)
     rows = sum(len(next(iter(columns.values()))) for columns in made.rows.values()) + (
         len(work.seeds.nodes[work.labels[0]]) if work.labels[1] else 0
     )
@@ -166,19 +165,19 @@ def sampled(draw):
 
 
 @settings(max_examples=150, deadline=None)
-@given(sampled(), st.booleans())
-def test_any_batch_comes_back_bit_for_bit(made_of, compress: bool) -> None:
+@given(sampled())
+def test_any_batch_comes_back_bit_for_bit(made_of) -> None:
     made, work = made_of
-    request = sent(batches.batch_request(work, ME))
-    assert flat(batches.read_batch_request(request)[0]) == flat(work)
-    back = batches.read_batch(sent(batches.batch_reply(request, made), compress=compress), work)
+    request = sent(batch_messages.batch_request(work, ME))
+    assert flat(batch_messages.read_batch_request(request)[0]) == flat(work)
+    back = batch_messages.read_batch(sent(batch_messages.batch_reply(request, made)), work)
     assert flat(dataclasses.replace(back, cost=made.cost)) == flat(made)
 
 
 @pytest.mark.parametrize(
     ("work", "cause"),
     [
-        (work_of(SeedSet({HOMO_NODE: np.zeros(batches.MAX_SEEDS + 1, np.int64)})), "at most 1048576"),
+        (work_of(SeedSet({HOMO_NODE: np.zeros(batch_messages.MAX_SEEDS + 1, np.int64)})), "at most 1048576"),
         (work_of(fanouts={HOMO_EDGE: (1,) * 65}), "at most 64 hops"),
         (work_of(fanouts={HOMO_EDGE: (2**31,)}), "fanouts"),
         (work_of(fanouts={HOMO_EDGE: (-2,)}), "fanouts"),
@@ -190,13 +189,13 @@ def test_any_batch_comes_back_bit_for_bit(made_of, compress: bool) -> None:
 )
 def test_work_beyond_the_bounds_is_refused(work: BatchWork, cause: str) -> None:
     with pytest.raises(WireError, match=cause):
-        batches.read_batch_request(sent(batches.batch_request(work, ME)))
+        batch_messages.read_batch_request(sent(batch_messages.batch_request(work, ME)))
 
 
 @pytest.mark.parametrize("name", ["x" * 201, "bell\a", "\x1b[31mred"])
 def test_names_of_clients_can_be_shown(name: str) -> None:
     with pytest.raises(WireError, match="printable"):
-        batches.read_client(sent(batches.batch_request(work_of(), ClientName(1, name))))
+        batch_messages.read_client(sent(batch_messages.batch_request(work_of(), ClientName(1, name))))
 
 
 def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
@@ -204,14 +203,14 @@ def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
     works = [*HOMO.values(), *HETERO.values()]
     refused = 0
     for number in range(6000):
-        message = batches.batch_request(works[number % len(works)], ME)
+        message = batch_messages.batch_request(works[number % len(works)], ME)
         records = bytearray(message.records)
         for _ in range(rng.randint(1, 4)):
             records[rng.randrange(len(records))] = rng.choice((0, 1, 2, 3, 7, 127, 128, 255))
         if rng.random() < 0.2:
             del records[rng.randrange(len(records)) :]
         try:
-            batches.read_batch_request(dataclasses.replace(message, records=bytes(records)))
+            batch_messages.read_batch_request(dataclasses.replace(message, records=bytes(records)))
         except WireError:
             refused += 1
     assert refused > 3000
@@ -219,7 +218,7 @@ def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
 
 def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arrays(graphs) -> None:
     rng, work = random.Random(1), HOMO["attributes and labels"]
-    good = batches.batch_reply(batches.batch_request(work, ME), sample(graphs["homo"], work))
+    good = batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work))
     refused = 0
     for _ in range(4000):
         records = bytearray(good.records)
@@ -229,7 +228,9 @@ def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arr
         if rng.random() < 0.3:
             arrays[rng.randrange(len(arrays))] = np.array([5, -1], np.int32)
         try:
-            back = batches.read_batch(dataclasses.replace(good, records=bytes(records), arrays=tuple(arrays)), work)
+            back = batch_messages.read_batch(
+                dataclasses.replace(good, records=bytes(records), arrays=tuple(arrays)), work
+            )
         except ServiceError:
             refused += 1
         else:
@@ -241,10 +242,10 @@ def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arr
 
 def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
     work = HOMO["plain"]
-    reply = sent(batches.batch_reply(batches.batch_request(work, ME), sample(graphs["homo"], work)))
+    reply = sent(batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work)))
     fewer = dataclasses.replace(work, seeds=SeedSet({HOMO_NODE: SEEDS[:4]}))
     more = dataclasses.replace(work, attrs={HOMO_NODE: ("x",)})
     deeper = dataclasses.replace(work, settings=SampleSettings({HOMO_EDGE: (4, 3, 2)}))
     for other, cause in ((fewer, "without its seeds"), (more, "rows"), (deeper, "2 hops in place of 3")):
         with pytest.raises(WireError, match=cause):
-            batches.read_batch(reply, other)
+            batch_messages.read_batch(reply, other)

@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from service_kit import INFO, free_endpoint, serving
-from trainer.errors import ServerGone, ServiceError
-from trainer.service import protocol
+from trainer.core.errors import ServerGone, ServiceError
+from trainer.service import messages
 from trainer.service.client import HostClient
-from trainer.service.places import ServerPlace
-from trainer.service.wire import Kind, Message, Status, decode, encode
+from trainer.service.frames import Kind, Message, Status, decode, encode
+from trainer.service.messages import ServerPlace
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def busy_server(answer_after: float):
             if time.monotonic() - start < answer_after:
                 front.send_multipart([peer, *encode(Message(Kind.ALIVE, Status.OK, 0))])
             else:
-                front.send_multipart([peer, *encode(request.reply(text=protocol.info_text(INFO)))])
+                front.send_multipart([peer, *encode(request.reply(text=messages.info_text(INFO)))])
                 return
 
     thread = threading.Thread(target=serve)

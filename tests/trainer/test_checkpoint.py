@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.config import TrainSettings
-from trainer.errors import CheckpointError
-from trainer.partition.format import EdgeSpec, Manifest, NodeSpec
+from trainer.core.errors import CheckpointError
+from trainer.store.manifest import EdgeSpec, Manifest, NodeSpec
 from trainer.train import checkpoint as module
 from trainer.train.checkpoint import (
     Best,
@@ -24,6 +23,7 @@ from trainer.train.checkpoint import (
     save_checkpoint,
     settings_record,
 )
+from trainer.train.settings import TrainSettings
 
 EDGE = ("author", "writes", "paper")
 MANIFEST = Manifest(

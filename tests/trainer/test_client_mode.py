@@ -23,12 +23,12 @@ from trainer import (
     DistNeighborLoader,
     DistShaDowKHopSampler,
 )
-from trainer.errors import PartitionError
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import open_graph
-from trainer.load.seeds import RankLayout
-from trainer.partition.format import AttrSpec
+from trainer.core.errors import PartitionError
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.service.cluster import Cluster, ClusterNode
+from trainer.store.manifest import AttrSpec
 
 ODD = torch.arange(1, 60, 2)
 LINKS = torch.stack([ODD, ODD - 1])
@@ -164,12 +164,11 @@ def test_attributes_of_the_graph_as_a_whole_travel_too(tmp_path):
         assert all(torch.equal(batch[name], torch.from_numpy(values)) for name, values in given.items())
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_prefetch_batches_are_under_way_at_once(homo, compress):
+def test_prefetch_batches_are_under_way_at_once(homo):
     """With one sampler thread; they would wait for each other otherwise."""
     local, _, servers = homo
     together = threading.Barrier(4, timeout=10)
-    with client_graph(servers, compress=compress) as client:
+    with client_graph(servers) as client:
         sample = client.access.sample_batch
         client.access.sample_batch = lambda work: (together.wait(), sample(work))[1]
         loader = DistNeighborLoader(client, [4, 3], "train", batch_size=9, threads=1, prefetch=4, drop_last=True)

@@ -12,15 +12,14 @@ from torch_geometric.nn import GCN
 
 import graphs
 from load_kit import hetero_data, homo_data, opened, parts_of
-from nn_kit import one_thread
 from partitions import store_of
 from samplers_kit import TWO_HOSTS, edges_between, no_edges, odd_data, planted, small_data, triples
 from trainer import DistClusterLoader
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.partition.assign import assign_parts
 from trainer.partition.clusters import with_clusters
 from trainer.partition.write import write_partition
-from trainer.store.part import open_parts
+from trainer.store.part_store import open_parts
 
 
 def clustered(num_parts=4, per_part=3, edges=260):
@@ -199,7 +198,6 @@ def test_what_makes_no_sense_is_refused():
         DistClusterLoader(opened(store))
 
 
-@one_thread()
 def test_a_gcn_learns_on_joined_clusters():
     data = planted()
     torch.manual_seed(0)

@@ -19,16 +19,16 @@ from load_kit import hetero_data, homo_data
 from oracle import assert_identical
 from service_kit import free_endpoint, new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.errors import ServiceError, SettingsError
-from trainer.load import attach
-from trainer.load.open import open_graph
-from trainer.service.keys import admit_guest, write_key_file
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.loader import open
+from trainer.loader.open import open_graph
+from trainer.service.curve_keys import admit_guest, write_key_file
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Servers are called gone three times sooner than in use."""
-    monkeypatch.setattr(attach, "GONE_AFTER", 1.0)
+    monkeypatch.setattr(open, "GONE_AFTER", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ import pytest
 
 import trainer
 from data_kit import save_arrays
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE
 from trainer.data import load_dataset
 from trainer.data.load import dataset_fingerprint
-from trainer.errors import DataError
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.schema import HOMO_EDGE
 
 SMALL = {"num_nodes": 2000}
 CITES, BACK = ("paper", "cites", "paper"), ("paper", "rev_cites", "paper")

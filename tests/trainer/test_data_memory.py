@@ -10,9 +10,9 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from trainer import DistNeighborLoader
-from trainer.data.pyg import dataset_of
-from trainer.errors import DataError
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.data.memory import dataset_of
 
 
 def small() -> Data:

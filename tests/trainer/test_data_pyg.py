@@ -14,10 +14,10 @@ from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 import trainer
 from trainer import DistLinkNeighborLoader
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE
 from trainer.data import load_dataset
-from trainer.errors import DataError
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.schema import HOMO_EDGE
 
 
 def pyg_graph() -> Data:

@@ -9,9 +9,8 @@ from collections import Counter
 
 import pytest
 
-from trainer.service.clients import Job
-from trainer.service.desk import FORGET, MAX_CLIENTS, MAX_QUEUED, PATIENCE, BatchDesk
-from trainer.service.protocol import ClientName
+from trainer.service.batch_scheduler import FORGET, MAX_CLIENTS, MAX_QUEUED, PATIENCE, BatchDesk, Job
+from trainer.service.messages import ClientName
 
 NOW = 0.0  #: a ``next`` that does not wait
 

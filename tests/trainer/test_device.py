@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 import torch
 
+from cache_kit import hosts
 from oracle import assert_identical
 from train_kit import job, write_parts
-from trainer.batch import Batch, HeteroBatch, KeptRows
-from trainer.errors import SettingsError
-from trainer.load.device import DeviceRows, feed, tensors_of
-from trainer.load.device_cache import bytes_of, device_rows
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout
+from trainer.core.batch import Batch, HeteroBatch, KeptRows
+from trainer.core.errors import SettingsError
+from trainer.core.remote_access import CacheSize
+from trainer.core.schema import NodeType
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.cache_fill import device_rows
+from trainer.loader.device import DeviceRows, feed, tensors_of
+from trainer.loader.open import Graph, open_graph
+from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.reach import CacheSize
-from trainer.sample.types import RowRequest
-from trainer.schema import NodeType
-from trainer.store.part import open_parts
+from trainer.sampler.types import RowRequest
 from trainer.train.job import train
 from trainer.train.setup import batch_plan
 
@@ -93,20 +93,16 @@ def test_batches_on_a_gpu_are_those_of_the_processor(graph: Graph, tmp_path: Pat
 def test_the_rows_asked_for_most_stay_on_the_device_up_to_a_share(graph: Graph) -> None:
     loader = loader_of(graph)
     plan = batch_plan(graph, loader)
-    rows = device_rows(graph, plan, loader.layout, 0, CacheSize.parse("20%"), CPU)
-    whole = device_rows(graph, plan, loader.layout, 0, CacheSize.parse("100%"), CPU)
-    assert (
-        0
-        < bytes_of(rows)
-        <= 0.2
-        * sum(4 * int(np.prod(spec.attrs["x"].shape)) for spec in graph.manifest.nodes.values() if "x" in spec.attrs)
-    )
+    rows = device_rows(graph, plan, CacheSize.parse("20%"), CPU)
+    whole = device_rows(graph, plan, CacheSize.parse("100%"), CPU)
+    every = [4 * int(np.prod(spec.attrs["x"].shape)) for spec in graph.manifest.nodes.values() if "x" in spec.attrs]
+    assert 0 < sum(kept.rows.nbytes for kept in rows.values()) <= 0.2 * sum(every)
     loader.keep(rows)
     left = sum(map(_num_rows, loader.epoch(1))) / sum(map(_num_rows, loader_of(graph).epoch(1)))
     assert left < 0.8, "better than rows picked at random"
     loader.keep(whole)
     assert [_num_rows(batch) for batch in loader.epoch(1)] == [0] * len(loader)
-    assert device_rows(graph, plan, loader.layout, 0, CacheSize.parse("0"), CPU) == {}
+    assert device_rows(graph, plan, CacheSize.parse("0"), CPU) == {}
 
 
 def test_training_with_rows_on_the_device_gives_the_same_losses(tmp_path: Path) -> None:
@@ -115,10 +111,15 @@ def test_training_with_rows_on_the_device_gives_the_same_losses(tmp_path: Path) 
     assert torch.equal(*(curve[0] for curve in curves))
 
 
-def test_rows_on_the_device_need_to_know_all_edges(tmp_path: Path) -> None:
-    make_partition(PartitionSpec("synthetic", str(tmp_path / "parts"), None, {}, 2, "random"))
-    graph = Graph(open_parts(tmp_path / "parts", [0]), None)  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="data.topology to replicated"):
-        device_rows(graph, None, None, 0, CacheSize.parse("1MB"), CPU)  # type: ignore[arg-type]
+def test_rows_of_other_hosts_stay_on_the_device_with_partitioned_topology(tmp_path: Path) -> None:
+    graph = hosts(write_parts(tmp_path / "parts", 2), 2, "partitioned")[0]
+    loader, plain = (BatchLoader(graph, LoaderSettings("train", (4, 3), 64), 0, graph.layout) for _ in range(2))
+    loader.keep(device_rows(graph, batch_plan(graph, loader), CacheSize.parse("30%"), CPU))
+    for batch, expected in zip(loader.epoch(1), plain.epoch(1), strict=True):
+        assert _num_rows(batch) < 0.7 * _num_rows(expected)
+        assert_identical(batch.to(CPU), expected)
+
+
+def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="device_cache: 'half' is no size"):
         job(tmp_path, tmp_path, device_cache="half")

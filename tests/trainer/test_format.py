@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from trainer.errors import PartitionError
-from trainer.partition.format import (
+from trainer.core.errors import PartitionError
+from trainer.store.manifest import (
     AttrSpec,
     EdgeSpec,
     FileEntry,

@@ -18,17 +18,16 @@ from load_kit import homo_data
 from oracle import assert_identical
 from service_kit import free_endpoint
 from trainer import DistNeighborLoader
-from trainer.cost import Cost
-from trainer.errors import PartitionError, ServiceError, SettingsError
-from trainer.load.open import open_graph
-from trainer.sample.sampler import BatchWork
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import gateway as gateway_module
-from trainer.service.desk import MAX_QUEUED
-from trainer.service.gateway import Gateway
-from trainer.service.places import ServerPlace
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import PartitionError, ServiceError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.loader.open import open_graph
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+from trainer.service import remote_graph as gateway_module
+from trainer.service.batch_scheduler import MAX_QUEUED
+from trainer.service.messages import ServerPlace
+from trainer.service.remote_graph import Gateway
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 

@@ -16,13 +16,13 @@ from torch import nn
 from trainer.ranks import Ranks
 from trainer.train.gradients import averaged
 from trainer.train.optimize import Adam, Optimizers
-from trainer.train.team import Team
+from trainer.ranks import RankGroup
 
 def trained(ours):
     torch.manual_seed(1 + ours * dist.get_rank())  # all begin with rank 0's weights
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     if ours:
-        wrapped, average = averaged(model, Team(Ranks.from_env(os.environ), torch.device("cpu")))
+        wrapped, average = averaged(model, RankGroup(Ranks.from_env(os.environ), torch.device("cpu")))
     else:
         wrapped, average = nn.parallel.DistributedDataParallel(model), None
     kind = Adam if ours else torch.optim.Adam

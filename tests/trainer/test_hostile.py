@@ -27,18 +27,16 @@ from service_kit import (
     wait_for,
     write_cluster,
 )
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.sampler import BatchWork, SubgraphSampler
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.sample.types import HopRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
+from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
-from trainer.service.keys import CurveKeys, write_key_file
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import ClientName
-from trainer.store.part import open_parts
+from trainer.service.curve_keys import CurveKeys, write_key_file
+from trainer.service.messages import ClientName, ServerPlace
+from trainer.store.part_store import open_parts
 
 NODES = 2000
 NAME = ClientName(7, "honest")

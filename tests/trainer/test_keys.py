@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from service_kit import INFO, client_of, new_keys, serving
-from trainer.errors import ServiceError
-from trainer.service.keys import admit_guest, read_key_file, write_key_file
+from trainer.core.errors import ServiceError
+from trainer.service.curve_keys import admit_guest, read_key_file, write_key_file
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_reference import link_loader
 from trainer import DistLinkNeighborLoader
-from trainer.errors import SettingsError
-from trainer.load.seeds import RankLayout
+from trainer.core.errors import SettingsError
+from trainer.loader.seed_order import RankLayout
 
 TO, REV = ("user", "buys", "item"), ("item", "rev_buys", "user")
 

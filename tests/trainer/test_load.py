@@ -16,16 +16,16 @@ from load_kit import CITES, REV, WRITES, assert_same_blocks, hetero_data, parts_
 from partitions import random_graph, store_of
 from service_kit import place_of
 from trainer import DistNeighborLoader
-from trainer.errors import PartitionError, ServiceError, SettingsError
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
-from trainer.load.prefetch import ordered_ahead
-from trainer.load.seeds import RankLayout, SeedOrder, split_step
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.schema import HOMO_NODE
+from trainer.core.errors import PartitionError, ServiceError, SettingsError
+from trainer.core.schema import HOMO_NODE
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph
+from trainer.loader.prefetch import ordered_ahead
+from trainer.loader.seed_order import RankLayout, SeedOrder, split_step
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.protocol import HelloInfo
+from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
 
 NUM_NODES, NUM_EDGES, NUM_SEEDS = 400, 6000, 103
@@ -283,7 +283,7 @@ def test_a_typed_batch_holds_rows_of_the_types_that_have_them_and_exact_blocks()
 
 
 def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path, monkeypatch):
-    from trainer.load import open as opening
+    from trainer.loader import open as opening
 
     store, closed = graph_store(3, only=[0]), []
     client = HostClient(place_of("tcp://127.0.0.1:9", 1, "b", (1,)), deadline=1)

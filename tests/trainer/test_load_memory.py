@@ -11,11 +11,11 @@ from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data
 from pyg_reference import node_loader
 from trainer import DistNeighborLoader
-from trainer.errors import DataError, SettingsError
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.memory import as_graph
-from trainer.load.seeds import RankLayout
-from trainer.sample.types import RowRequest
+from trainer.core.errors import DataError, SettingsError
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.in_memory import as_graph
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.types import RowRequest
 
 
 def stores_of(data, layout="coo", times=("time",)):

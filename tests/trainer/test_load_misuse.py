@@ -12,9 +12,9 @@ from torch_geometric.data import Data
 from load_kit import hetero_data, homo_data, opened, parts_of
 from partitions import random_graph, store_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.errors import DataError, SettingsError
-from trainer.load.memory import as_graph
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.loader.in_memory import as_graph
 
 
 def first_nodes(**options):

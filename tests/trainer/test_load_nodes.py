@@ -11,9 +11,9 @@ import torch
 from load_kit import CITES, WRITES, assert_same, assert_same_blocks, hetero_data, homo_data, opened, parts_of
 from pyg_reference import node_loader
 from trainer import DistNeighborLoader
-from trainer.errors import SettingsError
-from trainer.load.seeds import RankLayout
-from trainer.partition.format import AttrSpec
+from trainer.core.errors import SettingsError
+from trainer.loader.seed_order import RankLayout
+from trainer.store.manifest import AttrSpec
 
 WHOLE = [-1, -1]
 HOW = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from trainer.errors import DataError, SettingsError
-from trainer.load.negatives import NegativeRule, NodeDraw, draw_negatives
+from trainer.core.errors import DataError, SettingsError
+from trainer.loader.negatives import NegativeRule, NodeDraw, draw_negatives
 
 KEY = 12345
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch_geometric.utils import degree as in_degree
 
 from nn_kit import Config, homogeneous, whole_graph_block
-from trainer.batch import Batch, Block
-from trainer.errors import SettingsError
-from trainer.nn import dropout, layers, spmm
+from trainer.core.batch import Batch, Block
+from trainer.core.errors import SettingsError
+from trainer.nn import layers
+from trainer.nn.kernels import dropout, spmm
 from trainer.nn.models import build_model
 
 

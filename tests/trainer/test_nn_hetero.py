@@ -22,19 +22,18 @@ from nn_kit import (
     Config,
     homogeneous,
     node_rows,
-    one_thread,
     typed_batch,
     typed_edges,
     whole_graph_block,
 )  # fmt: skip
-from trainer.batch import Batch, HeteroBatch
-from trainer.errors import DataError, SettingsError
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.nn import hetero_layers as layers
-from trainer.nn.dropout import node_salt
-from trainer.nn.embeddings import LocalEmbeddings
-from trainer.nn.facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.kernels.dropout import node_salt
 from trainer.nn.models import build_model
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.nn.sharded_embedding import LocalEmbeddings
 
 EDGE_TYPES = (WRITES, CITES, HAS, WROTE, ON)
 FACTS = GraphFacts(True, "paper", tuple(NUM_NODES), EDGE_TYPES, DIMS, 4)
@@ -245,10 +244,9 @@ def test_models_learn_what_is_two_hops_away(model: str) -> None:
     net = build_model(Config(model, hidden=32, fanouts=(-1, -1), dropout=0.0), facts)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     batch, y = planted(list(range(60)))
-    with one_thread():
-        for _ in range(80):
-            loss = functional.cross_entropy(net(batch), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    for _ in range(80):
+        loss = functional.cross_entropy(net(batch), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
     assert (net(batch).argmax(1) == y).float().mean() > 0.9

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import GraphSAGE
 
-from nn_kit import one_thread
 from trainer.nn import link_metrics as metrics
 from trainer.nn import links
-from trainer.nn.unsupervised import UnsupervisedLoss, unsupervised_loss, walk_pairs
+from trainer.nn.links import UnsupervisedLoss, unsupervised_loss, walk_pairs
 
 H = torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
 
@@ -141,18 +140,17 @@ def test_unsupervised_graphsage_finds_planted_groups(form: str) -> None:
     x, model, loss = torch.randn(120, 16), GraphSAGE(16, 32, 2, 16), UnsupervisedLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     before = held_together(model(x, edges), group)
-    with one_thread():
-        for _ in range(25):
-            h = model(x, edges)
-            negatives = torch.randint(0, 120, (edges.shape[1],))
-            if form == "binary":
-                pairs = torch.cat([edges, torch.stack([edges[0], negatives])], 1)
-                value = loss.binary(h, pairs, torch.arange(pairs.shape[1]) < edges.shape[1])
-            else:
-                value = loss.triplets(h, edges[0], edges[1], negatives)
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
+    for _ in range(25):
+        h = model(x, edges)
+        negatives = torch.randint(0, 120, (edges.shape[1],))
+        if form == "binary":
+            pairs = torch.cat([edges, torch.stack([edges[0], negatives])], 1)
+            value = loss.binary(h, pairs, torch.arange(pairs.shape[1]) < edges.shape[1])
+        else:
+            value = loss.triplets(h, edges[0], edges[1], negatives)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
     after = held_together(model(x, edges), group)
     assert before < 0.75 < 0.9 < after, (before, after)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from nn_kit import Config, homogeneous
 from test_nn import dense, random_block
-from trainer.batch import Batch
+from trainer.core.batch import Batch
 from trainer.nn import layers
-from trainer.nn.activation import Activation
-from trainer.nn.dropout import hash_dropout
+from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.dropout import hash_dropout
 from trainer.nn.models import build_model
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data, HeteroData
 
 from nn_kit import CITES, HAS, NUM_NODES, WRITES, WROTE, pyg_batch, typed_edges
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 from trainer.nn import trim
 
 EDGE_TYPES = [WRITES, CITES, HAS, WROTE]

@@ -13,9 +13,9 @@ from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from service_kit import new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.errors import SettingsError
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.seeds import RankLayout
+from trainer.core.errors import SettingsError
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.seed_order import RankLayout
 
 HOW = {
     "uniform": {},

@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from graphs import bipartite, empty, graph, odd, ring, skewed, star
 from partition_kit import assert_whole, by_hand, odd_types, with_nodes, written
-from trainer.errors import PartitionError
+from trainer.core.errors import PartitionError
 from trainer.partition import cut
 from trainer.partition.assign import assign_parts
-from trainer.partition.cut import edge_groups
-from trainer.partition.format import manifest_digest, read_manifest
-from trainer.partition.relabel import relabel
+from trainer.partition.cut import edge_groups, relabel
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
-from trainer.store.part import open_parts
+from trainer.store.manifest import manifest_digest, read_manifest
+from trainer.store.part_store import open_parts
 
 GRAPHS = {
     "ring": lambda: ring(23),
@@ -152,7 +151,7 @@ def test_edges_cut_in_several_groups_are_the_same(tmp_path, monkeypatch, make):
 def test_attributes_gathered_in_several_chunks_are_the_same(tmp_path, monkeypatch):
     dataset = odd_types()
     one = written(dataset, tmp_path / "one", 2)
-    monkeypatch.setattr("trainer.partition.npy._CHUNK_BYTES", 40)
+    monkeypatch.setattr("trainer.store.npy._CHUNK_BYTES", 40)
     several = written(dataset, tmp_path / "several", 2)
     assert manifest_digest(one) == manifest_digest(several)
 

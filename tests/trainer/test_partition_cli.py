@@ -10,18 +10,18 @@ from click.testing import CliRunner
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, ring
 from partition_kit import NODE, OPTIONS, by_hand, flip_byte, spec, with_nodes, written
+from trainer.core.errors import DataError, PartitionError
+from trainer.core.schema import HOMO_EDGE
 from trainer.data import load_dataset
-from trainer.errors import DataError, PartitionError
 from trainer.partition.assign import assign_parts
 from trainer.partition.cli import partition
 from trainer.partition.clusters import with_clusters
-from trainer.partition.format import read_manifest
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import make_partition
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
-from trainer.schema import HOMO_EDGE
-from trainer.store.part import open_parts
+from trainer.store.manifest import read_manifest
+from trainer.store.part_store import open_parts
 
 
 def run(*arguments):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from partition_kit import EDGE, NODE, spec
-from trainer.errors import PartitionError
+from trainer.core.errors import PartitionError
+from trainer.core.schema import HOMO_EDGE
 from trainer.partition import make, write
-from trainer.partition.format import read_manifest
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.verify import verify_partition
-from trainer.schema import HOMO_EDGE
+from trainer.store.manifest import read_manifest
 
 REPO = Path(__file__).resolve().parents[2]
 

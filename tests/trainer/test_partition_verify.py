@@ -9,12 +9,12 @@ import pytest
 
 from graphs import graph, ring, skewed
 from partition_kit import EDGE, NODE, by_hand, flip_byte, hubs, odd_types, written
-from trainer.errors import PartitionError
-from trainer.partition.format import read_manifest, write_manifest
+from trainer.core.errors import PartitionError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.store.part import open_parts
+from trainer.store.manifest import read_manifest, write_manifest
+from trainer.store.part_store import open_parts
 
 
 def test_a_flipped_byte_names_its_file(tmp_path):

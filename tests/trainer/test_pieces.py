@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from service_kit import ArithmeticGraph, client_of, rows_of, serving
-from trainer.errors import WireError
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE
-from trainer.service import pieces
-from trainer.service.pieces import UNDER_WAY, InPieces, RowSizes, cut
+from trainer.core.errors import WireError
+from trainer.core.schema import HOMO_NODE
+from trainer.sampler.types import RowRequest
+from trainer.service import client as pieces
+from trainer.service.client import UNDER_WAY, InPieces, RowSizes, cut
 
 
 def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:

@@ -5,8 +5,8 @@ import pytest
 
 from partitions import random_graph, store_of
 from sample_kit import KINDS, random_seeds, random_settings, sample, sample_homo, typed_graph
-from trainer.sample.multi_hop import RelabelTables
-from trainer.sample.position_tables import MOST_DIRECT, MOST_HASHED, DirectTable, HashTable, make_table
+from trainer.sampler.relabel import MOST_DIRECT, MOST_HASHED, DirectTable, HashTable, RelabelTables, make_table
+from trainer.sampler.row_index import Codes, IdIndex, locate
 
 
 def played(table, batches):
@@ -105,3 +105,24 @@ def test_large_batches_are_sampled_alike_with_either_table():
     for seeds, fanouts in ((range(3000), (5, 5)), (range(9), (2,)), (range(100), (8, 8, 8))):
         direct, hashed = [sample_homo(store, seeds, fanouts, 7, each, edge_ids=True) for each in tables]
         assert_equal(direct, hashed)
+
+
+@pytest.mark.parametrize("base", [0, MOST_HASHED - 500])
+def test_an_id_index_finds_the_last_place_of_an_id(base) -> None:
+    """Ids of 2**32 and more are not found: their rows are requested again."""
+    rng, codes, num_ids = np.random.default_rng(0), Codes(2, 3), 1000
+    arrays = [base + rng.integers(0, num_ids, 200) for _ in range(3)]
+    index = IdIndex.of(arrays[:2]).with_more([arrays[2]]) or IdIndex.of(arrays)
+    expected = {
+        int(number): (codes.held(which), row)
+        for which, ids in enumerate(arrays) for row, number in enumerate(ids) if number < MOST_HASHED
+    }  # fmt: skip
+    ids = base + np.arange(num_ids)
+    of_part = codes.of_parts(np.array([-1, 0, 1, -1]), 0)
+    wrong, found = locate(ids, np.array([0, base, base + num_ids]), of_part, codes, None, index)
+    placed = {
+        int(ids[at]): (source, int(row))
+        for source, rows in found.items() if source < codes.first_host
+        for row, at in zip(rows.rows, rows.at, strict=True)
+    }  # fmt: skip
+    assert wrong == -1 and placed == expected

@@ -16,12 +16,13 @@ from test_nn import random_block
 from test_nn_hetero import FACTS
 from test_nn_sage import batch_of
 from train_kit import curve, job, write_parts
-from trainer.batch import Batch, HeteroBatch
-from trainer.errors import CheckpointError
-from trainer.nn import dropout, layers, spmm
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import CheckpointError
+from trainer.core.ranks import Ranks
+from trainer.nn import layers
+from trainer.nn.kernels import dropout, spmm
 from trainer.nn.models import build_model
 from trainer.nn.precision import why_slow
-from trainer.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from metrics_kit import lines_of
 from test_spent import Batches, one_epoch
 from trainer.cli import cli
-from trainer.train.advice import advice, keeping_up
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.recorded import RankRecord, Record
+from trainer.train.profile import RankLines, RankRecord, Record, advice, keeping_up, record_of
 
 SPENT = {
     0: (0.004, 0.006, 0.0, 0.0, 0.03, 0.05, 0.06, 0.005, 0.005),
@@ -38,13 +40,13 @@ rank   sample   remote   gather     rows   remote   cached   held      MB   MB p
 0        30.0     20.0     10.0   60,000      75%      25%     0%   12.50          10.00
 1        40.0    180.0     30.0   60,000      75%      25%     0%   12.50              -
 
-- waiting for other ranks is 38% of a step on rank 0 (60 ms); rank 1 has most work of its own, 159 ms a step against \
-100 ms of rank 0, the difference mostly in remote
-- remote wait is 31% of a step on rank 1 (50 ms): a batch brings 12.5 MB from other hosts, who own 75% of its 60,000 \
-rows; of those 25% were cached (data.cache), 0% held from the last batches; a batch takes a sampler thread 250 ms \
-(sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as many \
-batches ahead keep up (sampler_threads, prefetch)
-- waiting for sampling and gathering is 12% of a step on rank 1 (20 ms)
+- 38% of a step on node0/rank0 (60 ms of 160 ms) is waiting for other ranks: the hosts, or their work, are unequal, \
+node1/rank1 takes 159 ms of its own for a step and this one 100 ms, the difference mostly in remote
+- 31% of a step on node1/rank1 (50 ms of 160 ms) is waiting for other hosts: a larger data.cache (it had 25% of the \
+rows that others own), run.wire_rows: float16 or int8, a larger train.prefetch
+- 12% of a step on node1/rank1 (20 ms of 160 ms) is waiting for batches, most of it sampling: a batch takes a sampler \
+thread 250 ms (sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as many \
+batches ahead keep up (train.sampler_threads, train.prefetch)
 """
 
 
@@ -121,27 +123,150 @@ def test_a_run_under_way_is_profiled_by_its_step_lines(tmp_path: Path, monkeypat
     assert run(tmp_path).startswith("epoch 1: 4 steps on 1 rank\n")
 
 
+def recorded_of(*ranks: list[dict[str, Any]]) -> Record:
+    """Of one rank on each node."""
+    found = {}
+    for k, lines in enumerate(ranks):
+        found[k] = RankLines(k, node=k)
+        for line in lines:
+            found[k].take(line)
+    record = record_of(found)
+    assert record is not None
+    return record
+
+
+SLOW_HOST = [lines_of(0, reduce=0.1), lines_of(1, forward=0.14)]
+CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
+    "edges elsewhere": (
+        [lines_of(0, remote=0.1), lines_of(1)],
+        "partitioned",
+        "48% of a step on node0/rank0 (100 ms of 208 ms) is waiting for other hosts: data.topology: "
+        "replicated (edges of all "
+        "parts on each host), a larger data.cache (it had 50% of the rows that others own), run.wire_rows: float16 or "
+        "int8, a larger train.prefetch",
+    ),
+    "rows elsewhere": (
+        [lines_of(0), lines_of(1, remote=0.1)],
+        "replicated",
+        "48% of a step on node1/rank1 (100 ms of 208 ms) is waiting for other hosts: a larger data.cache (it "
+        "had 50% of the rows "
+        "that others own), run.wire_rows: float16 or int8, a larger train.prefetch",
+    ),
+    "too few threads": (
+        [lines_of(0, sample=0.05, forward=0.01, backward=0.01)],
+        "",
+        "60% of a step on node0/rank0 (52 ms of 86 ms) is waiting for batches, most of it sampling: a batch "
+        "takes a sampler "
+        "thread 60 ms (sampling 20 ms, other hosts 10 ms, gathering 30 ms), the rest of a step 22 ms: 3 threads with a "
+        "core each keep up (train.sampler_threads, train.prefetch)",
+    ),
+    "slow gathering": (
+        [lines_of(0, gather=0.05)],
+        "",
+        "32% of a step on node0/rank0 (54 ms of 168 ms) is waiting for batches, most of it gathering rows: more "
+        "train.sampler_threads, a larger train.prefetch, or cores that are not shared",
+    ),
+    "an unequal host": (
+        SLOW_HOST,
+        "",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks: the hosts, or their work, are "
+        "unequal, node1/rank1 takes 219 ms of its own for a step and this one 119 ms, the difference mostly in "
+        "forward",
+    ),
+    "a slow network": (
+        [lines_of(0, reduce=0.1), lines_of(1, reduce=0.1)],
+        "",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks, though none takes much "
+        "longer for its "
+        "own work than its 119 ms: a slow network, or steps too short; a larger train.batch_size has fewer of them",
+    ),
+    "copies": (
+        [lines_of(0, copy=0.08)],
+        "",
+        "40% of a step on node0/rank0 (80 ms of 200 ms) is copying batches to the device: pinned memory and "
+        "a copy stream (the bundled trainer has "
+        "both), fewer columns, or float16 rows",
+    ),
+    "the model": (
+        [lines_of(0, remote=0.001)],
+        "",
+        "92% of a step on node0/rank0 (100 ms of 109 ms) is the model's own work: more processes, fewer "
+        "train.hidden or train.fanouts, or "
+        "train.precision: bfloat16 where the processor has it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_would_help(name: str) -> None:
+    lines, topology, first = CASES[name]
+    assert advice(recorded_of(*lines), topology)[0] == first
+
+
+def test_a_prediction_that_was_off_is_told() -> None:
+    lines = [{**line, "remote_bytes": 500_000.0} if line["kind"] == "predict" else line for line in lines_of(0)]
+    assert "1.0 MB an epoch came from other hosts, 500.0 kB were predicted" in advice(recorded_of(lines))
+
+
+def test_what_is_held_over_epochs_explains_less_than_predicted() -> None:
+    traffic = {"batches": 2, "remote_bytes": 3600, "rows": 500, "remote_rows": 200, "cached_rows": 25, "held_rows": 163}
+    lines = [{**line, "traffic": traffic} if "traffic" in line else line for line in lines_of(0)]
+    (line,) = [line for line in advice(recorded_of(lines)) if "predicted" in line]
+    assert line.startswith("3.6 kB an epoch came from other hosts, 980.0 kB were predicted of an epoch that begins")
+
+
+def test_waits_are_told_of_the_ranks_that_wait_and_that_they_wait_for() -> None:
+    slow = [lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)]
+    told = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
+    assert "of 299 ms) is waiting for other ranks: the hosts, or their work, are unequal" in told[0]
+    assert "takes 168 ms of its own for a step and this one 119 ms, the difference mostly in forward" in told[0]
+    assert told[1].startswith("95% of a step on node1/rank1 (160 ms of 169 ms) is the model's own work")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_script_of_ones_own_is_not_told_of_settings_that_it_does_not_read(name: str) -> None:
+    lines, topology, _ = CASES[name]
+    assert not any("train." in line or "data.cache" in line for line in advice(recorded_of(*lines), script=True))
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [{"spent": None}, {"spent": {"forward": 1.0}}, {"spent": {**lines_of(0)[1]["spent"], "copy": "much"}},
+     {"spent": []}, {"epoch": "x"}, {"traffic": None}, {"behind": 1}],
+)  # fmt: skip
+def test_lines_that_do_not_say_where_time_went_are_left_out(spoiled: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "metrics-rank0.jsonl", *({**line, **spoiled} for line in lines_of(0) if line["kind"] != "predict"))
+    assert json.loads(run("--json", tmp_path))["time"] is None
+
+
+def test_the_document_has_the_times_of_ranks_and_who_received_how_much_of_whom(recorded: Path) -> None:
+    hosts = {"1": {"remote_bytes": 70, "remote_rows": 7, "cached_rows": 3, "held_rows": 2}}
+    again = [{**line(0, epoch), "by_host": hosts} for epoch in (3, 4)]  # a run that went on in the same folder
+    with (recorded / "logs/node0/metrics-rank0.jsonl").open("a") as file:
+        file.writelines(json.dumps(each) + "\n" for each in again)
+    told = json.loads(run("--json", "--topology", "partitioned", recorded))
+    assert told["version"] == 1
+    assert told["time"]["epochs"] == [2, 3, 4] and told["time"]["whole"]
+    assert [(rank["rank"], rank["node"], rank["steps"]) for rank in told["time"]["ranks"]] == [(0, 0, 60), (1, 1, 40)]
+    assert told["time"]["ranks"][1]["spent"] == dict(zip(KINDS, SPENT[1], strict=True))
+    assert told["time"]["advice"][1].count("data.topology: replicated") == 1
+    (first, second) = told["traffic"]
+    assert first["by_host"] == [{"node": 1, "remote_bytes": 140, "remote_rows": 14, "cached_rows": 6, "held_rows": 4}]
+    assert (first["remote_bytes"], second["rows"], second["by_host"]) == (1_000_000_000, 3_600_000, [])
+    file = recorded / "logs/node1/metrics-rank1.jsonl"
+    assert json.loads(run("--json", file))["time"]["ranks"][0]["node"] == 1
+
+
+def test_the_program_starts_without_torch_and_numba() -> None:
+    words = "import sys, trainer.cli, trainer.train.profile; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert not {"torch", "numba", "numpy"} & set(done.stdout.split())
+
+
 def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankRecord:
     traffic = dict.fromkeys((*TRAFFIC, "held_rows"), 0.0)
     seconds = dict.fromkeys(KINDS, 0.0) | spent
     return RankRecord(number, 10, seconds, dict.fromkeys(LOADING, 0.0) | {"sample": behind}, traffic)
-
-
-SAID: dict[str, tuple[RankRecord, ...]] = {
-    "waiting for sampling and gathering is 50% of a step on rank 0 (100 ms); a batch takes a sampler thread 250 ms"
-    " (sampling 250 ms, other hosts 0 ms, gathering 0 ms), the rest of a step 100 ms: 3 threads with a core each keep"
-    " up (sampler_threads, prefetch)": (rank(behind=0.25, sample=0.1, forward=0.1),),
-    "forward and backward are 95% of a step (190 ms), waiting for batches 5%: what is left to gain is in the model"
-    " (hidden, fanouts, precision) and in more processes": (rank(forward=0.1, backward=0.09, sample=0.01),),
-    "waiting for other ranks is 50% of a step on rank 0 (100 ms); the ranks' own work is even, so it is the line: a"
-    " larger batch_size reduces less often": (rank(forward=0.1, reduce=0.1), rank(1, forward=0.1, reduce=0.1)),
-    "copy (batches to the device) is 50% of a step on rank 0 (1 s)": (rank(copy=1.0, forward=1.0),),
-}
-
-
-@pytest.mark.parametrize("text", SAID)
-def test_advice(text: str) -> None:
-    assert text in advice(Record(Path(), (1,), False, SAID[text]))
 
 
 def test_threads_that_keep_up_are_not_spoken_of() -> None:

@@ -8,15 +8,13 @@ group, and DistributedDataParallel around the model. Model, optimizer and loop s
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
-from train_kit import REPOSITORY, environment
+from train_kit import run_script
 from trainer.data.memory import dataset_of
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
@@ -245,18 +243,8 @@ def _alike(members, labels, n, g):
     return torch.where(torch.rand(len(labels), generator=g) < 0.1, torch.randint(0, n, labels.shape, generator=g), own)
 
 
-def run(folder, text, ranks):
-    (folder / "script.py").write_text(text)
-    env = environment()
-    env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launch, "script.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=150
-    )
-
-
 def scores(output):
-    """Loss and score of every epoch, per rank in any order."""
+    """Loss and score of every epoch."""
     return [tuple(map(float, found)) for found in re.findall(r"Loss: ([\d.]+), Score: ([\d.]+)", output)]
 
 
@@ -279,14 +267,12 @@ def test_a_users_script_learns_with_the_loader_lines_changed(tmp_path, name, sou
     else:
         dataset = dataset_of(data, "communities")
         write_partition(dataset, assign_parts(dataset, 2, "random"), tmp_path / "parts")
-    done = run(tmp_path, changed(name, ranks, source == "partition"), ranks)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = scores(done.stdout)
-    epochs = len(found) // ranks
-    assert epochs >= 5 and len(found) == epochs * ranks
-    bar = SCRIPTS[name][3]
-    assert all(score > bar for _, score in found[-ranks:]), found
-    assert max(loss for loss, _ in found[-ranks:]) < min(loss for loss, _ in found[:ranks])
+    (tmp_path / "script.py").write_text(changed(name, ranks, source == "partition"))
+    for ended in run_script(["script.py"], ranks, tmp_path):
+        assert ended.returncode == 0, ended.output
+        found = scores(ended.output)
+        assert len(found) >= 5 and found[-1][1] > SCRIPTS[name][3], found
+        assert found[-1][0] < found[0][0]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -13,16 +13,16 @@ from oracle import assert_identical, hosts_of, loader_of
 from partitions import write_store
 from service_kit import assert_same_sample, client_of, free_endpoint, serve_process, wait_for, write_cluster
 from test_oracle import HOW, arguments_of
-from trainer.errors import PartitionError
-from trainer.load.open import Graph, open_graph
-from trainer.reach import Reach
-from trainer.sample.edge_slice import edge_slice
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopRequest, RowRequest
-from trainer.schema import HOMO_EDGE
-from trainer.store.cache import CachedRows, RowCache
-from trainer.store.part import open_parts
+from trainer.core.errors import PartitionError
+from trainer.core.remote_access import Reach
+from trainer.core.schema import HOMO_EDGE
+from trainer.loader.open import Graph, open_graph
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
+from trainer.sampler.types import HopRequest, RowRequest
+from trainer.store.part_store import open_parts
+from trainer.store.row_cache import CachedRows, RowCache
 
 MAKE = {"homo": homo_data, "hetero": hetero_data}
 PARTS = 3

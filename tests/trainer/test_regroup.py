@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,15 @@ import torch
 from torch.distributed import HashStore
 
 from regroup_kit import Loss, run_with_losses, run_without_losses, trained_seeds, write_team
-from train_kit import REPOSITORY, curve, job, metrics, write_parts
-from trainer.config import TrainJob
-from trainer.errors import PeerError
-from trainer.ranks import Ranks
+from train_kit import curve, job, metrics, write_parts
+from trainer.core.errors import PeerError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
-from trainer.train.regroup import GoOn, Members, _Survivor
-from trainer.train.snapshot import Progress, Snapshots, newest_common
-from trainer.train.team import Team
+from trainer.train.regroup import GoOn, Members, Progress, Snapshots, _Survivor, newest_common
+from trainer.train.settings import TrainJob
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
 SEEDS = 180
@@ -36,15 +33,6 @@ LOSSES = {
     "in mid-epoch, then while they regroup": (3, [Loss(2, epoch=2, step=5), Loss(1, moment="rejoin")]),
     "before they meet, then before they train": (3, [Loss(1, moment="start"), Loss(2, moment="open")]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def path_of_forked_ranks() -> Iterator[None]:
-    """What the process that ranks are forked from needs to import."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{Path(__file__).parent}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +95,19 @@ def test_no_rank_gets_two_snapshots_ahead_of_the_others(
     eval_every: int, parts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    keep, add_up = Snapshots.keep, Team.sum
+    keep, add_up = Snapshots.keep, RankGroup.sum
 
     def kept(self: Snapshots, *what: Any) -> None:
         before = self.places()
         keep(self, *what)
         events.extend(["kept"] * (self.places() != before))
 
-    def waited(self: Team, values: torch.Tensor) -> torch.Tensor:
+    def waited(self: RankGroup, values: torch.Tensor) -> torch.Tensor:
         events.append("waited for all ranks")
         return add_up(self, values)
 
     monkeypatch.setattr(Snapshots, "keep", kept)
-    monkeypatch.setattr(Team, "sum", waited)
+    monkeypatch.setattr(RankGroup, "sum", waited)
     monkeypatch.setenv("GNNFLEET_ON_CLIENT_LOSS", "go-on")
     train(job(parts, tmp_path, **SMALL, eval_every=eval_every), Ranks())
     assert events.count("kept") > 3

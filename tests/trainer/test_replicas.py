@@ -12,21 +12,19 @@ import pytest
 
 from partitions import random_graph, store_of, write_store
 from service_kit import assert_same_sample, free_endpoint, new_keys, serve_process, wait_for
-from trainer.errors import ServiceError
-from trainer.partition.format import manifest_digest
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.sampler import BatchWork, SubgraphSampler
-from trainer.sample.subgraph import SampleSettings, SeedSet
-from trainer.sample.types import HopRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.errors import ServiceError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
+from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
-from trainer.service.keys import write_key_file
-from trainer.service.peers import Peers
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import ClientName
-from trainer.store.part import open_parts
+from trainer.service.curve_keys import write_key_file
+from trainer.service.messages import ClientName, ServerPlace
+from trainer.service.server_peers import Peers
+from trainer.store.manifest import manifest_digest
+from trainer.store.part_store import open_parts
 
 NODES = 400
 SETTINGS = SampleSettings({HOMO_EDGE: (5, 3)}, edge_ids=True)

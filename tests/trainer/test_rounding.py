@@ -15,20 +15,20 @@ from hypothesis.extra import numpy as hnp
 from graphs import skewed
 from partition_kit import with_nodes
 from service_kit import client_of, rows_of, serving
-from trainer.errors import DataError, PartitionError, WireError
+from trainer.core.errors import DataError, PartitionError, WireError
+from trainer.core.rounding import from_int8, rounds, row_bytes, take_scaled, to_float16, to_int8
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.partition.assign import assign_parts
-from trainer.partition.format import read_manifest
 from trainer.partition.inspect import describe
 from trainer.partition.verify import verify_partition
 from trainer.partition.write import write_partition
-from trainer.rounding import from_int8, rounds, row_bytes, take_scaled, to_float16, to_int8
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import protocol, rounded
-from trainer.service.wire import Flag, Kind, Message, Status, decode, encode
-from trainer.store.part import open_parts
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import RowRequest
+from trainer.service import messages
+from trainer.service.frames import Flag, Kind, Message, Status, decode, encode
+from trainer.store.manifest import read_manifest
+from trainer.store.part_store import open_parts
 
 SINGLES = hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=3, min_side=0, max_side=9),
                      elements=st.floats(-(2.0**80), 2.0**80, width=32))  # fmt: skip
@@ -118,9 +118,9 @@ def test_what_cannot_be_held_is_refused_by_row(to, value, dtype, cause) -> None:
 def test_bytes_of_a_row(name, dtype, shape, form, size) -> None:
     assert row_bytes(name, dtype, shape, form) == size
     assert rounds(name, dtype, shape, form) == (size < row_bytes(name, dtype, shape, "stored"))
-    mark, arrays = rounded.rounded(name, np.ones(shape, dtype), form)
+    mark, arrays = messages.rounded(name, np.ones(shape, dtype), form)
     assert sum(array.nbytes for array in arrays) == size * shape[0] and bool(mark) == rounds(name, dtype, shape, form)
-    np.testing.assert_array_equal(rounded.restored(mark, iter(arrays)), np.ones(shape, dtype), strict=True)
+    np.testing.assert_array_equal(messages.restored(mark, iter(arrays)), np.ones(shape, dtype), strict=True)
 
 
 def test_rows_kept_as_int8_are_taken_like_others() -> None:
@@ -137,22 +137,22 @@ ROWS = [{"x": np.ones((4, 3), np.float32), "y": np.arange(4), "z": np.full((4, 2
 
 
 def answer(form, rows=ROWS) -> Message:
-    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=rounded.flag_of(form))
-    made = protocol.rows_reply(asked, ASKED, rows, lambda of, name: rounded.form_of(asked.flags))
+    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=messages.flag_of(form))
+    made = messages.rows_reply(asked, ASKED, rows, lambda of, name: messages.form_of(asked.flags))
     return decode([bytes(frame) for frame in encode(made)])
 
 
 @pytest.mark.parametrize("form", ["stored", "float16", "int8"])
 def test_an_answer_gives_back_the_dtypes_that_are_stored(form) -> None:
-    (back,) = protocol.read_rows(answer(form), ASKED)
+    (back,) = messages.read_rows(answer(form), ASKED)
     for name, values in ROWS[0].items():
         np.testing.assert_array_equal(back[name], values, strict=True)
     assert bool(answer(form).records) == (form != "stored")
 
 
 def test_int8_is_sent_where_both_are_asked_for() -> None:
-    assert rounded.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
-    assert rounded.form_of(Flag.COMPRESS) == "stored"
+    assert messages.form_of(Flag.INT8 | Flag.FLOAT16 | Flag.ROUTE) == "int8"
+    assert messages.form_of(Flag.ROUTE) == "stored"
 
 
 def test_rows_that_cannot_be_sent_are_refused_with_the_remedy() -> None:
@@ -187,7 +187,7 @@ def codes(rows=4, dtype=np.int8):
 def test_hostile_answers_are_refused_before_memory_is_taken(marks, arrays) -> None:
     reply = Message(Kind.GATHER, Status.OK, 1, tuple(arrays), records=marks)
     with pytest.raises(WireError):
-        protocol.read_rows(reply, [RowRequest(HOMO_NODE, np.arange(4), ("x",))])
+        messages.read_rows(reply, [RowRequest(HOMO_NODE, np.arange(4), ("x",))])
 
 
 def dataset():

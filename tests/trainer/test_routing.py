@@ -12,11 +12,11 @@ import pytest
 from partitions import typed_store
 from requests_kit import WRITES, hops_of_every_kind
 from service_kit import assert_same_sample
-from trainer.errors import ServerGone, ServiceError
-from trainer.sample.edge_slice import edge_slice
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import RowRequest
+from trainer.core.errors import ServerGone, ServiceError
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
+from trainer.sampler.types import RowRequest
 
 PARTS = 4
 

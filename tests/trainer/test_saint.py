@@ -12,7 +12,6 @@ from torch_geometric.loader import GraphSAINTEdgeSampler, GraphSAINTNodeSampler,
 from torch_geometric.nn import GraphConv
 
 from load_kit import content, hetero_data, homo_data, parts_of
-from nn_kit import one_thread
 from samplers_kit import (
     TWO_HOSTS,
     assert_same_everywhere,
@@ -26,9 +25,9 @@ from samplers_kit import (
     with_empty_part,
 )
 from trainer import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler, DistGraphSAINTRandomWalkSampler
-from trainer.errors import SettingsError
-from trainer.load.induced import Ends
-from trainer.load.saint_draws import EdgeDraw
+from trainer.core.errors import SettingsError
+from trainer.loader.graph_saint import EdgeDraw
+from trainer.loader.subgraph_loaders import Ends
 
 KINDS = {
     "node": (DistGraphSAINTNodeSampler, GraphSAINTNodeSampler, ()),
@@ -198,7 +197,7 @@ def test_normalisation_is_kept_and_used_for_the_same_graph_settings_and_coverage
     (path,) = (tmp_path / "norm").iterdir()
     assert path.name.startswith(type(made).__name__.lower() + "_3_") and path.suffix == ".pt"
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.load.saint_norm._estimated", lambda *_: pytest.fail("was to be read"))
+        patch.setattr("trainer.loader.graph_saint._estimated", lambda *_: pytest.fail("was to be read"))
         kept = sampler(kind, parts_of(data, 3), **options)  # parts do not matter
     assert torch.equal(kept._norm.node, made._norm.node) and torch.equal(kept._norm.edge, made._norm.edge)
     changes = [{"seed": 1}, {"batch_size": 7}, {"sample_coverage": 4}, {"num_steps": 3}]
@@ -259,7 +258,6 @@ def test_what_makes_no_sense_is_refused():
 
 
 @kinds
-@one_thread()
 def test_a_model_learns_with_normalised_messages_and_loss(kind):
     data = planted()
     torch.manual_seed(0)

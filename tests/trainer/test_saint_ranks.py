@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
 import torch
 
 from load_kit import homo_data, parts_of
 from partitions import write_store
-from train_kit import REPOSITORY, environment
+from train_kit import run_script
 from trainer import DistGraphSAINTRandomWalkSampler
 
 SCRIPT = """
@@ -47,12 +45,9 @@ SCRIPT = """
 def test_normalisation_of_two_ranks_is_that_of_one(tmp_path):
     write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    env = environment()
-    env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert sorted(done.stdout.split("\n")[:2]) == [f"rank {rank}: True 2 2 True" for rank in (0, 1)], done.stdout
+    ended = run_script(["script.py"], 2, tmp_path)
+    for rank, one in enumerate(ended):
+        assert one.returncode == 0 and f"rank {rank}: True 2 2 True" in one.output, one.output
     alone = DistGraphSAINTRandomWalkSampler(homo_data(), 5, 2, 6, 10, log=False)._norm
     for rank in (0, 1):
         node, edge = torch.load(tmp_path / f"made{rank}.pt")

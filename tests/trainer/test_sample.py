@@ -11,12 +11,12 @@ from scipy import stats
 from partitions import random_graph, store_of
 from plain_sampler import Rule, pick
 from sample_kit import CITES, HOLDS, KINDS, LIKES, WRITES, typed_graph
-from trainer.errors import DataError, PartitionError
-from trainer.rng import batch_key, mix, shuffled
-from trainer.sample import candidates, kernels, pairs
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.types import HopRequest, RowRequest, TimeBound
-from trainer.schema import HOMO_EDGE, HOMO_NODE, edge_salt
+from trainer.core.errors import DataError, PartitionError
+from trainer.core.rng import batch_key, mix, shuffled
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
+from trainer.sampler import neighbor, relabel, weighted_temporal
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 
 
 def star(degree):
@@ -323,7 +323,7 @@ def test_edges_are_found_and_listed(num_parts):
 def test_kernels_release_the_gil():
     """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
     used = (
-        kernels.draw_edges, kernels.relabel, kernels.block_rows, candidates.pick_candidates, pairs.relabel,
-        kernels.find_edges, kernels.take_rows,
+        neighbor.draw_edges, neighbor.relabel, neighbor.block_rows, weighted_temporal.pick_candidates, relabel.relabel,
+        neighbor.find_edges, neighbor.take_rows,
     )  # fmt: skip
     assert all(kernel.targetoptions["nogil"] for kernel in used)

@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from partitions import random_graph, store_of, typed_store
 from sample_kit import CITES, HOLDS, KINDS, WRITES, orig_edges, orig_nodes, sample, sample_homo, typed_graph
-from trainer.errors import DataError, SettingsError
-from trainer.partition.format import AttrSpec, EdgeSpec, NodeSpec
-from trainer.rng import batch_key
-from trainer.sample.multi_hop import RelabelTables, check_settings, cut_block, sample_multi_hop
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.subgraph import SampleSettings, SeedSet, TimeRule
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.store.part import EdgePart, NodePart, Part, PartStore
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.rng import batch_key
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.multi_hop import cut_block, sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.settings import check_settings
+from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
+from trainer.store.manifest import AttrSpec, EdgeSpec, NodeSpec
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 #: Digests of nodes and blocks drawn by the sampler that knew one node type and one edge type only.
 GOLDEN = [

@@ -17,7 +17,7 @@ from sample_kit import (
     some_key,
     typed_graph,
 )
-from trainer.sample.multi_hop import cut_block
+from trainer.sampler.multi_hop import cut_block
 
 CASES = [(kind, case) for kind in KINDS for case in range(6)]
 

@@ -26,18 +26,18 @@ from service_kit import (
     wait_for,
     write_cluster,
 )
-from trainer.errors import ServiceError, SettingsError
-from trainer.partition.format import manifest_digest
-from trainer.sample.candidates import pick_candidates
-from trainer.sample.kernels import take_rows
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopRequest, RowRequest, TimeBound
-from trainer.schema import HOMO_EDGE
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.schema import HOMO_EDGE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.neighbor import take_rows
+from trainer.sampler.types import HopRequest, RowRequest, TimeBound
+from trainer.sampler.weighted_temporal import pick_candidates
 from trainer.service.cluster import connect_cluster, read_cluster
-from trainer.service.keys import read_key_file, write_key_file
-from trainer.service.warm import warm_up
-from trainer.store.part import open_parts
+from trainer.service.curve_keys import read_key_file, write_key_file
+from trainer.service.warm_up import warm_up
+from trainer.store.manifest import manifest_digest
+from trainer.store.part_store import open_parts
 
 
 @pytest.fixture

@@ -24,12 +24,13 @@ from service_kit import (
     server_process,
     serving,
 )
-from trainer.errors import ServiceError
-from trainer.sample.types import HopRequest, RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import pieces, protocol
+from trainer.core.errors import ServiceError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.types import HopRequest, RowRequest
+from trainer.service import client as pieces
+from trainer.service import messages
 from trainer.service.client import HostClient
-from trainer.service.wire import Kind, Message, Status, decode, encode
+from trainer.service.frames import Kind, Message, Status, decode, encode
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 
@@ -231,7 +232,7 @@ def raw_peer(endpoint: str) -> zmq.Socket[bytes]:
 
 def test_malformed_messages_are_dropped_and_counted_while_others_are_served(server, client) -> None:
     rng = random.Random(0)
-    request = protocol.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
+    request = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
     good = [bytes(frame) for frame in encode(request)]
     peer = raw_peer(server.endpoint)
     for number in range(3000):

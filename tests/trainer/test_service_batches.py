@@ -16,15 +16,15 @@ import zmq
 from load_kit import homo_data, parts_of
 from service_kit import client_of, rows_of, serving
 from test_batches import HOMO, ME, flat, sample
-from trainer.cost import Cost
-from trainer.errors import ServiceError
-from trainer.sample.types import HopRequest, RowRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.service import batches, hops, pieces, protocol
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import ServiceError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.types import HopRequest, RowRequest
+from trainer.service import batch_messages, hop_messages, messages
+from trainer.service import client as pieces
 from trainer.service.client import HostClient
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import ClientName, SharedSlice
-from trainer.service.wire import Flag, Kind, Message, Status, decode, encode
+from trainer.service.frames import Flag, Kind, Message, Status, decode, encode
+from trainer.service.messages import ClientName, ServerPlace, SharedSlice
 
 WORK = HOMO["attributes and labels"]
 
@@ -56,7 +56,7 @@ def peer_of(server):
 
 
 def ask(peer, request_id, work=WORK, client=ME):
-    peer.send_multipart(encode(batches.batch_request(work, client), request_id=request_id))
+    peer.send_multipart(encode(batch_messages.batch_request(work, client), request_id=request_id))
 
 
 def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
@@ -82,7 +82,7 @@ def same_batch(there, here) -> bool:
 
 @pytest.mark.parametrize("name", HOMO)
 def test_batches_equal_those_sampled_here(graph, server, name: str) -> None:
-    with client_of(server.endpoint, route=True, compress=name == "plain") as client:
+    with client_of(server.endpoint, route=True) as client:
         there = client.submit_batch(HOMO[name], ME).result()
     assert same_batch(there, sample(graph, HOMO[name]))
     assert all(array.flags.writeable for rows in there.rows.values() for array in rows.values())
@@ -201,7 +201,7 @@ def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
         assert answer_of(peer).request_id == 1
         sign = answer_of(peer, kind=Kind.ALIVE)
         assert (sign.status, sign.request_id) == (Status.OK, 0)
-        peer.send_multipart(encode(protocol.taken(1)))
+        peer.send_multipart(encode(messages.taken(1)))
         wait_until(lambda: server.desk_status().buffer_bytes == 0)
         while peer.poll(100):
             peer.recv_multipart()
@@ -222,7 +222,8 @@ def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
 def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
     one = len(
         b"".join(
-            bytes(frame) for frame in encode(batches.batch_reply(batches.batch_request(WORK, ME), sample(graph, WORK)))
+            bytes(frame)
+            for frame in encode(batch_messages.batch_reply(batch_messages.batch_request(WORK, ME), sample(graph, WORK)))
         )
     )
     highest = 0
@@ -264,9 +265,9 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
 def one_way_and_wrong() -> list[list[bytes]]:
     """Messages that nobody may send to a server, or that say nothing."""
     return [
-        encode(protocol.alive()), encode(protocol.taken(4711)), encode(Message(Kind.TAKEN, Status.OK, 1)),
+        encode(messages.alive()), encode(messages.taken(4711)), encode(Message(Kind.TAKEN, Status.OK, 1)),
         encode(Message(Kind.ALIVE, Status.REQUEST, 1)), encode(Message(Kind.BATCH, Status.OK, 1)),
-        encode(Message(Kind.GATHER, Status.ERROR, 1)), encode(protocol.taken(1))[:1] + [b""] * 5000,
+        encode(Message(Kind.GATHER, Status.ERROR, 1)), encode(messages.taken(1))[:1] + [b""] * 5000,
         encode(Message(Kind.TAKEN, Status.REQUEST, 1, (np.arange(9),))), [b""] * 3, [b"GNFS"],
     ]  # fmt: skip
 
@@ -277,10 +278,10 @@ def requests_that_fail() -> list[Message]:
         Message(Kind.BATCH, Status.REQUEST, 1), Message(Kind.BATCH, Status.REQUEST, 1, arrays, records=bytes(999)),
         *(Message(kind, Status.REQUEST, 1, arrays, "x", b"\xff" * 64, flags)
           for kind in Kind if kind not in (Kind.TAKEN, Kind.ALIVE, Kind.HELLO, Kind.STATS, Kind.MANIFEST)
-          for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.COMPRESS)),
-        hops.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
-        protocol.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
-        protocol.edges_request(2**31 - 1, HOMO_EDGE, 2**60, 5),
+          for flags in (Flag.NONE, Flag.ROUTE, Flag.ROUTE | Flag.INT8)),
+        hop_messages.sample_request([HopRequest(HOMO_EDGE, np.array([2**40, -5]), 2**31 - 1, 0, 1)]),
+        messages.gather_request([RowRequest(HOMO_NODE, np.array([-1]), ("x",))]),
+        messages.edges_request(2**31 - 1, HOMO_EDGE, 2**60, 5),
     ]  # fmt: skip
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from partitions import random_graph, store_of
 from service_kit import assert_same_sample, client_of, rows_of, serving
-from trainer.errors import ServiceError
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopRequest
-from trainer.schema import HOMO_EDGE, HOMO_NODE
-from trainer.store.part import EdgePart, NodePart, Part, PartStore
+from trainer.core.errors import ServiceError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import HopRequest
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def test_a_homogeneous_graph_answers_the_same_over_the_wire() -> None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from requests_kit import NODES, PLAIN, WRITES, hops_of_every_kind
-from trainer.errors import WireError
-from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest, TimeBound
-from trainer.schema import HOMO_EDGE
-from trainer.service import hops, protocol, wire
-from trainer.service.wire import Kind, Message, Status, decode, encode
+from trainer.core.errors import WireError
+from trainer.core.schema import HOMO_EDGE
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, TimeBound
+from trainer.service import frames, hop_messages, messages
+from trainer.service.frames import Kind, Message, Status, decode, encode
 
 
 def sent(message: Message) -> Message:
@@ -34,7 +34,7 @@ def flat(value):
 def test_every_combination_of_fields_round_trips() -> None:
     asked = hops_of_every_kind()
     assert len(asked) == 640
-    back = hops.read_sample_request(sent(hops.sample_request(asked)))
+    back = hop_messages.read_sample_request(sent(hop_messages.sample_request(asked)))
     assert list(map(flat, back)) == list(map(flat, asked))
 
 
@@ -43,12 +43,14 @@ def test_ids_of_any_width_round_trip(top: int) -> None:
     nodes = np.array([top, 0, 3], np.int64)
     bound = TimeBound(np.array([-top, top, 0]), "year", "node")
     request = HopRequest(WRITES, nodes, 7, 3, 1, trees=nodes, bound=bound, exclude=(nodes, nodes[::-1].copy()))
-    message = hops.sample_request([request])
+    message = hop_messages.sample_request([request])
     assert {array.dtype for array in message.arrays} == {np.dtype(np.int32 if top < 2**31 else np.int64)}
-    (back,) = hops.read_sample_request(sent(message))
+    (back,) = hop_messages.read_sample_request(sent(message))
     assert flat(back) == flat(request) and back.nodes.flags.writeable
     sample = HopSample(np.array([2, 0, 1], np.int32), nodes, np.array([1, 2, top]))
-    (answer,) = hops.read_samples(sent(message.reply(hops.sample_arrays([sample]))), [_with_edge(request)])
+    (answer,) = hop_messages.read_samples(
+        sent(message.reply(hop_messages.sample_arrays([sample]))), [_with_edge(request)]
+    )
     assert answer.counts.tolist() == [2, 0, 1] and answer.src.tolist() == nodes.tolist()
     assert answer.edge is not None and answer.edge.tolist() == [1, 2, top]
 
@@ -60,9 +62,9 @@ def _with_edge(request: HopRequest) -> HopRequest:
 def test_what_requests_share_is_sent_once_and_shared_again_there() -> None:
     bound = TimeBound(np.arange(4), "time", "edge")
     asked = [dataclasses.replace(PLAIN, edge_type=("a", f"r{k}", "b"), bound=bound, trees=NODES) for k in range(50)]
-    message = hops.sample_request(asked)
+    message = hop_messages.sample_request(asked)
     assert len(message.arrays) == 2
-    back = hops.read_sample_request(sent(message))
+    back = hop_messages.read_sample_request(sent(message))
     assert {id(request.nodes) for request in back} == {id(back[0].trees)}
     assert len({id(request.bound.times) for request in back}) == 1
 
@@ -87,10 +89,10 @@ def fits_no_request() -> dict[str, list[HopRequest]]:
 
 @pytest.mark.parametrize("name", fits_no_request())
 def test_requests_that_make_no_sense_are_refused(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("trainer.service.tables.narrow_ids", lambda ids: ids)
-    message = hops.sample_request(fits_no_request()[name])
+    monkeypatch.setattr("trainer.service.frames.narrow_ids", lambda ids: ids)
+    message = hop_messages.sample_request(fits_no_request()[name])
     with pytest.raises(WireError):
-        hops.read_sample_request(message)
+        hop_messages.read_sample_request(message)
 
 
 @pytest.mark.parametrize("place", range(9))
@@ -98,25 +100,25 @@ def test_requests_that_make_no_sense_are_refused(name: str, monkeypatch) -> None
 def test_places_that_are_not_there_are_refused(place: int, wrong: int) -> None:
     full = hops_of_every_kind()[-1]
     assert all(value is not None for value in vars(full).values())
-    message = hops.sample_request([full])
+    message = hop_messages.sample_request([full])
     records = bytearray(message.records)
     struct.pack_into("<i", records, 4 * place, wrong)
-    hops.read_sample_request(message)
+    hop_messages.read_sample_request(message)
     with pytest.raises(WireError, match=" of "):
-        hops.read_sample_request(dataclasses.replace(message, records=bytes(records)))
+        hop_messages.read_sample_request(dataclasses.replace(message, records=bytes(records)))
 
 
 @pytest.mark.parametrize("flags", [32, 2**31, 4, 8, 16, 4 | 8, 4 | 16])
 def test_flags_that_say_nothing_are_refused(flags: int) -> None:
-    message = hops.sample_request([PLAIN])
+    message = hop_messages.sample_request([PLAIN])
     records = bytearray(message.records)
     struct.pack_into("<I", records, 36, flags)
     with pytest.raises(WireError):
-        hops.read_sample_request(dataclasses.replace(message, records=bytes(records)))
+        hop_messages.read_sample_request(dataclasses.replace(message, records=bytes(records)))
 
 
-@pytest.mark.parametrize("read", [hops.read_sample_request, protocol.read_gather_request,
-                                  protocol.read_has_edges_request, protocol.read_edges_request])  # fmt: skip
+@pytest.mark.parametrize("read", [hop_messages.read_sample_request, messages.read_gather_request,
+                                  messages.read_has_edges_request, messages.read_edges_request])  # fmt: skip
 def test_half_a_record_is_refused(read) -> None:
     message = Message(Kind.SAMPLE, Status.REQUEST, 1, (NODES,), "a__b__c", bytes(17))
     with pytest.raises(WireError, match="17 bytes of records"):
@@ -130,18 +132,18 @@ def reply(*arrays: np.ndarray) -> Message:
 def test_samples_that_do_not_fit_are_refused() -> None:
     counts, src = np.array([1, 2], np.int32), np.arange(3)
     asked = [dataclasses.replace(PLAIN, nodes=NODES[:2])]
-    assert hops.read_samples(reply(counts, src), asked)[0].src.tolist() == [0, 1, 2]
-    assert len(hops.read_samples(reply(counts, src, counts, src), asked * 2)) == 2
+    assert hop_messages.read_samples(reply(counts, src), asked)[0].src.tolist() == [0, 1, 2]
+    assert len(hop_messages.read_samples(reply(counts, src, counts, src), asked * 2)) == 2
     wrong = [
         (counts,), (counts, src[:2]), (counts[:1], src), (counts, src, src), (counts, src * 1.0), (-counts, src),
         (counts.astype(np.int64), src), (counts, src.reshape(3, 1)), (counts.reshape(2, 1), src),
     ]  # fmt: skip
     for arrays in wrong:
         with pytest.raises(WireError):
-            hops.read_samples(reply(*arrays), asked)
+            hop_messages.read_samples(reply(*arrays), asked)
     for arrays in [(counts, src), (counts, src, src[:1]), (counts, src, src * 0.5)]:
         with pytest.raises(WireError):
-            hops.read_samples(reply(*arrays), list(map(_with_edge, asked)))
+            hop_messages.read_samples(reply(*arrays), list(map(_with_edge, asked)))
 
 
 def test_row_requests_round_trip() -> None:
@@ -150,17 +152,17 @@ def test_row_requests_round_trip() -> None:
         RowRequest("paper", NODES, ("x", "year")), RowRequest(WRITES, NODES, ("weight",)),
         RowRequest("paper", other, ("x",)), RowRequest("author", other[:0], ("orig_id",)),
     ]  # fmt: skip
-    message = protocol.gather_request(asked)
+    message = messages.gather_request(asked)
     assert len(message.arrays) == 3
-    assert list(map(flat, protocol.read_gather_request(sent(message)))) == list(map(flat, asked))
+    assert list(map(flat, messages.read_gather_request(sent(message)))) == list(map(flat, asked))
 
 
 def test_rows_come_back_to_the_requests_that_asked() -> None:
     asked = [RowRequest("a", NODES, ("x", "y")), RowRequest("a", NODES, ()), RowRequest("a", NODES, ("x",))]
-    there = protocol.read_gather_request(sent(protocol.gather_request(asked)))
+    there = messages.read_gather_request(sent(messages.gather_request(asked)))
     rows = [{name: np.full((4, 2), ord(name)) for name in request.attrs} for request in there]
-    back = protocol.read_rows(
-        sent(protocol.rows_reply(Message(Kind.GATHER, Status.REQUEST, 1), there, rows, lambda of, name: "stored")),
+    back = messages.read_rows(
+        sent(messages.rows_reply(Message(Kind.GATHER, Status.REQUEST, 1), there, rows, lambda of, name: "stored")),
         asked,
     )
     assert [list(columns) for columns in back] == [["x", "y"], [], ["x"]]
@@ -170,45 +172,45 @@ def test_rows_come_back_to_the_requests_that_asked() -> None:
 def test_rows_that_do_not_fit_are_refused() -> None:
     for arrays in [(), (np.ones((2, 4)),), (np.array(3.0),), (np.ones(4), np.ones(4))]:
         with pytest.raises(WireError):
-            protocol.read_rows(reply(*arrays), [RowRequest("a", NODES, ("x",))])
+            messages.read_rows(reply(*arrays), [RowRequest("a", NODES, ("x",))])
 
 
 def test_more_rows_than_an_answer_holds_are_refused() -> None:
-    most = [RowRequest("a", NODES, ("x",))] * wire.MAX_ARRAYS
-    assert len(protocol.read_gather_request(protocol.gather_request(most))[0].attrs) == wire.MAX_ARRAYS
+    most = [RowRequest("a", NODES, ("x",))] * frames.MAX_ARRAYS
+    assert len(messages.read_gather_request(messages.gather_request(most))[0].attrs) == frames.MAX_ARRAYS
     with pytest.raises(WireError, match="4097 arrays asked for"):
-        protocol.read_gather_request(protocol.gather_request([*most, most[0]]))
+        messages.read_gather_request(messages.gather_request([*most, most[0]]))
 
 
 def test_a_name_with_a_line_break_cannot_be_asked_for() -> None:
     with pytest.raises(WireError, match="is no name"):
-        protocol.gather_request([RowRequest("a", NODES, ("x\ny",))])
+        messages.gather_request([RowRequest("a", NODES, ("x\ny",))])
 
 
 def test_questions_for_edges_round_trip() -> None:
-    back = protocol.read_has_edges_request(sent(protocol.has_edges_request(WRITES, NODES, NODES + 2**40)))
+    back = messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES + 2**40)))
     assert flat(back) == flat((WRITES, NODES, NODES + 2**40))
     with pytest.raises(WireError, match="4 sources, 3 targets"):
-        protocol.read_has_edges_request(sent(protocol.has_edges_request(WRITES, NODES, NODES[1:])))
+        messages.read_has_edges_request(sent(messages.has_edges_request(WRITES, NODES, NODES[1:])))
     with pytest.raises(WireError, match="one record"):
-        protocol.read_has_edges_request(Message(Kind.HAS_EDGES, Status.REQUEST, 0))
-    assert protocol.read_found(reply(np.array([True, False])), 2).tolist() == [True, False]
+        messages.read_has_edges_request(Message(Kind.HAS_EDGES, Status.REQUEST, 0))
+    assert messages.read_found(reply(np.array([True, False])), 2).tolist() == [True, False]
     for array in (np.array([True]), np.array([1, 0]), np.array([[True], [True]])):
         with pytest.raises(WireError):
-            protocol.read_found(reply(array), 2)
+            messages.read_found(reply(array), 2)
 
 
 def test_slices_of_edges_round_trip() -> None:
-    assert protocol.read_edges_request(sent(protocol.edges_request(3, HOMO_EDGE, 2**40, 7))) == (3, HOMO_EDGE, 2**40, 7)
+    assert messages.read_edges_request(sent(messages.edges_request(3, HOMO_EDGE, 2**40, 7))) == (3, HOMO_EDGE, 2**40, 7)
     for first, count in ((-1, 5), (0, -1), (0, 2**30), (2**63 - 1, 1)):
         with pytest.raises(WireError, match="at once"):
-            protocol.read_edges_request(protocol.edges_request(3, HOMO_EDGE, first, count))
+            messages.read_edges_request(messages.edges_request(3, HOMO_EDGE, first, count))
     edges = EdgeList(NODES, NODES + 2**40, NODES * 2)
-    assert flat(protocol.read_edges(sent(reply(*protocol.edge_arrays(edges))), 4)) == flat(edges)
+    assert flat(messages.read_edges(sent(reply(*messages.edge_arrays(edges))), 4)) == flat(edges)
     for arrays in [(NODES, NODES), (NODES, NODES, NODES[1:]), (NODES, NODES, NODES * 0.5)]:
         with pytest.raises(WireError):
-            protocol.read_edges(reply(*arrays), 4)
+            messages.read_edges(reply(*arrays), 4)
 
 
 def test_the_largest_head_stays_small_beside_the_largest_frame() -> None:
-    assert wire.MAX_HEAD == wire.MAX_FRAME < 32 << 20 < wire.MAX_ARRAY
+    assert frames.MAX_HEAD == frames.MAX_FRAME < 32 << 20 < frames.MAX_ARRAY

@@ -8,9 +8,9 @@ import numpy as np
 
 from partitions import typed_store
 from requests_kit import PLAIN
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopSample, RowRequest, TimeBound
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.types import HopSample, RowRequest, TimeBound
 
 TYPES = [("a", f"r{k}", "b") for k in range(3)]
 

@@ -19,15 +19,15 @@ from service_kit import (
     wait_for,
     write_cluster,
 )
-from trainer.errors import PartitionError, ServiceError
-from trainer.partition.format import manifest_digest
-from trainer.sample import routing
-from trainer.sample.edge_slice import edge_slice
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.sample.types import HopSample, RowRequest, TimeBound
+from trainer.core.errors import PartitionError, ServiceError
+from trainer.sampler import dist_graph
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
+from trainer.sampler.types import HopSample, RowRequest, TimeBound
 from trainer.service.cluster import connect_cluster
-from trainer.store.part import open_parts
+from trainer.store.manifest import manifest_digest
+from trainer.store.part_store import open_parts
 
 CITES = ("paper", "cites", "paper")
 NONE_YET = ("paper", "praises", "author")
@@ -166,7 +166,7 @@ def test_edges_are_found_wherever_they_are(whole, hosts) -> None:
 
 @pytest.mark.parametrize("at_once", [7, 1000])
 def test_all_edges_are_collected_in_slices(whole, hosts, monkeypatch, at_once: int) -> None:
-    monkeypatch.setattr(routing, "EDGES_AT_ONCE", at_once)
+    monkeypatch.setattr(dist_graph, "EDGES_AT_ONCE", at_once)
     for edge_type in (WRITES, CITES, NONE_YET):
         there, here = hosts.edge_list(edge_type), whole.edge_list(edge_type)
         by_id = np.argsort(here.orig_id)

@@ -10,7 +10,6 @@ from torch_geometric.loader import ShaDowKHopSampler
 from torch_geometric.nn import GraphSAGE
 
 from load_kit import hetero_data, homo_data, parts_of
-from nn_kit import one_thread
 from samplers_kit import (
     TWO_HOSTS,
     assert_same_everywhere,
@@ -23,7 +22,7 @@ from samplers_kit import (
     with_empty_part,
 )
 from trainer import DistShaDowKHopSampler
-from trainer.errors import SettingsError
+from trainer.core.errors import SettingsError
 
 
 def neighbourhood(data, root, depth):
@@ -151,7 +150,6 @@ def test_torch_geometrics_batches_where_all_neighbours_are_taken(make):
                 assert torch.equal(mine[name], other[name]), name
 
 
-@one_thread()
 def test_a_deep_model_learns_on_shallow_subgraphs():
     data = planted()
     torch.manual_seed(0)

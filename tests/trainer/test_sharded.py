@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sharded_kit import DIM, NODES, OPTIMIZERS, STEPS, run_sharded, train_dense, train_sharded
-from trainer.errors import DataError
-from trainer.nn.sharded import ShardedEmbedding, initial_rows
-from trainer.nn.sharded_state import embedding_state
+from trainer.core.errors import DataError
+from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, initial_rows
 
 HALF, REST, WHOLE = range(STEPS // 2), range(STEPS // 2, STEPS), range(STEPS)
 Trained = dict[tuple[str, int], Any]

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import torch
 
-from trainer.slabs import IDLE, LARGE, Slabs, cast
+from trainer.core.slabs import IDLE, LARGE, Slabs, cast
 
 
 def address(array: np.ndarray) -> int:

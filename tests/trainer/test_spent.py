@@ -16,13 +16,13 @@ import trainer
 from load_kit import homo_data
 from test_pace import ALONE, run_script
 from train_kit import FewBatches, metrics
-from trainer.batch import Batch
-from trainer.cost import Cost
-from trainer.train import spent as spent_module
+from trainer.core.batch import Batch
+from trainer.core.batch_cost import Cost
+from trainer.train import step_timing as spent_module
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.spent import DeviceClock, Lap, Load, Phase, behind, traffic
+from trainer.train.step_timing import DeviceClock, Lap, Load, Phase, behind, traffic
 from trainer.train.task import NodeClassification
 
 SLEEP = 0.02
@@ -149,14 +149,14 @@ from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
+from trainer.ranks import RankGroup
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 model = DistributedDataParallel(Sleeps(forward=0.05 * rank))
-team = Team(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
+group = RankGroup(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
 optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
 with MetricsLog(Path({folder!r}), rank) as log:
-    report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, team, log)
+    report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, group, log)
     log.write("epoch", **report.line)
 dist.barrier()
 """

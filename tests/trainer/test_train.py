@@ -20,24 +20,22 @@ from train_kit import (
     run_ranks,
     write_parts,
 )
-from trainer.config import TrainSettings
-from trainer.errors import DataError, SettingsError, TrainingError
+from trainer.core.errors import DataError, SettingsError, TrainingError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
-from trainer.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.epoch import train_epoch
-from trainer.train.evaluate import evaluate
+from trainer.train.epoch import evaluate, train_epoch
 from trainer.train.fit import Fit
 from trainer.train.job import train
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
+from trainer.train.settings import TrainSettings
 from trainer.train.task import NodeClassification
-from trainer.train.team import Team
 
-ALONE = Team(Ranks(), torch.device("cpu"))
+ALONE = RankGroup(Ranks(), torch.device("cpu"))
 MODELS = ("sage", "gcn", "gat")
 
 

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from train_kit import (
-    REPOSITORY,
-    Ended,
-    finish,
-    free_port,
-    job,
-    start_rank,
-    write_parts,
-)
-from trainer.config import TrainJob
-from trainer.errors import PeerError, SettingsError
-from trainer.ranks import Ranks
-from trainer.train.team import join_team, pick_device
+from train_kit import Ended, finish, free_port, job, run_script, start_rank, write_parts
+from trainer.core.errors import PeerError, SettingsError
+from trainer.core.ranks import Ranks, join_ranks, pick_device
+from trainer.train.settings import TrainJob
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +64,7 @@ def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, 
     first, second = run_unlike(job(parts, tmp_path), job(missing, tmp_path))
     assert first.returncode == second.returncode == 1
     assert f"error: {missing}/manifest.json is missing" in second.output
-    assert "error: rank 1 (node0" in first.output and f"could not start: {missing}/manifest.json" in first.output
+    assert "error: rank 1 (node0" in first.output and f"): {missing}/manifest.json" in first.output
 
 
 SETTLING = """
@@ -83,9 +72,9 @@ import os, sys, time
 import torch, torch.distributed as dist
 from trainer.errors import PartitionError, TrainerError
 from trainer.ranks import Ranks
-from trainer.train.team import Team, join_team
+from trainer.ranks import RankGroup, join_ranks
 
-class Slow(Team):
+class Slow(RankGroup):
     def gather(self, value):
         values = super().gather(value)
         if self.rank == 1:
@@ -96,43 +85,35 @@ class Slow(Team):
         return values
 
 def work():
-    if team.rank == 0:
+    if group.rank == 0:
         raise PartitionError("no such part")
 
 ranks = Ranks.from_env(os.environ)
-with join_team(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
-    team = Slow(ranks, joined.device, joined.timeout)
+with join_ranks(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
+    group = Slow(ranks, joined.device, joined.timeout)
     try:
-        team.agree(work)
+        group.agree(work)
     except TrainerError as error:
         print("raised", ranks.rank, time.time(), error, flush=True)
         os._exit(1)
 """
 
 
-def settle(how: str) -> list[str]:
+def settle(how: str, cwd: Path) -> list[str]:
     """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late."""
-    port = str(free_port())
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    env |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    argv = [sys.executable, "-c", SETTLING, how]
-    ranks = [
-        subprocess.Popen(argv, env={**env, "RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for rank in ("0", "1")
-    ]
-    return [line for rank in ranks for line in finish(rank, 60).output.splitlines()]
+    return [line for ended in run_script(["-c", SETTLING, how], 2, cwd) for line in ended.output.splitlines()]
 
 
-def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
-    said = [line.split(maxsplit=3) for line in settle("reads")]
+def test_no_rank_ends_before_the_others_have_read_its_reason(tmp_path: Path) -> None:
+    said = [line.split(maxsplit=3) for line in settle("reads", tmp_path)]
     times = {(word, rank): float(at) for word, rank, at, *_ in said if word in ("read", "raised")}
     assert times["raised", "0"] >= times["read", "1"]
     reasons = {rank: rest[0] for word, rank, _, *rest in said if word == "raised"}
-    assert reasons["0"] == "no such part" and reasons["1"].endswith("could not start: no such part")
+    assert reasons["0"] == "no such part" and reasons["1"].endswith("): no such part")
 
 
-def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
-    said = [line.split(maxsplit=3) for line in settle("dies")]
+def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died(tmp_path: Path) -> None:
+    said = [line.split(maxsplit=3) for line in settle("dies", tmp_path)]
     assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
 
 
@@ -143,14 +124,14 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: py
     ranks = Ranks.from_env(environ)
     began = time.monotonic()
     with pytest.raises(PeerError, match="could not meet the other 1 ranks at 127.0.0.1:"):
-        with join_team(ranks, torch.device("cpu"), "gloo", 2.0):
+        with join_ranks(ranks, torch.device("cpu"), "gloo", 2.0):
             pass
     assert time.monotonic() - began < 20
 
 
 def test_nccl_without_a_device_is_refused() -> None:
     with pytest.raises(SettingsError, match="backend nccl needs a CUDA device"):
-        with join_team(Ranks(), torch.device("cpu"), "nccl", 2.0):
+        with join_ranks(Ranks(), torch.device("cpu"), "nccl", 2.0):
             pass
 
 

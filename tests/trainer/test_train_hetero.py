@@ -11,11 +11,11 @@ import torch
 
 from graphs import hetero
 from train_kit import curve, job, metrics, run_ranks, write_parts
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.ranks import Ranks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.errors import DataError, SettingsError
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
-from trainer.ranks import Ranks
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.service.turns import Turns, WaitingTurns
+from trainer.service.batch_scheduler import Turns, WaitingTurns
 
 
 def given(turns: Turns[int]) -> list[int]:

@@ -7,7 +7,6 @@ import os
 import random
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -16,14 +15,13 @@ from typing import Any
 
 import torch
 
-from trainer.batch import Batch, Block
-from trainer.config import InferJob, TrainJob, TrainSettings
+from forked import REPOSITORY, Forked, fork
+from trainer.cli import main
+from trainer.core.batch import Batch, Block
 from trainer.data.load import load_dataset
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-JOBS_IN_TURN = Path(__file__).with_name("jobs_in_turn.py")
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
 def write_parts(folder: Path, num_parts: int = 1, dataset: str = "synthetic", **options: Any) -> Path:
@@ -48,35 +46,52 @@ def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
 
-def start_rank(
-    jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str
-) -> subprocess.Popen[str]:
+def start_rank(jobs: Sequence[TrainJob], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
     """A process that is one rank of each training job in turn."""
     return start_words([command_line(item) for item in jobs], rank, world_size, port, **more_env)
 
 
-def start_words(
-    lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str
-) -> subprocess.Popen[str]:
+def start_words(lines: Sequence[list[str]], rank: int, world_size: int, port: int, **more_env: str) -> Forked:
     """A process that is one rank of each command line in turn; the last one ends the process.
 
     They meet at ``port`` and those after it: at one port, a quick rank could join the rendezvous that
     rank 0 is just taking down.
     """
-    return start_script([str(JOBS_IN_TURN), json.dumps(lines)], rank, world_size, port, **more_env)
+    return Forked(_in_turn, (list(lines),), rank_environment(rank, world_size, port, **more_env))
+
+
+def _in_turn(lines: list[list[str]]) -> None:
+    first_port = int(os.environ["MASTER_PORT"])
+    for number, words in enumerate(lines):
+        os.environ["MASTER_PORT"] = str(first_port + number)
+        try:
+            main(words)
+        except SystemExit as ending:
+            if ending.code:
+                raise
 
 
 def start_script(
-    words: Sequence[str], rank: int, world_size: int, port: int, **more_env: str
-) -> subprocess.Popen[str]:  # fmt: skip
-    """A Python process that is one rank."""
+    words: Sequence[str], rank: int, world_size: int, port: int, cwd: Path = REPOSITORY, **more_env: str
+) -> Forked:  # fmt: skip
+    """What ``python *words`` would run, as one rank."""
+    return fork(words, rank_environment(rank, world_size, port, **more_env), cwd)
+
+
+def run_script(words: Sequence[str], world_size: int, cwd: Path, **more_env: str) -> list[Ended]:
+    """All ranks of a script, to their ends."""
+    port = free_port()
+    ranks = [start_script(words, rank, world_size, port, cwd, **more_env) for rank in range(world_size)]
+    return [finish(process) for process in ranks]
+
+
+def rank_environment(rank: int, world_size: int, port: int, **more: str) -> dict[str, str]:
+    """The environment of one rank of several on this machine."""
     env = environment()
     env |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "NODE_RANK": "0"}
     env |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    env |= {"GLOO_SOCKET_IFNAME": "lo", **more_env}
-    argv = [sys.executable, *words]
-    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return env | {"GLOO_SOCKET_IFNAME": "lo", **more}
 
 
 def environment() -> dict[str, str]:
@@ -109,13 +124,14 @@ def _places(item: TrainJob | InferJob) -> list[str]:
     return words + (["--key-file", str(item.key_file)] if item.key_file else [])
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> Ended:
+def finish(process: Forked, timeout: float = 120) -> Ended:
     """Wait for a process; one that does not end is killed, and the test fails."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise AssertionError(f"did not end within {timeout} s: {process.communicate()[0]}") from None
+        raise AssertionError(f"did not end within {timeout} s: {process.output}") from None
+    assert process.returncode is not None
     return Ended(process.returncode, output)
 
 

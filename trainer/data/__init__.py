@@ -1,5 +1,7 @@
 """Datasets: reading or making one graph with node attributes and splits."""
 
+from __future__ import annotations
+
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 

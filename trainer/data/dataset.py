@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.edges import first_outside
-from trainer.errors import DataError
-from trainer.partition.format import NAME_PATTERN, RESERVED_ATTRS
-from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
 PLAIN_TARGET = "option num_classes=0 keeps y as a plain target"
+
 _ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
 
 

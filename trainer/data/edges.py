@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
 
 
 @njit()

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
-from trainer.data.raw import RawArray, RawArrays, RawGraph, named
-from trainer.errors import DataError
-from trainer.schema import EdgeType, NodeType, check_word
+from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, named
 
 SUBFOLDER = "hetero"  #: where option hetero finds the typed arrays of a graph that is there homogeneous as well
+
 COUNTS = "num_nodes.json"
+
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 
 

@@ -9,15 +9,16 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.rng import GOLDEN, hashed
+from trainer.core.schema import EdgeType, type_name
 from trainer.data.dataset import Dataset, EdgeData
-from trainer.errors import DataError
-from trainer.rng import GOLDEN, hashed
-from trainer.schema import EdgeType, type_name
 
 VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: attributes of the graph, int64 [2, n] original ids
 
 _Flags = npt.NDArray[np.bool_]
+
 _REVERSE = "rev_"
 
 

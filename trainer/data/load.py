@@ -14,13 +14,13 @@ from trainer.data.dataset import Dataset
 from trainer.data.file import read_files, source_files
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
-from trainer.data.raw import RawGraph
-from trainer.data.synthetic import make_synthetic
-from trainer.data.synthetic_hetero import make_synthetic_hetero
+from trainer.data.raw_arrays import RawGraph
+from trainer.data.synthetic import make_synthetic, make_synthetic_hetero
 
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
 _GENERATION = 2  #: raise when the same name and options begin to give another graph
+
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 

@@ -6,10 +6,10 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.arrays import Array, Ids
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.errors import DataError
-from trainer.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
+from trainer.core.errors import DataError
 from trainer.data.pyg import DOWNLOADS, raw_graph, reported
-from trainer.data.raw import RawGraph
-from trainer.errors import DataError
+from trainer.data.raw_arrays import RawGraph
 
 _NAMES = {
     "node_feat": "x",
@@ -21,7 +21,9 @@ _NAMES = {
     "node_year": "year",
     "edge_feat": "edge_attr",
 }  #: names in ogb's graphs -> ours
+
 _NUMPY_ONLY = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  #: what a pickled numpy array names
+
 _NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from trainer.errors import DataError
+from trainer.core.errors import DataError
 
 T = TypeVar("T")
 

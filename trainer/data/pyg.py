@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.memory import dataset_of, shared_array
-from trainer.data.raw import RawArray, RawGraph
-from trainer.errors import DataError
-from trainer.schema import HOMO_NODE, EdgeType, NodeType
-
-__all__ = ["DOWNLOADS", "dataset_of", "raw_graph", "read_pt", "read_pyg", "reported"]
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
+from trainer.data.memory import shared_array
+from trainer.data.raw_arrays import RawArray, RawGraph
 
 DOWNLOADS = "datasets"  #: default download folder
 

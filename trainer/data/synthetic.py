@@ -2,23 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
+from trainer.core.errors import DataError
+from trainer.core.rng import GOLDEN, fraction, mix
+from trainer.core.schema import EdgeType
+from trainer.data.build import both_ways
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
-from trainer.data.options import SyntheticOptions
-from trainer.data.planted import (
-    check_limits,
-    class_features,
-    edge_times,
-    edge_weights,
-    mostly_forward,
-    node_splits,
-    node_times,
-)
-from trainer.rng import GOLDEN, fraction, mix
+from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
+
+AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
+
+TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
+
+_AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that stay
+
+_LATE = 0.25  #: share of edges that appear some time after both ends
+
+_INSIDE = 4.0  #: how much heavier edges inside a class are
+
+_ROWS_AT_ONCE = 1 << 16
+
+
+def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
+    """Raise ``DataError`` for an option out of range."""
+    for name, (low, high) in limits.items():
+        value = getattr(options, name)
+        if not low <= value <= high:
+            raise DataError(f"dataset {dataset}: option {name} must be from {low} to {high}, not {value}")
+
+
+def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
+    """Centre of the class plus noise, float32 [N, F]; centres are random unit-length directions times two."""
+    centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
+    centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
+    x = np.empty((len(y), options.num_features), np.float32)
+    for start in range(0, len(x), _ROWS_AT_ONCE):
+        rows = x[start : start + _ROWS_AT_ONCE]
+        rng.standard_normal(out=rows, dtype=np.float32)
+        rows *= np.float32(options.noise)
+        rows += centres[y[start : start + _ROWS_AT_ONCE]]
+    return x
+
+
+def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
+    """Train, val and test from ``shuffled`` node ids; with times the latest nodes, train before val before test."""
+    sizes = {
+        name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
+        for name in ("train", "val", "test")
+    }
+    if min(sizes.values()) < 0 or sum(sizes.values()) > options.num_nodes:
+        raise DataError(
+            f"dataset {dataset}: train={options.train}, val={options.val}, test={options.test} "
+            f"do not fit {options.num_nodes} nodes"
+        )
+    start = 0
+    if time is not None:
+        shuffled = shuffled[np.argsort(time[shuffled], kind="stable")]
+        start = options.num_nodes - sum(sizes.values())
+    splits = {}
+    for name, size in sizes.items():
+        splits[name] = np.sort(shuffled[start : start + size])
+        start += size
+    return splits
+
+
+def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
+    """int64 [N]."""
+    return rng.integers(TIMES, size=num_nodes)
+
+
+def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
+    """Which edges stay, bool [E], when most shall lead from earlier to later; given both ends' times."""
+    return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
+
+
+def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
+    """int64 [E]: the later of both ends' times, for some edges later still."""
+    late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
+    return np.maximum(one, other) + late
+
+
+def edge_weights(inside: Array, rng: np.random.Generator) -> Array:
+    """Positive float32 [E], lognormal, larger where ``inside`` a class."""
+    weights = rng.lognormal(0.0, 0.5, len(inside)) * np.where(inside, _INSIDE, 1.0)
+    return weights.astype(np.float32)
+
 
 _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of the nodes
 
@@ -120,3 +195,117 @@ def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bo
             low, high = bounds[own], bounds[own + 1]
         at = low + _uniform(seed, counter + np.uint64(2)) * (high - low)
         drawn[1, edge] = by_class[min(np.searchsorted(cumulative, at, side="right") - 1, last)]
+
+
+_AUTHORS, _FIELDS = 2, 20  #: papers per author, per field
+
+_AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
+
+
+@dataclass(frozen=True)
+class _Links:
+    """Drawn edges from papers to the nodes of one type."""
+
+    papers: Array
+    others: Array
+    hit: Array  #: bool; the other end has the class that the relation points to
+
+
+def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> Dataset:
+    """Papers have x, y and splits; authors and fields have a class too, which nobody is told.
+
+    ``author writes paper``, ``paper cites paper`` and ``paper about field`` join ends of one class with probability
+    ``homophily``; ``paper disputes paper`` joins class c to class c + 1, so a model that does not tell the relations
+    apart learns less. With times a paper cites and disputes mostly earlier ones.
+    Raises ``DataError`` for options out of range.
+    """
+    _check_hetero(options)
+    rng = np.random.default_rng(options.seed)
+    counts = {
+        "paper": options.num_nodes,
+        "author": -(-options.num_nodes // _AUTHORS),
+        "field": -(-options.num_nodes // _FIELDS),
+    }
+    classes = {of: rng.integers(options.num_classes, size=count) for of, count in counts.items()}
+    features = {of: class_features(y, options, rng) for of, y in classes.items()}
+    time = node_times(options.num_nodes, rng)
+    papers = {"x": features["paper"], "y": classes["paper"]} | ({"time": time} if options.time else {})
+    shuffled = rng.permutation(options.num_nodes)
+    splits = node_splits("synthetic-hetero", options, shuffled, time if options.time else None)
+    nodes = {"paper": NodeData(options.num_nodes, papers, splits, options.num_classes)}
+    for of in ("author", "field"):
+        nodes[of] = NodeData(counts[of], {"x": features[of]} if options.all_features else {})
+    edges = _relations(options, classes, time, rng)
+    if options.undirected:
+        edges = both_ways(edges, counts, True, "dataset synthetic-hetero")
+    return Dataset("synthetic-hetero", nodes, edges, fingerprint, hetero=True)
+
+
+def _check_hetero(options: SyntheticHeteroOptions) -> None:
+    check_limits(
+        "synthetic-hetero",
+        options,
+        {
+            "num_nodes": (1, 2**31 - 1),
+            "avg_degree": (0, max(1.0, options.num_nodes / 4)),
+            "num_classes": (1, options.num_nodes),
+            "num_features": (1, 2**20),
+            "homophily": (0, 1),
+            "noise": (0, 1e6),
+            "seed": (0, 2**63 - 1),
+        },
+    )
+
+
+def _relations(
+    options: SyntheticHeteroOptions, classes: dict[str, Array], time: Array, rng: np.random.Generator
+) -> dict[EdgeType, EdgeData]:
+    y = classes["paper"]
+    degrees = {
+        ("author", "writes", "paper"): (y, _AUTHORS_OF_A_PAPER),
+        ("paper", "cites", "paper"): (y, options.avg_degree),
+        ("paper", "disputes", "paper"): ((y + 1) % options.num_classes, options.avg_degree),
+        ("paper", "about", "field"): (y, _FIELDS_OF_A_PAPER),
+    }
+    edges = {}
+    for of, (wanted, degree) in degrees.items():
+        other = of[0] if of[0] != "paper" else of[2]
+        links = _draw_links(wanted, classes[other], degree, options.homophily, rng)
+        if other == "paper":
+            links = _among_papers(links, time if options.time else None, rng)
+        ends = (links.others, links.papers) if of[0] == other != "paper" else (links.papers, links.others)
+        edges[of] = EdgeData(np.stack(ends), _attrs(links, other, time, options, rng))
+    return edges
+
+
+def _draw_links(wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator) -> _Links:
+    """About ``degree`` different others for each paper, of its ``wanted`` class with chance ``homophily``, else any."""
+    papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
+    by_class = np.argsort(classes, kind="stable")
+    bounds = np.searchsorted(classes[by_class], [wanted[papers], wanted[papers] + 1])
+    anywhere = (rng.random(len(papers)) >= homophily) | (bounds[0] == bounds[1])
+    low, high = np.where(anywhere, [[0], [len(classes)]], bounds)
+    others = by_class[low + (rng.random(len(papers)) * (high - low)).astype(np.int64)]
+    pairs = np.unique(papers * len(classes) + others)
+    papers, others = pairs // len(classes), pairs % len(classes)
+    return _Links(papers, others, classes[others] == wanted[papers])
+
+
+def _among_papers(links: _Links, time: Array | None, rng: np.random.Generator) -> _Links:
+    """No self loops; with times mostly references to earlier papers."""
+    keep = links.papers != links.others
+    if time is not None:
+        keep &= mostly_forward(time[links.others], time[links.papers], rng)
+    return _Links(links.papers[keep], links.others[keep], links.hit[keep])
+
+
+def _attrs(
+    links: _Links, other: str, time: Array, options: SyntheticHeteroOptions, rng: np.random.Generator
+) -> dict[str, Array]:
+    attrs = {}
+    if options.edge_weight:
+        attrs["edge_weight"] = edge_weights(links.hit, rng)
+    if options.time:
+        own = time[links.papers]
+        attrs["edge_time"] = edge_times(own, time[links.others] if other == "paper" else own, rng)
+    return attrs

@@ -20,15 +20,16 @@ from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.nn.parameter_dict import ParameterDict
 from torch_geometric.utils import softmax
 
-from trainer.batch import Block
-from trainer.errors import SettingsError
-from trainer.nn.facts import LayerNeed
+from trainer.core.batch import Block
+from trainer.core.errors import SettingsError
+from trainer.core.schema import EdgeType, NodeType
+from trainer.nn.graph_facts import LayerNeed
+from trainer.nn.kernels.spmm import aggregate, attend, edge_dots, edge_targets
 from trainer.nn.layers import SAGEConv, linear_first
 from trainer.nn.precision import for_sums
-from trainer.nn.spmm import aggregate, attend, edge_dots, edge_targets
-from trainer.schema import EdgeType, NodeType
 
 Blocks = Mapping[EdgeType, Block]
+
 Rows = dict[NodeType, Tensor]
 
 #: Share of a block's targets below which the rest, which have no edges, are left out of its dense product.

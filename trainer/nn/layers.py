@@ -6,16 +6,25 @@ neighbours the output is theirs too.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.batch import Block
-from trainer.nn.activation import Activation
-from trainer.nn.glorot import glorot
+from trainer.core.batch import Block
+from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.sage import sage_rows
+from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 from trainer.nn.precision import product_dtype, sum_dtype
-from trainer.nn.sage import sage_rows
-from trainer.nn.spmm import aggregate, attend, edge_targets
+
+
+def glorot(weight: Tensor) -> None:
+    """Draw ``weight`` [.., rows, columns] in place, with the same numbers as torch_geometric's function of that name,
+    which takes seconds to import."""
+    bound = math.sqrt(6.0 / (weight.size(-2) + weight.size(-1)))
+    weight.data.uniform_(-bound, bound)
+
 
 #: Multiply-adds of a dense product that take as long as one of an aggregation, which waits for memory.
 DENSE_PER_SPARSE = 30

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import Batch
-from trainer.errors import DataError, SettingsError
-from trainer.nn.activation import Activation
-from trainer.nn.embeddings import Embeddings
-from trainer.nn.facts import GraphFacts
+from trainer.core.batch import Batch
+from trainer.core.errors import DataError, SettingsError
+from trainer.nn.graph_facts import GraphFacts
+from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
+from trainer.nn.hetero_models import HeteroModel, HeteroShape, widths
+from trainer.nn.kernels.activation import Activation
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
-from trainer.nn.precision import in_own_precision
-from trainer.nn.settings import ModelSettings, precision_of
+from trainer.nn.precision import PRECISIONS, in_own_precision
+from trainer.nn.sharded_embedding import Embeddings
+
+
+class ModelSettings(Protocol):
+    """What a model needs of the settings; ``TrainSettings`` has it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def dropout(self) -> float: ...
+    @property
+    def fanouts(self) -> tuple[int, ...]: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+
+
+def precision_of(settings: ModelSettings) -> torch.dtype:
+    """Of dense products."""
+    return PRECISIONS[settings.precision]
 
 
 class BlockModel(nn.Module):
@@ -76,7 +101,7 @@ def _of_types(name: str) -> HeteroBuilder:
     """A builder of ``typed_models``, imported when it is used: torch_geometric, which it needs, takes seconds."""
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-        from trainer.nn import typed_models
+        from trainer.nn import models as typed_models
 
         model: nn.Module = getattr(typed_models, name)(settings, facts, embeddings)
         return model
@@ -86,6 +111,7 @@ def _of_types(name: str) -> HeteroBuilder:
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
+
 #: Models of graphs with any number of types.
 HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage")}
 
@@ -122,3 +148,24 @@ def _only_width(facts: GraphFacts) -> int:
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:
     dims = [in_dim, *[settings.hidden] * (len(settings.fanouts) - 1), num_classes]
     return list(zip(dims, dims[1:], strict=False))
+
+
+def rgcn(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    width = settings.hidden
+    return HeteroModel(facts, _shape(settings), lambda need: RGCNConv(need, width, width), embeddings)
+
+
+def hgt(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    """As in the paper: no activation between layers, which mix each node's own row back in."""
+    width, heads = settings.hidden, settings.heads
+    shape = _shape(settings, relu=False)
+    return HeteroModel(facts, shape, lambda need: HGTConv(need, widths(need, width), width, heads), embeddings)
+
+
+def rsage(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
+    width = settings.hidden
+    return HeteroModel(facts, _shape(settings), lambda need: HeteroSAGEConv(need, width, width), embeddings)
+
+
+def _shape(settings: ModelSettings, relu: bool = True) -> HeteroShape:
+    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu, precision_of(settings))

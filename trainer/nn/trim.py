@@ -21,12 +21,14 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from torch_geometric.typing import Metadata
 from torch_geometric.utils import trim_to_layer
 
-from trainer.errors import SettingsError
-from trainer.nn.facts import layer_needs
-from trainer.schema import AnyType, EdgeType, NodeType
+from trainer.core.errors import SettingsError
+from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.nn.graph_facts import layer_needs
 
 Counts = list[int]  #: sampled per hop
+
 RowsOf = dict[NodeType, Tensor]
+
 EdgeRows = dict[EdgeType, Tensor]
 
 #: What normalises by degrees in the edges it is given, or looks further than one hop: trimmed it would differ.

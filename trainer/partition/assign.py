@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,18 +10,103 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
+from trainer.core.errors import PartitionError
+from trainer.core.rng import GOLDEN, hashed
+from trainer.core.schema import EdgeType, NodeType, type_name, type_of
 from trainer.data.dataset import Dataset
-from trainer.errors import PartitionError
-from trainer.partition.frequency import frequency_assignment
-from trainer.partition.hashing import hash_part, random_parts
-from trainer.partition.joined import JoinedNodes, Part
-from trainer.partition.methods import METHODS, fanouts_of, method_options
+from trainer.partition.balance import JoinedNodes, Part
+from trainer.partition.frequency import Fanouts, frequency_assignment
 from trainer.partition.metis import metis_assignment
-from trainer.schema import EdgeType, NodeType
 
-__all__ = ["METHODS", "PartitionAssignment", "assign_parts"]
+METHODS = ("metis", "random", "hash", "frequency")
+
+#: What parts have about equal numbers of, besides nodes as a whole: nothing more, nodes of each type,
+#: train seeds of each type, or both.
+BALANCES = ("nodes", "types", "seeds", "types+seeds")
+
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "metis": {"balance": "types+seeds"},
+    "random": {},
+    "hash": {},
+    "frequency": {"balance": "types+seeds", "fanouts": (15, 10, 5)},
+}
+
+
+def method_options(method: str, **given: Any) -> dict[str, Any]:
+    """Everything ``method`` is told, defaults included, as JSON values: part of a partition's fingerprint.
+
+    None stands for not given, and what a method has no use for is left out. Raises ``PartitionError`` for an
+    unknown method, option or value.
+    """
+    if method not in METHODS:
+        raise PartitionError(f"unknown partition method {method!r}; there are {', '.join(METHODS)}")
+    known = sorted({name for options in _DEFAULTS.values() for name in options})
+    for name in given:
+        if name not in known:
+            raise PartitionError(f"unknown partition option {name!r}; there are {', '.join(known)}")
+    options = {name: default if given.get(name) is None else given[name] for name, default in _DEFAULTS[method].items()}
+    if "balance" in options and options["balance"] not in BALANCES:
+        raise PartitionError(f"unknown balance {options['balance']!r}; there are {', '.join(BALANCES)}")
+    if "fanouts" in options:
+        options["fanouts"] = _plain_fanouts(options["fanouts"])
+    return options
+
+
+def fanouts_of(plain: Any) -> Fanouts:
+    """Fanouts as the samplers take them, from ``method_options``."""
+    if not isinstance(plain, Mapping):
+        return tuple(plain)
+    return {_edge_type(name): tuple(hops) for name, hops in plain.items()}
+
+
+def _plain_fanouts(fanouts: Any) -> Any:
+    if isinstance(fanouts, Mapping):
+        named = {of if isinstance(of, str) else type_name(of): hops for of, hops in fanouts.items()}
+        return {name: _plain_hops(hops) for name, hops in sorted(named.items())}
+    return _plain_hops(fanouts)
+
+
+def _plain_hops(hops: Any) -> list[int]:
+    numbers = list(hops) if isinstance(hops, (list, tuple)) else [hops]
+    if not numbers or not all(isinstance(hop, int) and hop >= -1 for hop in numbers):
+        raise PartitionError(f"fanouts {hops!r}: expected whole numbers, one per hop, -1 for all neighbours")
+    return numbers
+
+
+def _edge_type(name: str) -> EdgeType:
+    of = type_of(name)
+    if isinstance(of, str):
+        raise PartitionError(f"fanouts: {name!r} is no edge type; write source__relation__target")
+    return of
+
+
+_AT_ONCE = 1 << 20
+
+
+def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -> Part:
+    """The part of each node, int32 [n]; the same whatever else is in the graph. Parts are about equal, not exactly."""
+    part = np.empty(len(orig_ids), np.int32)
+    for start in range(0, len(orig_ids), _AT_ONCE):
+        keys = _keys(node_type, orig_ids[start : start + _AT_ONCE], seed)
+        part[start : start + _AT_ONCE] = ((keys >> np.uint64(32)) * np.uint64(num_parts)) >> np.uint64(32)
+    return part
+
+
+def random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
+    """Nodes dealt out in random order, type after type: parts differ by one node at most, in all and of each type."""
+    part = np.empty(joined.total, np.int32)
+    for (node_type, start), own in zip(joined.starts.items(), joined.split(part).values(), strict=True):
+        order = np.argsort(_keys(node_type, np.arange(len(own)), seed), kind="stable")
+        own[order] = (start + np.arange(len(own))) % num_parts
+    return part
+
+
+def _keys(node_type: NodeType, ids: Array, seed: int) -> Array:
+    salt = int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
+    start = np.uint64((salt ^ ((seed + 1) * int(GOLDEN))) % 2**64)
+    return hashed(ids.astype(np.uint64) * GOLDEN + hashed(start))
 
 
 @dataclass(frozen=True)

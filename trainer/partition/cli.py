@@ -7,11 +7,11 @@ from typing import Any, get_args
 
 import click
 
+from trainer.core.remote_access import WireRows
+from trainer.partition.assign import BALANCES, METHODS
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition
-from trainer.partition.methods import BALANCES, METHODS
 from trainer.partition.verify import verify_partition
-from trainer.reach import WireRows
 
 
 @click.group()

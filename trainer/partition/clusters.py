@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from trainer.arrays import Array, Ids
-from trainer.compiled import njit
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
+from trainer.core.errors import PartitionError
+from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.errors import PartitionError
 from trainer.partition.assign import PartitionAssignment, assign_parts
-from trainer.partition.relabel import Relabelling, relabel
-from trainer.schema import NodeType
+from trainer.partition.cut import Relabelling, relabel
 
 CLUSTER = "cluster"  #: the node attribute
 

@@ -13,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import PartitionError
-from trainer.partition.format import FORMAT, MANIFEST, Manifest, read_manifest
+from trainer.core.errors import PartitionError
+from trainer.store.manifest import FORMAT, MANIFEST, Manifest, read_manifest
 
 _AT_FDCWD = -100
+
 _RENAME_EXCHANGE = 2
+
 _SYNCS = 8  #: at once: a file system commits together what is waiting
+
 _OUR_NOTES = ".gnnfleet-"  #: begins the names of the launcher's stamp and digest caches
 
 

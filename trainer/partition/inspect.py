@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Ids
-from trainer.partition.format import AttrSpec, EdgeSpec, Manifest, NodeSpec
-from trainer.partition.kernels import mark_outside, new_bitset
-from trainer.schema import NodeType, type_name
-from trainer.store.part import Part, PartStore, open_parts
+from trainer.core.arrays import Ids
+from trainer.core.schema import NodeType, type_name
+from trainer.partition.verify import mark_outside, new_bitset
+from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
+from trainer.store.part_store import Part, PartStore, open_parts
 
 
 @dataclass(frozen=True)

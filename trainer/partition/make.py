@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.core.remote_access import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options
+from trainer.partition.assign import method_options
 from trainer.partition.folder import replaced, reusable
-from trainer.partition.format import Manifest
-from trainer.partition.methods import Fanouts, method_options
+from trainer.partition.frequency import Fanouts
 from trainer.partition.write import options_with, partition_fingerprint, write_partition
-from trainer.reach import WireRows
+from trainer.store.manifest import Manifest
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import pymetis
 
-from trainer.arrays import Array
-from trainer.compiled import njit
+from trainer.core.arrays import Array
+from trainer.core.compiled import njit
+from trainer.core.errors import PartitionError
+from trainer.core.rng import GOLDEN, fraction, mix
 from trainer.data.dataset import Dataset
-from trainer.errors import PartitionError
-from trainer.partition.balance import SLACK, balance_parts, fill_up, node_classes
-from trainer.partition.joined import JoinedNodes, Part, joined_adjacency
-from trainer.rng import GOLDEN, fraction, mix
+from trainer.partition.balance import SLACK, JoinedNodes, Part, balance_parts, fill_up, joined_adjacency, node_classes
 
 #: METIS's memory and time go with its edges (about 90 bytes each, all levels together). Above this mean
 #: degree it sees a sample of them; the refinement afterwards makes up for what the sample hides.

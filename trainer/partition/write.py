@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from trainer.arrays import Array
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.remote_access import WireRows
+from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
+from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
-from trainer.errors import DataError
 from trainer.partition.assign import PartitionAssignment
-from trainer.partition.cut import EdgeCut, EdgeRows
+from trainer.partition.cut import EdgeCut, EdgeRows, Relabelling, relabel
 from trainer.partition.folder import reusable, staged
-from trainer.partition.format import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
-from trainer.partition.npy import rows_in_chunks, rows_per_chunk, write_npy
-from trainer.partition.relabel import Relabelling, relabel
-from trainer.reach import WireRows
-from trainer.rounding import Unroundable, rounds, to_float16, to_int8
-from trainer.schema import EdgeType, NodeType, type_name
+from trainer.store.manifest import VERSION, AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, write_manifest
+from trainer.store.npy import rows_in_chunks, rows_per_chunk, write_npy
 
 _WRITERS = 2
 

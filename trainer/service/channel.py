@@ -18,23 +18,35 @@ from weakref import WeakValueDictionary
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from trainer.errors import WireError
-from trainer.service.keys import CurveKeys
-from trainer.service.wire import MAX_FRAME, Kind, Message, decode, encode
+from trainer.core.errors import WireError
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.frames import MAX_FRAME, Kind, Message, decode, encode
 
 SLICE = 0.1  #: seconds; the longest a waiting thread stays away from close() and from news of the connection
+
 GONE_AFTER = 3.0  #: seconds without a line until another holder is asked; half of it where the host refuses connections
+
 _LONGEST = 10  #: deadlines that a server which is alive may take
+
 _LOOK_EVERY = 0.25  #: seconds between looks at a connection on which nothing comes
+
 _PROGRESS = 16_384  #: bytes on a connection that are more than heartbeats
+
 _RECEIVED_AT = 128  #: offset of tcpi_bytes_received in Linux's struct tcp_info
+
 _REJOIN_AFTER = 0.5  #: seconds until a refused connection is tried anew; libzmq itself gives those up
+
 _HEARTBEAT_MS = 2_000
+
 #: For servers that are stopped. Long, since nothing is heard while a frame of 1 MiB comes in over a slow, shared line.
 _HEARTBEAT_TIMEOUT_MS = 30_000
+
 _SILENT_HOST_MS = 10_000  #: for hosts that have vanished: nothing is acknowledged
+
 _SLOW, _BUSY = "connected, so it is slow or stuck", "connected; it is alive but busy"
+
 _REFUSED = "handshake refused: do both nodes have this run's service.key?"
+
 _WATCHED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
@@ -43,6 +55,7 @@ _WATCHED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
 _GIVEN_UP = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 
 

@@ -4,29 +4,144 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
-from trainer.arrays import Array, Ids
-from trainer.errors import ServerGone, ServiceError, WireError
-from trainer.reach import WireRows
-from trainer.sample.sampler import BatchWork, Sampled
-from trainer.sample.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.schema import EdgeType, NodeType
-from trainer.service import batches, hops, protocol
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import ServerGone, ServiceError, WireError
+from trainer.core.remote_access import WireRows
+from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.service import batch_messages, hop_messages, messages
 from trainer.service.channel import Call, Channel
-from trainer.service.keys import CurveKeys
-from trainer.service.limits import client_context
-from trainer.service.pieces import InPieces, PendingRows, RowSizes
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import ClientName, HelloInfo, ServerStats, SharedSlice
-from trainer.service.rounded import flag_of
-from trainer.service.wire import Flag, Kind, Message, Status
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.frames import Flag, Kind, Message, Status
+from trainer.service.messages import ClientName, HelloInfo, ServerPlace, ServerStats, SharedSlice, flag_of
+from trainer.service.server import client_context
+
+PIECE = 4 << 20  #: bytes of an answer, about
+
+UNDER_WAY = 4  #: pieces
+
+_ROW = 1 << 10  #: bytes of a row, as long as none has come
+
+Rows = dict[str, Array]  #: attribute -> [n, …]
+
+
+class PendingRows(Protocol):
+    """An answer under way; ``client.Pending`` is one."""
+
+    received: int
+
+    def result(self, timeout: float | None = None) -> list[Rows]: ...
+
+
+class RowSizes:
+    """How many bytes rows have taken on the wire, by type and attributes. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[AnyType, tuple[str, ...]], int] = {}
+
+    def rows_of(self, requests: Sequence[RowRequest]) -> int:
+        """How many rows of the widest of these requests make a piece."""
+        widest = max((self._found.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
+        return max(1, PIECE // widest)
+
+    def note(self, requests: Sequence[RowRequest], rows: Sequence[Mapping[str, Array]]) -> None:
+        for request, found in zip(requests, rows, strict=True):
+            if count := len(request.ids):
+                size = sum(values.nbytes for values in found.values()) // count
+                self._found[request.of, request.attrs] = max(1, size)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some rows of a request that lie next to each other."""
+
+    number: int  #: of the request
+    begin: int
+    end: int
+
+
+def cut(requests: Sequence[RowRequest], most: int) -> Iterator[list[Slice]]:
+    """Pieces of at most ``most`` rows, in order; a request without rows has a slice, too."""
+    piece: list[Slice] = []
+    room = most
+    for number, request in enumerate(requests):
+        begin, count = 0, len(request.ids)
+        while True:
+            end = min(count, begin + room)
+            piece.append(Slice(number, begin, end))
+            room -= end - begin
+            begin = end
+            if room == 0 and not (begin == count and number + 1 == len(requests)):
+                yield piece
+                piece, room = [], most
+            if begin == count:
+                break
+    if piece:
+        yield piece
+
+
+class InPieces:
+    """The answers to ``requests``, some pieces at a time; used as ``client.Pending``, by one thread."""
+
+    def __init__(
+        self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
+    ):
+        self.received = 0  #: bytes of the answers that are here
+        self._requests, self._submit, self._sizes = requests, submit, sizes
+        self._waiting = deque(cut(requests, sizes.rows_of(requests)))
+        self._asked: deque[tuple[list[Slice], list[RowRequest], PendingRows]] = deque()
+        self._found: list[Rows] = [{} for _ in requests]
+        self._ask()
+
+    def result(self, timeout: float | None = None) -> list[Rows]:
+        """``timeout``: for each piece. Raises as ``client.Pending`` does, and ``WireError`` for pieces that differ."""
+        while self._asked:
+            slices, requests, pending = self._asked[0]
+            rows = pending.result(timeout)
+            self.received += pending.received
+            self._asked.popleft()
+            self._ask()
+            self._sizes.note(requests, rows)
+            for part, found in zip(slices, rows, strict=True):
+                self._put(part, found)
+        return self._found
+
+    def _ask(self) -> None:
+        while self._waiting and len(self._asked) < UNDER_WAY:
+            slices = self._waiting.popleft()
+            asked = [self._requests[part.number] for part in slices]
+            requests = [
+                replace(request, ids=request.ids[part.begin : part.end])
+                for part, request in zip(slices, asked, strict=True)
+            ]
+            self._asked.append((slices, requests, self._submit(requests)))
+
+    def _put(self, part: Slice, rows: Rows) -> None:
+        found, count = self._found[part.number], len(self._requests[part.number].ids)
+        for name, values in rows.items():
+            if part.end - part.begin == count:
+                found[name] = values
+                continue
+            whole = found.get(name)
+            if whole is None:
+                whole = found[name] = slabs.empty((count, *values.shape[1:]), values.dtype)
+            if (whole.dtype, whole.shape[1:]) != (values.dtype, values.shape[1:]):
+                raise WireError(
+                    f"rows of {name} came as {whole.dtype} {whole.shape[1:]} and as {values.dtype} {values.shape[1:]}"
+                )
+            whole[part.begin : part.end] = values
+
 
 T = TypeVar("T")
 
@@ -54,7 +169,7 @@ class Pending(Generic[T]):
             raise self._client.no_answer(kind, waited, self._channel.state, self._call.gone)
         self.received = reply.size
         if reply.kind == Kind.BATCH:
-            self._channel.tell(protocol.taken(self._call.request_id))
+            self._channel.tell(messages.taken(self._call.request_id))
         if reply.status != Status.OK or reply.kind != self._call.request.kind:
             raise ServiceError(f"{self._client.name}: {kind} failed: {reply.text or reply.status.name}")
         try:
@@ -73,15 +188,15 @@ class HostClient:
 
     def __init__(
         self, place: ServerPlace, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
-        compress: bool = False, gone_after: float | None = None, wire_rows: WireRows = "stored",
+        gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
-        """``route``: ask for the whole graph, not only for the server's own parts; ``compress``: large arrays of
-        answers may come compressed; ``gone_after``: seconds of a lost server until ``ServerGone``; None: as the
-        channel has it; ``wire_rows``: what floating-point rows are rounded to on their way."""
+        """``route``: ask for the whole graph, not only for the server's own parts; ``gone_after``: seconds of a
+        lost server until ``ServerGone``; None: as the channel has it; ``wire_rows``: what floating-point rows are
+        rounded to on their way."""
         self.place = place
         self.deadline = deadline  #: seconds
         self._keys, self._gone_after = keys, gone_after
-        self._flags = Flag(Flag.ROUTE * route | Flag.COMPRESS * compress | flag_of(wire_rows))
+        self._flags = Flag(Flag.ROUTE * route | flag_of(wire_rows))
         self._row_sizes = RowSizes()
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
@@ -120,7 +235,9 @@ class HostClient:
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> Pending[list[HopSample]]:
         """Ask for several hops in one message; the answers' ids are int32 where they fit."""
-        return self._submit(lambda: hops.sample_request(requests), lambda reply: hops.read_samples(reply, requests))
+        return self._submit(
+            lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
+        )
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
         """Ask for rows of attributes, in pieces where they are many; each answer maps names to [n, …] in request
@@ -130,42 +247,42 @@ class HostClient:
     def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending[npt.NDArray[np.bool_]]:
         """Ask which of these edges exist: bool [n]."""
         return self._submit(
-            lambda: protocol.has_edges_request(edge_type, src, dst), lambda reply: protocol.read_found(reply, len(dst))
+            lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
     def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending[EdgeList]:
         """Ask for ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
         return self._submit(
-            lambda: protocol.edges_request(part_id, edge_type, first, count),
-            lambda reply: protocol.read_edges(reply, count),
+            lambda: messages.edges_request(part_id, edge_type, first, count),
+            lambda reply: messages.read_edges(reply, count),
         )
 
     def submit_batch(self, work: BatchWork, client: ClientName) -> Pending[Sampled]:
         """Ask for a whole batch; the server is told when it has come."""
 
         def read(reply: Message) -> Sampled:
-            sampled = batches.read_batch(reply, work)
+            sampled = batch_messages.read_batch(reply, work)
             return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
 
-        return self._submit(lambda: batches.batch_request(work, client), read)
+        return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
     def submit_manifest(self) -> Pending[bytes]:
         """Ask for the bytes of ``manifest.json``."""
-        return self._submit(protocol.manifest_request, protocol.read_manifest_text)
+        return self._submit(messages.manifest_request, messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> Pending[Array]:
         """Ask for rows of an array that all parts share."""
-        return self._submit(lambda: protocol.shared_request(asked), lambda reply: protocol.read_shared(reply, asked))
+        return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
     def submit_to_global(self, of: NodeType, orig_ids: Ids) -> Pending[Ids]:
         """Ask for the global ids of original ids: int64 [n]."""
         return self._submit(
-            lambda: protocol.to_global_request(of, orig_ids), lambda reply: protocol.read_ids(reply, len(orig_ids))
+            lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
     def submit_hello(self) -> Pending[HelloInfo]:
         """Ask who the server is."""
-        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), protocol.read_hello)
+        return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """In-edges of nodes the server owns. Raises ``ServiceError``."""
@@ -185,7 +302,7 @@ class HostClient:
 
     def stats(self) -> ServerStats:
         """The server's counters. Raises ``ServiceError``."""
-        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), protocol.read_stats).result()
+        return self._submit(lambda: Message(Kind.STATS, Status.REQUEST, 0), messages.read_stats).result()
 
     def close(self) -> None:
         """End all connections; threads that wait for an answer raise ``ServiceError``."""
@@ -213,7 +330,7 @@ class HostClient:
 
     def _submit_rows(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
         return self._submit(
-            lambda: protocol.gather_request(requests), lambda reply: protocol.read_rows(reply, requests)
+            lambda: messages.gather_request(requests), lambda reply: messages.read_rows(reply, requests)
         )
 
     def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:

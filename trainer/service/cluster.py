@@ -11,16 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ServiceError, SettingsError
-from trainer.reach import WireRows
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.remote_access import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.keys import CurveKeys
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import HelloInfo
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.messages import HelloInfo, ServerPlace
 
 ROLES = ("worker", "server", "client")
+
 _GLANCE = 0.1  #: seconds
+
 _FOR_COPIES = 3.0  #: seconds that a node without a part of its own has to answer
 
 

@@ -3,29 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from trainer.arrays import Array
-from trainer.errors import PartitionError, ServiceError
-from trainer.partition.format import MANIFEST
-from trainer.sample.edge_slice import edge_slice
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.sampler import BatchWork, CountedAccess, SubgraphSampler
-from trainer.sample.specs import check_type
-from trainer.sample.subgraph import SampleSettings
-from trainer.sample.types import EdgeList, GraphAccess
-from trainer.schema import EdgeType
-from trainer.service import batches, hops, protocol
-from trainer.service.bounded import BoundedGraph, check_rows
-from trainer.service.places import ServerPlace
-from trainer.service.protocol import FormOf, HelloInfo, ServerStats, SharedSlice
-from trainer.service.rounded import form_of
-from trainer.service.wire import Flag, Kind, Message
-from trainer.store.part import PartStore
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import PartitionError, ServiceError
+from trainer.core.schema import EdgeType
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.request_split import edge_slice
+from trainer.sampler.settings import check_type, row_spec
+from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
+from trainer.sampler.types import EdgeList, GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
+from trainer.service import batch_messages, hop_messages, messages
+from trainer.service.frames import Flag, Kind, Message
+from trainer.service.messages import FormOf, HelloInfo, ServerPlace, ServerStats, SharedSlice, form_of
+from trainer.store.manifest import MANIFEST
+from trainer.store.part_store import PartStore
+
+_BYTES_OF_EDGE = 4  # at least: its source
+
+
+def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
+    """Raise ``ServiceError`` for rows of more than ``limit`` bytes together, ``PartitionError`` for unknown ones."""
+    total = 0
+    for request in requests:
+        for name in request.attrs:
+            dtype, shape = row_spec(store, request.of, name)
+            total += len(request.ids) * math.prod(shape) * dtype.itemsize
+    if total > limit:
+        raise ServiceError(f"an answer of {total} bytes is over {limit}; ask for fewer nodes at once")
+
+
+class BoundedGraph:
+    """``graph`` for one request whose neighbours and rows may take ``limit`` bytes."""
+
+    def __init__(self, graph: CountedAccess, store: PartStore, limit: int):
+        self._graph, self._store, self._limit = graph, store, limit
+        self._edges = 0
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        samples = self._graph.sample_hops(requests)
+        self._edges += sum(len(sample.src) for sample in samples)
+        if self._edges * _BYTES_OF_EDGE > self._limit:
+            raise ServiceError(
+                f"{self._edges} edges and more take over {self._limit} bytes; make batches or fanouts smaller"
+            )
+        return samples
+
+    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        check_rows(self._store, requests, self._limit)
+        return self._graph.gather(requests)
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        return self._graph.has_edges(edge_type, src, dst)
+
+    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+        return self._graph.edge_list(edge_type)
+
+    def take_cost(self) -> Cost:
+        return self._graph.take_cost()
+
 
 Topology = Callable[[], tuple[int, tuple[ServerPlace, ...]]]  #: version of the cluster.json, all graph servers
 
@@ -61,7 +103,7 @@ class Handlers:
         self._sampler: SubgraphSampler | None = None
         self._short: dict[Kind, Callable[[Message], Message]] = {
             Kind.HELLO: self._hello,
-            Kind.STATS: lambda request: request.reply(text=protocol.info_text(self._stats())),
+            Kind.STATS: lambda request: request.reply(text=messages.info_text(self._stats())),
             Kind.SAMPLE: self._sample,
             Kind.GATHER: self._gather,
             Kind.HAS_EDGES: lambda request: self._has_edges(self._graph, request),
@@ -81,13 +123,15 @@ class Handlers:
         """The answer of the whole graph."""
         graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
         if request.kind == Kind.SAMPLE:
-            return request.reply(hops.sample_arrays(graph.sample_hops(hops.read_sample_request(request))))
+            return request.reply(
+                hop_messages.sample_arrays(graph.sample_hops(hop_messages.read_sample_request(request)))
+            )
         if request.kind == Kind.GATHER:
-            asked = protocol.read_gather_request(request)
-            return protocol.rows_reply(request, asked, graph.gather(asked), self._forms(request))
+            asked = messages.read_gather_request(request)
+            return messages.rows_reply(request, asked, graph.gather(asked), self._forms(request))
         if request.kind == Kind.HAS_EDGES:
             return self._has_edges(graph, request)
-        return request.reply(protocol.edge_arrays(self._whole().edges_of(*protocol.read_edges_request(request))))
+        return request.reply(messages.edge_arrays(self._whole().edges_of(*messages.read_edges_request(request))))
 
     def batch(self, request: Message, work: BatchWork) -> Message:
         """A whole batch."""
@@ -97,7 +141,7 @@ class Handlers:
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip
-        return batches.batch_reply(request, sampler.sample(work.seeds, work.key), self._forms(request))
+        return batch_messages.batch_reply(request, sampler.sample(work.seeds, work.key), self._forms(request))
 
     def _whole(self) -> RoutedGraph:
         if self.routed is None:
@@ -106,22 +150,22 @@ class Handlers:
 
     def _hello(self, request: Message) -> Message:
         version, servers = self._topology()
-        return request.reply(text=protocol.info_text(replace(self._info, version=version, servers=servers)))
+        return request.reply(text=messages.info_text(replace(self._info, version=version, servers=servers)))
 
     def _sample(self, request: Message) -> Message:
         samples, edges = [], 0
-        for asked in hops.read_sample_request(request):
+        for asked in hop_messages.read_sample_request(request):
             samples += self._graph.sample_hops([asked])
             edges += len(samples[-1].src)
             if edges * 4 > self._limit:
                 raise ServiceError(f"{edges} edges and more are over {self._limit} bytes; ask for fewer nodes at once")
-        return request.reply(hops.sample_arrays(samples))
+        return request.reply(hop_messages.sample_arrays(samples))
 
     def _gather(self, request: Message) -> Message:
-        asked = protocol.read_gather_request(request)
+        asked = messages.read_gather_request(request)
         if isinstance(self._graph, LocalGraph):
             check_rows(self._graph.store, asked, self._limit)
-        return protocol.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
+        return messages.rows_reply(request, asked, self._graph.gather(asked), self._forms(request))
 
     def _forms(self, request: Message) -> FormOf:
         """How rows travel in the answer."""
@@ -133,11 +177,11 @@ class Handlers:
 
     @staticmethod
     def _has_edges(graph: GraphAccess, request: Message) -> Message:
-        return request.reply([graph.has_edges(*protocol.read_has_edges_request(request))])
+        return request.reply([graph.has_edges(*messages.read_has_edges_request(request))])
 
     def _edges(self, request: Message) -> Message:
-        edges = edge_slice(self._graph.store, *protocol.read_edges_request(request))
-        return request.reply(protocol.edge_arrays(edges))
+        edges = edge_slice(self._graph.store, *messages.read_edges_request(request))
+        return request.reply(messages.edge_arrays(edges))
 
     def _manifest(self, request: Message) -> Message:
         path = self._graph.store.folder / MANIFEST
@@ -147,7 +191,7 @@ class Handlers:
             raise PartitionError(f"{path} cannot be read: {error.strerror}") from None
 
     def _shared(self, request: Message) -> Message:
-        asked = protocol.read_shared_request(request)
+        asked = messages.read_shared_request(request)
         array = self._shared_array(asked)
         rows = array if array.ndim else array[None]
         if asked.first + asked.count > len(rows):
@@ -165,7 +209,7 @@ class Handlers:
         return store.graph_attrs[asked.name]
 
     def _to_global(self, request: Message) -> Message:
-        of, ids = protocol.read_to_global_request(request)
+        of, ids = messages.read_to_global_request(request)
         check_type(self._graph.store, of)
         last = self._graph.store.manifest.nodes[of].num_nodes - 1
         if len(ids) and not 0 <= ids.min() <= ids.max() <= last:

@@ -10,19 +10,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import ServiceError, SettingsError
-from trainer.malloc import give_back_freed_memory
-from trainer.partition.format import manifest_digest
-from trainer.reach import SERVER_WAIT, Topology
-from trainer.sample.one_hop import LocalGraph
-from trainer.sample.routing import DistGraph
-from trainer.service.keys import read_key_file
-from trainer.service.limits import allow_many_files
-from trainer.service.peers import Peer, Peers
-from trainer.service.protocol import HelloInfo
-from trainer.service.server import GraphServer
-from trainer.service.warm import warm_up, warm_up_batches
-from trainer.store.part import open_parts
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.remote_access import SERVER_WAIT, Topology
+from trainer.core.slabs import give_back_freed_memory
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.service.curve_keys import read_key_file
+from trainer.service.messages import HelloInfo
+from trainer.service.server import GraphServer, allow_many_files
+from trainer.service.server_peers import Peer, Peers
+from trainer.service.warm_up import warm_up, warm_up_batches
+from trainer.store.manifest import manifest_digest
+from trainer.store.part_store import open_parts
 
 _GLANCE = 0.5  #: seconds between looks at the server's own thread
 

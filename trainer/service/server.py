@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import resource
 import sys
 import threading
 import time
@@ -13,22 +15,23 @@ from typing import Any
 
 import zmq
 
-from trainer.errors import ServiceError, TrainerError, WireError
-from trainer.sample.sampler import BatchWork
-from trainer.service import batches
-from trainer.service.clients import DeskStatus, Job
-from trainer.service.desk import BatchDesk
+from trainer.core.errors import ServiceError, TrainerError, WireError
+from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.service import batch_messages
+from trainer.service.batch_scheduler import BatchDesk, DeskStatus, Job, WaitingTurns
+from trainer.service.curve_keys import CurveKeys, start_authenticator
+from trainer.service.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.keys import CurveKeys, start_authenticator
-from trainer.service.mover import REPLIES, Mover, bound_front
-from trainer.service.protocol import HelloInfo, ServerStats
+from trainer.service.messages import HelloInfo, ServerStats
+from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
-from trainer.service.turns import WaitingTurns
-from trainer.service.wire import MAX_ARRAY, Flag, Kind, Message, Status, decode, encode
 
 MAX_REQUEST = 64 << 20  #: bytes
+
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
+
 _BACKLOG = 32  #: requests waiting per short thread; beyond that the network queues hold them
+
 _GLANCE = 1.0  #: seconds
 
 _Asked = tuple[Message, BatchWork | None]
@@ -162,7 +165,7 @@ class GraphServer:
     def _job(peer: bytes, request: Message) -> Job[_Asked]:
         if request.kind != Kind.BATCH:
             return Job(peer, request.request_id, (request, None), size=request.size)
-        work, client = batches.read_batch_request(request)
+        work, client = batch_messages.read_batch_request(request)
         return Job(peer, request.request_id, (request, work), client, request.size)
 
     def _make_batches(self, out: zmq.Socket[bytes]) -> None:
@@ -184,7 +187,7 @@ class GraphServer:
             return answer
         start = time.perf_counter()
         try:
-            answer = self._frames(request, self._handlers.batch(request, work))
+            answer = encode(self._handlers.batch(request, work), self._max_answer)
         except Exception as error:  # whatever a batch raises belongs to the asker, not to this server
             self._desk.failed(job)
             return self._error(request, error)
@@ -194,14 +197,11 @@ class GraphServer:
     def _answer(self, request: Message, handler: Callable[[Message], Message]) -> list[Any]:
         start = time.perf_counter()
         try:
-            answer = self._frames(request, handler(request))
+            answer = encode(handler(request), self._max_answer)
         except Exception as error:  # as above
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
         return answer
-
-    def _frames(self, request: Message, answer: Message) -> list[Any]:
-        return encode(answer, self._max_answer, compress=bool(request.flags & Flag.COMPRESS))
 
     def _error(self, request: Message, error: Exception) -> list[Any]:
         """The reply to a request that failed."""
@@ -229,3 +229,27 @@ def _cause(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error, file=sys.stderr)
     return f"{type(error).__name__}: {error}"
+
+
+_CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
+
+_MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
+
+_MAX_FILES = 65_536
+
+
+@functools.cache
+def client_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The ZeroMQ context of all clients in this process."""
+    allow_many_files()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_CLIENT_IO_THREADS)
+    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+    return context
+
+
+def allow_many_files() -> None:
+    """Raise the soft limit of open files; the usual 1024 may be too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -12,11 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.service.clients import DeskStatus
-from trainer.service.protocol import HelloInfo, ServerStats
-from trainer.service.wire import Kind
+from trainer.service.batch_scheduler import DeskStatus
+from trainer.service.frames import Kind
+from trainer.service.messages import HelloInfo, ServerStats
 
 STATS_EVERY = 2.0  #: seconds
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 Peers = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each

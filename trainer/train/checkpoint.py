@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import TrainSettings
-from trainer.errors import CheckpointError
-from trainer.partition.format import Manifest
-from trainer.schema import NodeType, type_name
+from trainer.core.errors import CheckpointError
+from trainer.core.schema import NodeType, type_name
+from trainer.store.manifest import Manifest
+from trainer.train.settings import TrainSettings
 
 FORMAT = "gnnfleet-checkpoint"
+
 VERSION = 2
+
 KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
 
 #: Settings that change the loss curve; a run goes on only with the same.

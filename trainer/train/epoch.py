@@ -12,22 +12,21 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.batch import Batch, HeteroBatch
-from trainer.cost import Cost
-from trainer.errors import TrainingError
-from trainer.load.device import feed
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import TrainingError
+from trainer.core.ranks import RankGroup
+from trainer.loader.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.pace import Pace
-from trainer.train.spent import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Lap, Pace, Phase, by_host, traffic
 from trainer.train.task import Task
-from trainer.train.team import Team
 
 AnyBatch = Batch | HeteroBatch
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader; ``trainer.load.loader.BatchLoader`` has it."""
+    """What the loop needs of a loader; ``trainer.loader.block_loader.BatchLoader`` has it."""
 
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
@@ -85,10 +84,10 @@ class Tally:
         self.seeds += batch.num_seeds
         self.costs.append(batch.cost)
 
-    def settle(self, team: Team) -> None:
+    def settle(self, group: RankGroup) -> None:
         """Add up the losses over ranks, all of which take part: what a rank has contributed then outlives it."""
         if self.losses:
-            self.sums = torch.cat([self.sums, team.sum(torch.stack(self.losses).double().cpu())])
+            self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
 
     def copy(self) -> Tally:
@@ -115,7 +114,7 @@ def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
 
 
 def train_epoch(
-    model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, team: Team,
+    model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, group: RankGroup,
     metrics: MetricsLog, tally: Tally | None = None, passed: Callable[[Tally], None] | None = None,
 ) -> EpochReport:  # fmt: skip
     """Train one epoch, or with a tally what is left of it. All ranks take part in every step, those without seeds too.
@@ -127,7 +126,7 @@ def train_epoch(
     Raises ``TrainingError`` when the loss is no finite number.
     """
     model.train()
-    tally, steps, bring = tally or Tally(), len(batches), feed(team.device)
+    tally, steps, bring = tally or Tally(), len(batches), feed(group.device)
     metrics.at(epoch, tally.steps, "load")
     pacing = Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
     with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
@@ -139,9 +138,9 @@ def train_epoch(
             loss = task.loss_sum(model(batch), batch)
             due = metrics.step_due()
             if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
-                _check_own(float(loss.detach()), batch, epoch, steps, metrics, team)
+                _check_own(float(loss.detach()), batch, epoch, steps, metrics, group)
             pace.to(Phase.BACKWARD)
-            optimizers.step(loss * (team.size / batch.global_seeds))
+            optimizers.step(loss * (group.size / batch.global_seeds))
             pace.step()
             tally.add(batch, loss)
             if due:
@@ -152,7 +151,7 @@ def train_epoch(
                 passed(tally)
         pace.lap()
     metrics.at(epoch, steps, "reduce")
-    return _report(tally, pace, epoch, team)
+    return _report(tally, pace, epoch, group)
 
 
 def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
@@ -171,13 +170,13 @@ def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int
     }
 
 
-def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
+def _report(tally: Tally, pace: Pace, epoch: int, group: RankGroup) -> EpochReport:
     """Losses of all ranks are added up here, in one go per epoch."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
-    tally.settle(team)
+    tally.settle(group)
     sums = tally.sums
     for step, loss in enumerate(sums.tolist()):
-        _check_finite(loss, epoch, step, team)
+        _check_finite(loss, epoch, step, group)
     return EpochReport(
         epoch=epoch,
         loss=float(sums.sum() / sizes.sum()),
@@ -191,16 +190,51 @@ def _report(tally: Tally, pace: Pace, epoch: int, team: Team) -> EpochReport:
     )
 
 
-def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, team: Team) -> None:
+def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
     """``_check_finite``, with a line for whoever watches; the other ranks wait for this one meanwhile."""
     if not math.isfinite(loss):
         metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
-    _check_finite(loss, epoch, batch.step, team)
+    _check_finite(loss, epoch, batch.step, group)
 
 
-def _check_finite(loss: float, epoch: int, step: int, team: Team) -> None:
+def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:
     if not math.isfinite(loss):
         raise TrainingError(
-            f"the loss is {loss} in epoch {epoch} at step {step} ({team.ranks}); "
+            f"the loss is {loss} in epoch {epoch} at step {step} ({group.ranks}); "
             "lower lr, or look for NaN and huge values in the features"
         )
+
+
+EVAL_EPOCH = 0  #: training counts from 1; always the same samples, so that scores can be compared
+
+
+@dataclass(frozen=True)
+class Score:
+    """A model's result on one split, over all ranks."""
+
+    accuracy: float
+    loss: float  #: mean over seeds
+    seeds: int
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -> Score:
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result.
+
+    Raises ``TrainingError`` when the loss is NaN.
+    """
+    model.eval()
+    bring = feed(group.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=group.device)
+    with closed_after(batches.epoch(EVAL_EPOCH)) as own:
+        for batch in own:
+            batch = bring(batch)
+            out = model(batch)
+            sums[0] += task.correct(out, batch)
+            sums[1] += task.loss_sum(out, batch)
+            sums[2] += batch.num_seeds
+            del batch, out  # before the next one is asked for, so that its memory can be used again
+    correct, loss, seeds = group.sum(sums.cpu()).tolist()
+    if math.isnan(loss):
+        raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")
+    return Score(correct / seeds, loss / seeds, int(seeds))

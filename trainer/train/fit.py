@@ -11,24 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.config import TrainSettings
-from trainer.load.expected import Prediction
-from trainer.load.keep import Kept
-from trainer.malloc import give_back_freed_memory
-from trainer.nn.sharded import ShardedEmbedding
-from trainer.nn.sharded_state import embedding_state, gather_tables, load_embedding_state, scatter_tables
-from trainer.train.advice import keeping_up
+from trainer.core.ranks import RankGroup
+from trainer.core.slabs import give_back_freed_memory
+from trainer.loader.cache_fill import FilledCache
+from trainer.loader.cache_policy import Prediction
+from trainer.nn.sharded_embedding import (
+    ShardedEmbedding,
+    embedding_state,
+    gather_tables,
+    load_embedding_state,
+    scatter_tables,
+)
 from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
-from trainer.train.epoch import AnyBatch, Batches, EpochReport, Tally, closed_after, train_epoch
-from trainer.train.evaluate import Score, evaluate
-from trainer.train.gradients import averaged
+from trainer.train.epoch import AnyBatch, Batches, EpochReport, Score, Tally, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
-from trainer.train.optimize import Optimizers
-from trainer.train.recorded import RankRecord
-from trainer.train.regroup import NoWayOn
-from trainer.train.snapshot import SNAPSHOT_STEPS, Progress, Snapshots, newest_common
+from trainer.train.optimize import Optimizers, averaged
+from trainer.train.profile import RankRecord, keeping_up
+from trainer.train.regroup import SNAPSHOT_STEPS, NoWayOn, Progress, Snapshots, newest_common
+from trainer.train.settings import TrainSettings
 from trainer.train.task import Task
-from trainer.train.team import Team
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ class Fit:
     """One training run of one process; all ranks call the same methods in the same order."""
 
     def __init__(
-        self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], team: Team,
+        self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
         goes_on: bool = False,
     ):  # fmt: skip
         """goes_on: after the loss of a rank this run may be told to ``rejoin``, so it keeps snapshots."""
-        self.settings, self.task, self.loaders, self.team = settings, task, loaders, team
+        self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metrics, self.folder, self.graph = metrics, folder, graph
-        self.model = model.to(team.device)
+        self.model = model.to(group.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
         self.at = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
@@ -93,31 +94,31 @@ class Fit:
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
-    def foretell(self, kept: Kept) -> None:
+    def foretell(self, filled: FilledCache) -> None:
         """Tell what this rank will receive of other hosts; the end of each epoch says it beside what it was."""
-        self.metrics.write("predict", **kept.prediction.line())
-        self._foretold = kept.prediction
-        self._say(str(kept))
+        self.metrics.write("predict", **filled.prediction.line())
+        self._foretold = filled.prediction
+        self._say(str(filled))
 
-    def rejoin(self, team: Team, loaders: Mapping[str, Batches]) -> None:
-        """Go back to the newest snapshot that all ranks of ``team``, those that are left, have; ``run`` goes on there.
+    def rejoin(self, group: RankGroup, loaders: Mapping[str, Batches]) -> None:
+        """Go back to the newest snapshot that all ranks of ``group``, those that are left, have; ``run`` goes on there.
 
         Raises ``NoWayOn`` when a part of the model was lost with a rank.
         """
         if self.optimizers.rows is not None:
             raise NoWayOn(
-                f"{team.ranks}: the run cannot go on without the ranks that were lost, each held a share of the rows "
+                f"{group.ranks}: the run cannot go on without the ranks that were lost, each held a share of the rows "
                 "of nodes without features; go on from the last checkpoint (resume)"
             )
         assert self._snapshots is not None
-        snapshot = self._snapshots.back_to(newest_common(team.gather(self._snapshots.places())))
-        self.model = copy.deepcopy(self.model)  # its weights carry hooks of the lost team's DistributedDataParallel
+        snapshot = self._snapshots.back_to(newest_common(group.gather(self._snapshots.places())))
+        self.model = copy.deepcopy(self.model)  # its weights carry hooks of the lost group's DistributedDataParallel
         self.optimizers = Optimizers.of(self.settings, self.model, None)
         snapshot.restore(self.model, self.optimizers)
-        self.at, self.team, self.loaders = snapshot.progress, team, loaders
+        self.at, self.group, self.loaders = snapshot.progress, group, loaders
         done, _, step = self.at.place
-        self.metrics.write("regroup", generation=team.generation, ranks=team.members, epochs=done, step=step)
-        self._say(f"going on with {team.size} of {team.ranks.world_size} ranks after epoch {done}, step {step}")
+        self.metrics.write("regroup", generation=group.generation, ranks=group.members, epochs=done, step=step)
+        self._say(f"going on with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
@@ -137,7 +138,7 @@ class Fit:
         """The next epoch, or what is left of it."""
         before = self.at
         report = train_epoch(
-            wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.team, self.metrics,
+            wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
             before.tally and before.tally.copy(), self._passed if self._snapshots else None,
         )  # fmt: skip
         curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
@@ -149,7 +150,7 @@ class Fit:
     def _passed(self, tally: Tally) -> None:
         """Every so many steps, a snapshot."""
         if tally.steps % SNAPSHOT_STEPS == 0:
-            tally.settle(self.team)
+            tally.settle(self.group)
             self._keep(tally.copy())
 
     def _keep(self, tally: Tally | None = None) -> None:
@@ -176,7 +177,7 @@ class Fit:
 
     def _wrapped(self) -> nn.Module:
         """The model whose gradients are averaged over ranks."""
-        model, average = averaged(self.model, self.team)
+        model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model
 
@@ -196,13 +197,13 @@ class Fit:
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.at.done), self.team)
-        if self.team.rank == 0 and self._first_time("eval", split):
+        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.at.done), self.group)
+        if self.group.rank == 0 and self._first_time("eval", split):
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
 
     def _log_epoch(self, report: EpochReport) -> None:
-        curve = {"step_loss": report.step_loss.tolist()} if self.team.rank == 0 else {}
+        curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
         self.metrics.write(
             "epoch", epoch=report.epoch, loss=report.loss, **curve, seconds=round(report.seconds, 3),
             seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
@@ -215,7 +216,7 @@ class Fit:
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
         if self._foretold is not None:
             received, foretold = report.cost.remote_bytes / 1e6, self._foretold.remote_bytes / 1e6
-            told = f"{received:,.1f} MB of other hosts on rank {self.team.ranks.rank}"
+            told = f"{received:,.1f} MB of other hosts on rank {self.group.ranks.rank}"
             words.append(f"{told} (expected {foretold:,.1f}{_held_words(report, foretold - received)})")
         self._say("  ".join(words))
 
@@ -223,7 +224,7 @@ class Fit:
         """Once, and not of the first epoch, in which kernels are compiled and files read for the first time."""
         if len(self.at.seconds) < 2 or self._starved:
             return
-        record = RankRecord.of(self.team.ranks.rank, [report.line])
+        record = RankRecord.of(self.group.ranks.rank, [report.line])
         if text := keeping_up(record):
             self._starved = True
             self._say(f"rank {record.rank} waits for batches {record.wait_s / record.step_s:.0%} of a step: {text}")
@@ -236,7 +237,7 @@ class Fit:
     def _save(self) -> None:
         """Write the checkpoint on the first rank, which the others send their rows."""
         checkpoint = self._checkpoint()
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             save_checkpoint(self.folder, checkpoint)
             if self._first_time("checkpoint"):
                 self.metrics.write("checkpoint", epoch=self.at.done, path=str(self._path))
@@ -271,7 +272,7 @@ class Fit:
         result = FitResult(at.done, best_epoch, val, test, at.step_loss, at.seconds, path)
         if not self._first_time("result"):
             return result
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             self.metrics.write(
                 "result", epochs=result.epochs, best_epoch=best_epoch, test_accuracy=test, val_accuracy=val,
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
@@ -283,7 +284,7 @@ class Fit:
 
     def _say(self, line: str) -> None:
         """A line for people, from rank 0."""
-        if self.team.rank == 0:
+        if self.group.rank == 0:
             print(line, flush=True)
 
 

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.arrays import Array
-from trainer.config import InferJob
-from trainer.errors import CheckpointError, SettingsError
-from trainer.load.open import Graph
-from trainer.nn.facts import facts_of
-from trainer.partition.format import Manifest
-from trainer.ranks import Ranks
-from trainer.sample.types import RowRequest
-from trainer.schema import NodeType
+from trainer.core.arrays import Array
+from trainer.core.errors import CheckpointError, SettingsError
+from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
+from trainer.core.schema import NodeType
+from trainer.loader.open import Graph
+from trainer.nn.graph_facts import facts_of
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
+from trainer.train.layerwise_inference import LayerRows, Range, WholeGraph, stack_of
+from trainer.train.settings import InferJob
 from trainer.train.setup import (
     check_same_partition,
     layout_of,
@@ -33,10 +34,6 @@ from trainer.train.setup import (
     read_on_first,
     trained_model,
 )
-from trainer.train.shares import LayerRows, Range
-from trainer.train.stack import stack_of
-from trainer.train.team import Team, join_team, pick_device
-from trainer.train.whole import WholeGraph
 
 
 @dataclass(frozen=True)
@@ -56,26 +53,26 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
     writes it to ``out/infer.json``. Raises ``TrainerError`` for what a user can act on, on every rank.
     """
     ranks = ranks or Ranks.from_env(os.environ)
-    with join_team(ranks, pick_device(ranks), "gloo", job.timeout) as team, ExitStack() as stack:
-        graph = team.agree(lambda: stack.enter_context(open_places(job, ranks)))
-        check_same_partition(graph, team)
-        scratch = team.agree(lambda: _scratch(job.out, team.rank))
+    with join_ranks(ranks, pick_device(ranks), "gloo", job.timeout) as group, ExitStack() as stack:
+        graph = group.agree(lambda: stack.enter_context(open_places(job, ranks)))
+        check_same_partition(graph, group)
+        scratch = group.agree(lambda: _scratch(job.out, group.rank))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
         check = partial(_check_graph, manifest=graph.manifest, path=job.checkpoint)
-        saved = read_on_first(job.checkpoint, check, team)
+        saved = read_on_first(job.checkpoint, check, group)
         weight = saved.settings["weight_attr"]
-        model, _ = trained_model(saved, graph.manifest, team.device)
+        model, _ = trained_model(saved, graph.manifest, group.device)
         target, epoch = saved.graph["target"], saved.best.epoch if saved.best else saved.epoch
-        layout = layout_of(graph, team) if job.cluster is None else one_host_layout(graph, team)
-        whole = WholeGraph(graph, layout, team, scratch, job.nodes_at_once, weight)
+        layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
+        whole = WholeGraph(graph, layout, group, scratch, job.nodes_at_once, weight)
         rows = whole.run(stack_of(model, facts_of(graph.manifest, target)))[target]
-        _write_parts(job.out, graph, target, rows, team)
+        _write_parts(job.out, graph, target, rows, group)
         result = InferResult(
-            target, epoch, _accuracy(graph, target, rows, team), graph.manifest.nodes[target].num_nodes
+            target, epoch, _accuracy(graph, target, rows, group), graph.manifest.nodes[target].num_nodes
         )
-        if team.rank == 0:
+        if group.rank == 0:
             _tell(result, job)
-        team.barrier()  # this node's graph server must outlive the slowest rank
+        group.barrier()  # this node's graph server must outlive the slowest rank
     return result
 
 
@@ -107,13 +104,13 @@ def _scratch(out: Path, rank: int) -> Path:
     return folder
 
 
-def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, team: Team) -> None:
+def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> None:
     """Each part's file is made by the rank with its first nodes; the others beside the part write into it."""
-    own, offsets = rows.shares.own(team.rank), graph.manifest.nodes[target].offsets
+    own, offsets = rows.shares.own(group.rank), graph.manifest.nodes[target].offsets
     for piece in own:
         if piece.first == offsets[piece.part_id]:
             _new_part(out, graph, target, piece.part_id, rows.values.shape[1])
-    team.barrier()
+    group.barrier()
     for piece in own:
         logits = _shared_file(out, piece)
         begin = piece.first - offsets[piece.part_id]
@@ -141,18 +138,18 @@ def _shared_file(out: Path, piece: Range) -> np.memmap[Any, Any]:
     return np.lib.format.open_memmap(path, mode="r+")
 
 
-def _accuracy(graph: Graph, target: NodeType, rows: LayerRows, team: Team) -> dict[str, float]:
+def _accuracy(graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> dict[str, float]:
     """Share of each split's labelled nodes that are predicted right."""
     spec = graph.manifest.nodes[target]
     splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
     sums = torch.zeros(len(splits), 2, dtype=torch.float64)
     for number, split in enumerate(splits):
         seeds = np.asarray(graph.store.seeds(target, split))
-        seeds = seeds[rows.shares.owners(seeds) == team.rank]
+        seeds = seeds[rows.shares.owners(seeds) == group.rank]
         (found,) = graph.access.gather([RowRequest(target, seeds, ("y",))])
         sums[number, 0] = _right(rows.values[rows.shares.rows(seeds)], found["y"])
         sums[number, 1] = len(seeds)
-    return {split: right / count for split, (right, count) in zip(splits, team.sum(sums).tolist(), strict=True)}
+    return {split: right / count for split, (right, count) in zip(splits, group.sum(sums).tolist(), strict=True)}
 
 
 def _right(logits: Array, y: Array) -> int:

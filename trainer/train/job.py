@@ -7,29 +7,28 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from trainer.config import TrainJob, TrainSettings
-from trainer.load.env import await_own_server
-from trainer.load.loader import BatchLoader, LoaderSettings
-from trainer.load.open import Graph
+from trainer.core.ranks import RankGroup, Ranks, pick_device
+from trainer.core.schema import NodeType
+from trainer.core.slabs import keep_freed_memory
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.environment import await_own_server
+from trainer.loader.open import Graph
 from trainer.nn.precision import why_slow
-from trainer.ranks import Ranks
-from trainer.schema import NodeType
 from trainer.train.checkpoint import check_fits, graph_record
 from trainer.train.fit import Fit, FitResult
-from trainer.train.memory import keep_freed_memory
 from trainer.train.metrics import MetricsLog
 from trainer.train.regroup import GoOn, with_team
+from trainer.train.settings import TrainJob, TrainSettings
 from trainer.train.setup import (
     check_same_partition,
-    keep_on_device,
-    keep_rows,
+    fill_device_cache,
+    fill_host_cache,
     layout_of,
     make_model,
     open_places,
     read_on_first,
 )
 from trainer.train.task import node_classification, pick_target
-from trainer.train.team import Team, pick_device
 
 SPLITS = ("train", "val", "test")
 
@@ -56,51 +55,54 @@ class _Run(ExitStack):
     def __init__(self, job: TrainJob, ranks: Ranks, goes_on: bool):
         super().__init__()
         self.job, self.ranks, self.goes_on = job, ranks, goes_on
-        self._made: tuple[Fit, Callable[[Team], dict[str, BatchLoader]]] | None = None
+        self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
 
-    def train(self, team: Team) -> FitResult:
+    def train(self, group: RankGroup) -> FitResult:
         """From the beginning, or with the ranks that are left from where all of them were."""
         if self._made is None:
             self.close()  # what an attempt has opened that ended with the loss of a rank
-            self._made = self._prepare(team)
+            self._made = self._prepare(group)
         else:
             fit, loaders = self._made
-            fit.rejoin(team, loaders(team))
+            fit.rejoin(group, loaders(group))
         return self._made[0].run()
 
-    def _prepare(self, team: Team) -> tuple[Fit, Callable[[Team], dict[str, BatchLoader]]]:
-        graph = team.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
-        check_same_partition(graph, team)
-        metrics = team.agree(lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank)))
-        return _prepare(self.job, graph, team, metrics, self.goes_on)
+    def _prepare(self, group: RankGroup) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
+        graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
+        check_same_partition(graph, group)
+        metrics = group.agree(lambda: self.enter_context(self._metrics_log()))
+        return _prepare(self.job, graph, group, metrics, self.goes_on)
+
+    def _metrics_log(self) -> MetricsLog:
+        return MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard)
 
 
 def _prepare(
-    job: TrainJob, graph: Graph, team: Team, metrics: MetricsLog, goes_on: bool
-) -> tuple[Fit, Callable[[Team], dict[str, BatchLoader]]]:
+    job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, goes_on: bool
+) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
     """Task, model, loaders and, when resuming, the state they go on from; and how loaders are made for fewer ranks."""
     settings, manifest = job.settings, graph.manifest
-    target = team.agree(lambda: pick_target(manifest, settings.target))
+    target = group.agree(lambda: pick_target(manifest, settings.target))
     splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
-    task = team.agree(lambda: node_classification(graph, target, splits, team))
-    model, embedding = team.agree(lambda: make_model(settings, manifest, target, team.device))
+    task = group.agree(lambda: node_classification(graph, target, splits, group))
+    model, embedding = group.agree(lambda: make_model(settings, manifest, target, group.device))
     wants_degree = bool(getattr(model, "needs_degree", False))
     wanted = {split: loader_settings(settings, target, split, wants_degree) for split in splits}
 
-    def loaders(of: Team) -> dict[str, BatchLoader]:
+    def loaders(of: RankGroup) -> dict[str, BatchLoader]:
         layout = layout_of(graph, of)
         made = of.agree(lambda: {name: BatchLoader(graph, want, of.rank, layout) for name, want in wanted.items()})
-        of.agree(lambda: keep_on_device(graph, made, settings, of))
+        of.agree(lambda: fill_device_cache(graph, made, settings, of))
         return made
 
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
-    first = loaders(team)
-    fit = Fit(settings, model, task, first, team, metrics, folder, record, embedding, goes_on)
-    if kept := keep_rows(graph, first["train"], job.reach, job.run_dir, team):
-        fit.foretell(kept)
+    first = loaders(group)
+    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, goes_on)
+    if filled := fill_host_cache(graph, first["train"], job.reach, job.run_dir, group):
+        fit.foretell(filled)
     if settings.resume is not None:
         path = settings.resume
-        fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), team))
+        fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), group))
     return fit, loaders
 
 

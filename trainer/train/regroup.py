@@ -6,43 +6,103 @@ A loss shows in one of two ways: a collective fails, at once where a process has
 is in the file, also when a host has vanished and nothing comes from it. Then a thread cuts the
 connections, so that the collective fails here, and at the other ends. Teams meet in the run's store,
 under their generation's prefix; a team that loses somebody while it meets gives way to the next.
+
+gloo's ``ProcessGroup.abort()`` leaves collectives that are under way alone (torch 2.13), and they wait for the
+group's timeout. A connection that is shut down fails them at once, here and at the other end.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from trainer.errors import PeerError, TrainingError
-from trainer.ranks import Ranks
-from trainer.train.team import (
-    Team,
+from trainer.core.errors import PeerError, TrainingError
+from trainer.core.ranks import (
+    RankGroup,
+    Ranks,
     check_backend,
     gradient_group,
-    join_team,
+    join_ranks,
     lost_peer,
     not_met,
     patience,
     says_peer_gone,
 )
-from trainer.train.wires import wires_made_by
+from trainer.train.checkpoint import Best
+from trainer.train.epoch import EpochReport, Tally
+from trainer.train.optimize import Optimizers
+
+
+@dataclass(frozen=True)
+class Wires:
+    """TCP connections of this process: (descriptor, inode), so that a descriptor used anew is told from them."""
+
+    sockets: frozenset[tuple[int, int]] = frozenset()
+
+    def cut(self) -> None:
+        """Shut down those that are still open; may be done twice, and from any thread."""
+        for descriptor, inode in self.sockets:
+            with suppress(OSError), _held(descriptor) as held:  # closed since, or by the other end
+                if os.fstat(held.fileno()).st_ino == inode:
+                    held.shutdown(socket.SHUT_RDWR)
+
+
+def wires_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Wires]:
+    """What ``connect`` returns, and the connections that are new after it; those of a store at ``store_port`` left out.
+
+    A connection that another thread makes meanwhile counts as well. Those of the graph service are
+    made anew when they break.
+    """
+    before = set(_connections(store_port))
+    made = connect()
+    return made, Wires(frozenset(_connections(store_port)) - before)
+
+
+def _connections(but_port: int) -> Iterator[tuple[int, int]]:
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), _held(int(name)) as held:  # no socket, or not connected
+            if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
+                if but_port not in (held.getsockname()[1], held.getpeername()[1]):
+                    yield int(name), os.fstat(held.fileno()).st_ino
+
+
+@contextmanager
+def _held(descriptor: int) -> Iterator[socket.socket]:
+    """A descriptor's socket, which stays the same meanwhile whatever is closed. Raises ``OSError`` if it is none."""
+    copy = os.dup(descriptor)
+    try:
+        held = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with held:
+        yield held
+
 
 T = TypeVar("T")
 
 LOOK = 0.5  #: seconds between looks at team.json
+
 _CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have come
+
 _POLL = 0.05  #: seconds between looks at the store
+
 _PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
 
 
@@ -83,16 +143,16 @@ class GoOn:
 
 
 def with_team(
-    work: Callable[[Team], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
+    work: Callable[[RankGroup], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
 ) -> T:
     """``work`` done with all ranks, and with ``go_on`` again with those that are left each time some are lost.
 
-    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_team``.
+    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_ranks``.
     """
     if go_on is not None and ranks.world_size > 1:
         check_backend(ranks, device, backend)
         return _Survivor(ranks, device, backend, timeout, go_on).run(work)
-    with join_team(ranks, device, backend, timeout) as team:
+    with join_ranks(ranks, device, backend, timeout) as team:
         result = work(team)
         team.barrier()
     return result
@@ -144,7 +204,7 @@ class _Survivor:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
         self.store, self.watch = _run_store(ranks, timeout), _Watch(go_on)
 
-    def run(self, work: Callable[[Team], T]) -> T:
+    def run(self, work: Callable[[RankGroup], T]) -> T:
         """``work`` with one team after the other, until one has done it."""
         members = self.go_on.newest() or Members(0, tuple(range(self.ranks.world_size)))
         with self.watch:
@@ -155,7 +215,7 @@ class _Survivor:
         _destroy_groups()
         return ended.result
 
-    def _attempt(self, work: Callable[[Team], T], members: Members) -> _Done[T] | PeerError:
+    def _attempt(self, work: Callable[[RankGroup], T], members: Members) -> _Done[T] | PeerError:
         """What ``work`` returns, or why the team has broken; whatever holds on to its groups ends with this call."""
         try:
             result = work(self._meet(members))
@@ -181,14 +241,14 @@ class _Survivor:
             time.sleep(_POLL)
         raise reason
 
-    def _meet(self, members: Members) -> Team:
+    def _meet(self, members: Members) -> RankGroup:
         """All ranks of a team, connected."""
         if self.ranks.rank not in members.ranks:
             raise NoWayOn(f"{self.ranks} was taken for lost, and the others went on without it")
         self.watch.guard(members)
         self.store.delete_key(_done(self.ranks.rank))
         self._await_arrival(members)
-        team = Team(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
+        team = RankGroup(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
         if team.size == 1:
             return team
         _, wires = wires_made_by(lambda: self._connect(members, team), self.ranks.master_port)
@@ -198,7 +258,7 @@ class _Survivor:
             self.watch.guard(members, wires.cut, gradients.abort)
         return replace(team, gradients=gradients)
 
-    def _connect(self, members: Members, team: Team) -> None:
+    def _connect(self, members: Members, team: RankGroup) -> None:
         store = PrefixStore(f"team{members.generation}", self.store)
         limit = timedelta(seconds=min(_CONNECT, self.timeout))
         dist.init_process_group("gloo", store=store, rank=team.rank, world_size=team.size, timeout=limit)
@@ -275,3 +335,75 @@ def _run_store(ranks: Ranks, timeout: float) -> Store:
 def _destroy_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are done again
+
+KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
+
+Place = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run has to show so far, apart from the weights. Never changed, so a snapshot need not copy it."""
+
+    done: int = 0  #: epochs
+    scored: bool = True  #: whether epoch ``done`` has been evaluated where it is to be
+    step_loss: tuple[Tensor, ...] = ()  #: float64 [steps] per epoch done
+    best: Best | None = None
+    seconds: tuple[float, ...] = ()  #: of the epochs of this process
+    report: EpochReport | None = None  #: of epoch ``done``, if this process trained it
+    tally: Tally | None = None  #: of the epoch under way; None at its start
+
+    @property
+    def place(self) -> Place:
+        """Ascends while a run goes on."""
+        return self.done, self.scored, self.tally.steps if self.tally else 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one place; the tensors are its own."""
+
+    progress: Progress
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, progress: Progress, model: nn.Module, optimizers: Optimizers) -> Snapshot:
+        """A copy, on the model's device."""
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return cls(progress, weights, copy.deepcopy(optimizers.model.state_dict()))
+
+    def restore(self, model: nn.Module, optimizers: Optimizers) -> None:
+        """Write the weights and the optimizer's state back; the snapshot can be used again."""
+        model.load_state_dict(dict(self.model))
+        optimizers.model.load_state_dict(copy.deepcopy(dict(self.optimizer)))
+
+
+class Snapshots:
+    """A rank's last snapshots."""
+
+    def __init__(self) -> None:
+        self._kept: deque[Snapshot] = deque(maxlen=KEPT)
+
+    def keep(self, progress: Progress, model: nn.Module, optimizers: Optimizers) -> None:
+        """Take one, unless the last is of the same place."""
+        if not self._kept or self._kept[-1].progress.place != progress.place:
+            self._kept.append(Snapshot.of(progress, model, optimizers))
+
+    def places(self) -> tuple[Place, ...]:
+        """Where this rank could go on."""
+        return tuple(kept.progress.place for kept in self._kept)
+
+    def back_to(self, place: Place) -> Snapshot:
+        """The snapshot of a place, now the last one: later ones are of a past that did not happen."""
+        while self._kept[-1].progress.place != place:
+            self._kept.pop()
+        return self._kept[-1]
+
+
+def newest_common(places: Iterable[tuple[Place, ...]]) -> Place:
+    """The furthest place that all ranks can go back to."""
+    return max(set.intersection(*(set(own) for own in places)))

@@ -8,27 +8,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trainer.config import InferJob, TrainJob, TrainSettings
-from trainer.errors import PartitionError, SettingsError
-from trainer.load.attach import open_client
-from trainer.load.device_cache import device_rows
-from trainer.load.env import is_client
-from trainer.load.hot import BatchPlan
-from trainer.load.keep import Kept, keep_hot_rows
-from trainer.load.loader import BatchLoader, columns_of, labels_of, sampling_of
-from trainer.load.open import Graph, open_graph
-from trainer.load.seeds import RankLayout
-from trainer.nn.facts import facts_of, layer_needs
+from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.remote_access import CacheSize, Reach
+from trainer.core.schema import NodeType
+from trainer.loader.block_loader import BatchLoader, columns_of
+from trainer.loader.cache_fill import FilledCache, device_rows, fill_cache
+from trainer.loader.cache_policy import BatchPlan
+from trainer.loader.environment import is_client
+from trainer.loader.open import Graph, open_client, open_graph
+from trainer.loader.seed_order import RankLayout
+from trainer.nn.graph_facts import facts_of, layer_needs
 from trainer.nn.models import build_model
-from trainer.nn.sharded import ShardedEmbedding
-from trainer.nn.sharded_state import scatter_tables
-from trainer.partition.format import Manifest
-from trainer.ranks import Ranks
-from trainer.reach import CacheSize, Reach
-from trainer.schema import NodeType
+from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.service.cluster import read_cluster
+from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, load_checkpoint
-from trainer.train.team import Team
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 
 def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
@@ -51,31 +47,31 @@ def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
     )  # fmt: skip
 
 
-def check_same_partition(graph: Graph, team: Team) -> None:
+def check_same_partition(graph: Graph, group: RankGroup) -> None:
     """Refuse, naming the hosts, when a rank holds another manifest than rank 0, or asks servers that do."""
-    digests = team.gather((str(team.ranks), team.agree(lambda: graph.digest)))
+    digests = group.gather((str(group.ranks), group.agree(lambda: graph.digest)))
     others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
     if others:
-        team.settle()
+        group.settle()
         raise PartitionError(
             f"manifest.json in {graph.store.folder} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
             f"{', '.join(others)}. Bring all nodes the same partition"
         )
 
 
-def layout_of(graph: Graph, team: Team) -> RankLayout:
+def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
     """Which ranks sit beside which part: those that read it from their own disk, and clients whose home server does."""
-    owned = team.gather(graph.near_parts)
+    owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
-    return RankLayout(team.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+    return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
 
 
-def one_host_layout(graph: Graph, team: Team) -> RankLayout:
+def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
     """As ``layout_of``, but each part beside the ranks of a single node, since those share a disk.
 
     Of the nodes that have a part at hand, or of all where none has, it falls to the one with the fewest so far.
     """
-    told = team.gather((team.ranks.node_rank, graph.near_parts))
+    told = group.gather((group.ranks.node_rank, graph.near_parts))
     nodes = sorted({node for node, _ in told})
     given = dict.fromkeys(nodes, 0)
     chosen = []
@@ -83,41 +79,33 @@ def one_host_layout(graph: Graph, team: Team) -> RankLayout:
         near = sorted({node for node, parts in told if part in parts}) or nodes
         chosen.append(min(near, key=lambda node: given[node]))
         given[chosen[-1]] += 1
-    return RankLayout(team.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
+    return RankLayout(group.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
 
 
 def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
-    """What the loader's batches ask for."""
-    settings = loader.settings
-    sampling, attrs = sampling_of(graph, settings), columns_of(graph, settings)
-    return BatchPlan(
-        settings.target,
-        graph.store.seeds(settings.target, settings.split),
-        loader.order,
-        sampling.fanouts,
-        {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes},
-        labels_of(graph, settings)[1],
-        replace=settings.replace,
-        threads=settings.threads,
-        coming=lambda: loader.requests(1),
-    )
+    """The loader's batches."""
+    attrs = columns_of(graph, loader.settings)
+    columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
+    return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
 
 
-def keep_rows(graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, team: Team) -> Kept | None:
-    """Keep rows of other hosts for the loader's batches here; what they will bring all the same. Collective."""
-    node = f"{team.ranks.node_rank} {team.ranks.host}"
-    plan = team.agree(lambda: batch_plan(graph, loader))
-    folder = run_dir / "cache"
-    return keep_hot_rows(graph.access, graph.store, plan, loader.layout, node, reach.cache, folder, team)
+def fill_host_cache(
+    graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, group: RankGroup
+) -> FilledCache | None:
+    """Cache rows of other hosts for the loader's batches. Collective; see ``fill_cache``."""
+    node = f"{group.ranks.node_rank} {group.ranks.host}"
+    plan = batch_plan(graph, loader)
+    return fill_cache(graph.access, graph.store, plan, node, reach.cache, run_dir / "cache", group)
 
 
-def keep_on_device(graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, team: Team) -> None:
-    """Keep the rows on this rank's device that its train batches ask for most. Raises as ``device_rows`` does."""
+def fill_device_cache(
+    graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, group: RankGroup
+) -> None:
+    """Keep the rows on this rank's device that its train batches request most. Raises as ``device_rows`` does."""
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
-    plan = batch_plan(graph, loader)
-    rows = device_rows(graph, plan, loader.layout, team.rank, size, team.device)
+    rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
     for one in loaders.values():
         one.keep(rows)
 
@@ -149,20 +137,20 @@ def trained_model(
     return model.to(device or "cpu").eval(), embedding
 
 
-def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], team: Team) -> Checkpoint:
+def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
     """The checkpoint that rank 0 reads and checks, on every rank; embedding tables stay on rank 0.
 
     Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` that says so.
     """
 
     def read() -> Checkpoint | None:
-        if team.rank != 0:
+        if group.rank != 0:
             return None
         checkpoint = load_checkpoint(path)
         check(checkpoint)
         return checkpoint
 
-    own = team.agree(read)
-    checkpoint = team.from_first(own and own.without_tables())
+    own = group.agree(read)
+    checkpoint = group.from_first(own and own.without_tables())
     assert checkpoint is not None
     return own or checkpoint

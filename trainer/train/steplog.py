@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.cost import Cost
-from trainer.ranks import Ranks
+from trainer.core.batch_cost import Cost
+from trainer.core.ranks import Ranks
 from trainer.train.metrics import MetricsLog
-from trainer.train.pace import Costed, Pace
-from trainer.train.spent import Lap, Phase, by_host, traffic
+from trainer.train.step_timing import Costed, Lap, Pace, Phase, by_host, traffic
 
 
 class StepLog:
@@ -40,10 +39,11 @@ class StepLog:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Costed | None = None,
-        environ: Mapping[str, str] = os.environ,
+        environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False,
     ):  # fmt: skip
+        """tensorboard: also write scalars for TensorBoard, which ``runs/<run_id>/tensorboard`` has in the end."""
         run_dir = environ.get("GNNFLEET_RUN_DIR")
-        self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank) if run_dir else None
+        self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
         self._pace = Pace(model, optimizer)
         self._loader, self._cost = loader, Cost()
         self._hooks = [

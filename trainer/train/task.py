@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainer.batch import Batch, HeteroBatch
-from trainer.errors import DataError, SettingsError
-from trainer.load.open import Graph
-from trainer.partition.format import Manifest, NodeSpec
-from trainer.sample.types import RowRequest
-from trainer.schema import HOMO_NODE, NodeType
-from trainer.train.team import Team
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.ranks import RankGroup
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.loader.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import Manifest, NodeSpec
 
 
 class Task(Protocol):
@@ -65,7 +65,7 @@ def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
 
 
 def node_classification(
-    graph: Graph, target: NodeType, splits: tuple[str, ...], team: Team
+    graph: Graph, target: NodeType, splits: tuple[str, ...], group: RankGroup
 ) -> NodeClassification:  # fmt: skip
     """The task of a graph whose seeds all have a label; each rank looks through its share of them.
 
@@ -83,7 +83,7 @@ def node_classification(
     if len(spec.attrs["y"].shape) != 1 or spec.num_classes < 1:
         raise DataError(f"{manifest.dataset}: y must be one class per node, not {list(spec.attrs['y'].shape)}")
     for split in splits:
-        _check_labels(graph, target, split, team)
+        _check_labels(graph, target, split, group)
     return NodeClassification(spec.num_classes)
 
 
@@ -95,8 +95,8 @@ def _of(manifest: Manifest, target: NodeType) -> str:
     return f" of {target}" if manifest.hetero else ""
 
 
-def _check_labels(graph: Graph, target: NodeType, split: str, team: Team) -> None:
-    seeds = np.asarray(graph.store.seeds(target, split))[team.rank :: team.size]
+def _check_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> None:
+    seeds = np.asarray(graph.store.seeds(target, split))[group.rank :: group.size]
     rows = graph.access.gather([RowRequest(target, seeds, ("y", "orig_id"))])[0]
     labels = torch.from_numpy(np.asarray(rows["y"], np.float64))
     classes = graph.manifest.nodes[target].num_classes

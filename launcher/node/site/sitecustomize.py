@@ -5,7 +5,7 @@ folder, also while it is stuck in C. A real-time signal, since scripts have uses
 SIGUSR1. Then the ``sitecustomize`` that this one hides is run, as if it were not there.
 """
 
-# Without `from __future__ import annotations`, which the older Pythons that a script may call do not know.
+from __future__ import annotations
 
 import os
 import sys

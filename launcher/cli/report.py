@@ -1,0 +1,116 @@
+"""``gnnfleet report``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from launcher.cli.completion import run_ids
+
+if TYPE_CHECKING:
+    from launcher.manage.node_views import OpenRun
+
+_REPORT_EPILOG = """\b
+Example:
+  gnnfleet report toy-2026
+  gnnfleet report toy-2026 --watch"""
+
+
+@click.command(epilog=_REPORT_EPILOG)
+@click.argument("run", required=False, shell_complete=run_ids)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html of the run."
+)
+@click.option("--watch", is_flag=True, help="Serve it on this machine alone, with news as they come, until Ctrl-C.")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="For --watch; default: one that is free.")
+@click.option(
+    "--config",
+    "-c",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
+)
+@click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs.")
+@click.pass_context
+def report(
+    ctx: click.Context,
+    run: str | None,
+    output: Path | None,
+    watch: bool,
+    port: int | None,
+    config: Path | None,
+    runs_dir: str | None,
+) -> None:
+    """Curves, times and causes of a run as one HTML file.
+
+    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what there
+    is by now is fetched first. The file needs no network, and is written at the end of each run anyway.
+    """
+    from launcher.manage.collect_run import folder_for
+    from launcher.manage.select import Choice, chosen
+    from launcher.report.verdict import known_without_nodes
+
+    if watch and output:
+        raise click.UsageError("give --watch or -o, not both: --watch writes no file", ctx)
+    if port and not watch:
+        raise click.UsageError("--port is for --watch", ctx)
+    before = ctx.obj or {}
+    places = runs_dir or before.get("runs_dir")
+    choice = Choice(run, config or before.get("config"), tuple(before.get("sets") or ()), places)
+    with chosen(choice, offline=known_without_nodes) as opened:
+        folder = folder_for(opened, choice.runs_dirs[0])
+        if watch:
+            from launcher.manage.watch_report import watch_report
+
+            watch_report(opened, folder, port=port, runs_dirs=choice.runs_dirs)
+        else:
+            _write(opened, folder, output, choice.runs_dirs)
+
+
+def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path]) -> None:
+    from launcher.manage.collect_run import bring
+    from launcher.report.html.render import write_html
+    from launcher.report.verdict import known_without_nodes
+
+    if not known_without_nodes(run.found):
+        brought = bring(run, folder)
+        for text in filter(None, (brought.told, *brought.notes)):
+            click.secho(text, fg="yellow", err=True)
+    click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
+
+
+_COMPARE_EPILOG = """\b
+Example:
+  gnnfleet compare toy-2026 toy-lr
+  gnnfleet compare runs/a runs/b runs/c --json"""
+
+
+@click.command(epilog=_COMPARE_EPILOG)
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", shell_complete=run_ids)
+@click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
+@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.pass_context
+def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_json: bool) -> None:
+    """Put runs side by side: settings that differ, results, speed, versions.
+
+    RUN is a run's id, a part of one, or its folder. Figures are of what is here: collect a run first
+    that still goes on. The best values are marked.
+    """
+    from launcher.report.compare import compare as side_by_side
+    from launcher.report.compare import figures_of, print_comparison
+    from launcher.report.run_history import find_run
+    from launcher.text import console_for
+
+    before = ctx.obj or {}
+    places = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
+    found = [find_run(run, places) for run in runs]
+    if len({one.folder.resolve() for one in found if one.folder}) < len(runs) or len(runs) < 2:
+        raise click.UsageError("give two different runs or more; `gnnfleet runs` lists those known here", ctx)
+    comparison = side_by_side([figures_of(one) for one in found])
+    if as_json or before.get("as_json"):
+        click.echo(json.dumps(comparison.to_json(), indent=1))
+    else:
+        print_comparison(comparison, console_for(stderr=False))

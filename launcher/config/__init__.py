@@ -1,0 +1,1 @@
+"""cluster.yml, flags and files of other launchers → ``ClusterConfig``."""

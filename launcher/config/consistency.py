@@ -1,0 +1,307 @@
+"""Checks across keys: values that are valid alone but contradict each other."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, fields
+
+from launcher.config.roles import clients, host_key
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
+from launcher.config.validation import Reader
+from launcher.text import count
+
+FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
+
+RANK_VARIABLES = frozenset(
+    ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
+    + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
+    + [f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE")]
+)
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+
+
+def is_run_id(text: str) -> bool:
+    """Whether it can be the id of a run, and so the name of a serving cluster."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """A share of some rows, or bytes."""
+
+    share: float = 0.0  #: 0 to 1
+    bytes: int | None = None  #: instead of a share
+
+    @classmethod
+    def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
+        """``10%``, ``512MB``, or ``0`` for none. ValueError has words for the user; ``rows``: of what a share is."""
+        if text.strip() in ("0", "none"):
+            return cls()
+        found = _SIZE.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f"expected a share of {rows} (10%), a size (512MB) or 0, found `{text}`")
+        number, unit = float(found[1]), found[2].upper()
+        if unit != "%":
+            return cls(bytes=int(number * _UNITS[unit]))
+        if number > 100:
+            raise ValueError(f"the most there is of {rows} is 100%, found `{text}`")
+        return cls(share=number / 100)
+
+    def of_rows(self, num_remote: float, row_bytes: float) -> int:
+        """Bytes kept at most of ``num_remote`` rows of ``row_bytes`` bytes."""
+        there = num_remote * row_bytes
+        return round(self.share * there if self.bytes is None else min(self.bytes, there))
+
+
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+def check_nodes(config: ClusterConfig, reader: Reader) -> None:
+    """Report contradictions within nodes and between two of them, among values that were read without a mistake."""
+    for k, node in enumerate(config.nodes):
+        _node(config, node, k, reader)
+    _folders(config, reader)
+    _devices(config, reader)
+
+
+def check(config: ClusterConfig, reader: Reader) -> None:
+    """Report contradictions of the cluster as a whole."""
+    _nodes(config, reader)
+    _data(config, reader)
+    _train(config, reader)
+    _ports(config, reader)
+
+
+def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> None:
+    here = ("nodes", k)
+    if config.transport == "local" and reader.good(("transport",), (*here, "host")) and node.host not in LOCAL_HOSTS:
+        reader.report(
+            (*here, "host"),
+            f"nodes.{k}.host: `transport: local` runs nodes on this machine only; "
+            f"write localhost instead of `{node.host}`, or use `transport: ssh`",
+        )
+    if node.venv and node.conda:
+        reader.report((*here, "conda"), f"nodes.{k}: venv and conda are both given; keep the one that holds torch")
+    if len(set(node.devices)) < len(node.devices):
+        twice = next(device for device in node.devices if node.devices.count(device) > 1)
+        reader.report((*here, "devices"), f"nodes.{k}.devices: device {twice} is listed twice")
+    elif node.procs and node.devices and node.procs != len(node.devices):
+        fewer = "fewer" if node.procs < len(node.devices) else "more"
+        reader.report(
+            (*here, "procs"),
+            f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
+            "each process has one device, so leave procs out or list as many devices",
+        )
+    _server(node, k, reader)
+    for name in node.env:
+        if name in RANK_VARIABLES or name.startswith("GNNFLEET_") and name not in FREE_VARIABLES:
+            reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")
+    if node.data_folder and config.data.mode == "sync" and reader.good(("data", "mode")):
+        reader.report(
+            (*here, "data_folder"),
+            f"nodes.{k}.data_folder: only for `data.mode: verify`; in mode sync the parts go below workdir",
+        )
+
+
+def _server(node: NodeConfig, k: int, reader: Reader) -> None:
+    """What is meant for all nodes is not meant for servers, and not in here any more (``config_reader``)."""
+    for name in ("procs", "devices"):
+        if node.role == "server" and getattr(node, name):
+            reader.report(
+                ("nodes", k, name),
+                f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
+            )
+
+
+def _nodes(config: ClusterConfig, reader: Reader) -> None:
+    if not config.nodes and reader.good(("nodes",)):
+        reader.report(("nodes",), "nodes: empty; list at least one host")
+    elif config.nodes and not config.data.serving and reader.good(("nodes",), ("data", "serving")):
+        _holders(config, reader)
+    if config.run.on_client_loss == "go-on" and not clients(config) and not config.data.serving and config.nodes:
+        reader.report(
+            ("run", "on_client_loss"),
+            "run.on_client_loss: go-on is for nodes of `role: client`, and there are none; a worker's parts go with it",
+        )
+
+
+def _holders(config: ClusterConfig, reader: Reader) -> None:
+    """Somebody has each part, and nobody has the same part twice."""
+    holders, data = len(config.holders), config.data
+    if not holders:
+        reader.report(
+            ("nodes",),
+            "nodes: all are clients, so nobody has the graph; make some of them `role: server` or `worker`, or name a "
+            "serving cluster by data.serving (--set data.serving=NAME)",
+        )
+        return
+    if config.num_parts < holders and reader.good(("data", "num_parts")):
+        all_hold = holders == len(config.nodes)
+        who = f"nodes has {holders} entries" if all_hold else f"{count(holders, 'node')} are to hold some"
+        reader.report(
+            ("data", "num_parts"),
+            f"fewer parts than nodes: data.num_parts is {data.num_parts} and {who}; leave num_parts out or raise it",
+        )
+    if data.replicas > holders and reader.good(("data", "replicas")):
+        who = "only 1 node holds parts" if holders == 1 else f"only {holders} nodes hold parts"
+        reader.report(
+            ("data", "replicas"),
+            f"data.replicas: {data.replicas} nodes are to hold each part, and {who}; "
+            "lower it, or add nodes of `role: server`",
+        )
+
+
+def _folders(config: ClusterConfig, reader: Reader) -> None:
+    """Two nodes may share a host, never a work folder."""
+    first: dict[tuple[str, ...], int] = {}
+    for k, node in enumerate(config.nodes):
+        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "user", "workdir"))):
+            continue
+        folder = node_workdir(node, k)
+        user = str(node.user) if folder.startswith("~") else ""
+        same = first.setdefault((host_key(config, node), str(node.port), user, folder), k)
+        if same != k:
+            reader.report(
+                ("nodes", k),
+                f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
+                f"{folder}); give it a workdir of its own, or put {{node_rank}} into the path",
+            )
+
+
+def _devices(config: ClusterConfig, reader: Reader) -> None:
+    """A CUDA device belongs to one node of its host."""
+    first: dict[tuple[str, str, int], int] = {}
+    for k, node in enumerate(config.nodes):
+        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
+            continue
+        for device in node.devices:
+            same = first.setdefault((host_key(config, node), str(node.port), device), k)
+            if same != k:
+                reader.report(
+                    ("nodes", k, "devices"),
+                    f"nodes.{k}.devices: device {device} of {node.host} is nodes.{same}'s already; "
+                    "nodes on one host have devices of their own",
+                )
+                break
+
+
+def _data(config: ClusterConfig, reader: Reader) -> None:
+    data = config.data
+    if data.dataset == "file" and not data.source and config.makes_parts and reader.good(("data", "source")):
+        reader.report(
+            ("data", "dataset"), "data.source is missing; it is the folder or .pt file that `dataset: file` reads"
+        )
+    _cache("data.cache", data.cache, "the remote rows", reader)
+    if data.serving:
+        _serving(config, reader)
+    elif not data.dataset and ("data",) not in reader.bad and reader.good(("data", "dataset"), ("data", "serving")):
+        reader.missing(next(item for item in fields(data) if item.name == "dataset"), ("data",))
+
+
+def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
+    place = tuple(key.split("."))
+    try:
+        CacheSize.parse(text, rows)
+    except ValueError as error:
+        if reader.good(place):
+            reader.report(place, f"{key}: {error}")
+
+
+def _serving(config: ClusterConfig, reader: Reader) -> None:
+    """A file that names a serving cluster says no more of its parts; with ``--set data.serving`` the file may be the
+    one that the cluster was made from."""
+    if not is_run_id(config.data.serving or ""):
+        reader.report(
+            ("data", "serving"),
+            f"data.serving: {config.data.serving!r} cannot be the name of a serving cluster: those are up to 80 "
+            "letters, digits, `-` and `_`",
+        )
+    if not reader.origin(("data", "serving")).line:
+        return
+    folder = os.path.normpath(reader.origin(("data", "folder")).folder / DataConfig.folder)
+    standard = DataConfig(folder=folder)
+    for name in ("folder", "num_parts", "replicas", "mode", "partition", "topology", "cache"):
+        if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
+            reader.report(
+                ("data", name),
+                f"data.{name}: the serving cluster `{config.data.serving}` has parts already (data.serving); "
+                f"leave {name} out",
+            )
+
+
+def _train(config: ClusterConfig, reader: Reader) -> None:
+    train = config.train
+    _cache("train.device_cache", train.device_cache, "all rows", reader)
+    for name in ("fanouts", "eval_fanouts"):
+        fanouts = getattr(train, name)
+        wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
+        if wrong is not None and reader.good(("train", name)):
+            reader.report(("train", name), f"train.{name}: each is -1 (all neighbours) or at least 1; found {wrong}")
+    if not train.fanouts and reader.good(("train", "fanouts")):
+        reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
+    elif reader.good(("train", "fanouts")):
+        _layers(config, reader)
+    if reader.good(("nodes",), ("train", "batch_size")) and train.batch_size < config.world_size:
+        reader.report(
+            ("train", "batch_size"),
+            f"train.batch_size: the global batch is {train.batch_size}, fewer seeds "
+            f"than processes ({config.world_size}); raise it or use fewer processes",
+        )
+    cpu_only = next((k for k, node in enumerate(config.nodes) if node.trains and not node.devices), None)
+    if train.backend == "nccl" and cpu_only is not None and reader.good(("nodes",)):
+        host = config.nodes[cpu_only].host
+        reader.report(
+            ("train", "backend"),
+            f"train.backend: nccl needs devices on every node, and {host} (node{cpu_only}) lists none",
+        )
+
+
+def _layers(config: ClusterConfig, reader: Reader) -> None:
+    train, hops = config.train, len(config.train.fanouts)
+    if train.layers and train.layers != hops and reader.good(("train", "layers")):
+        reader.report(
+            ("train", "layers"),
+            f"train.layers is {train.layers}, and train.fanouts has {hops} numbers; "
+            "there is one fanout per layer, so layers may be left out",
+        )
+    if train.eval_fanouts is not None and len(train.eval_fanouts) != hops:
+        reader.report(
+            ("train", "eval_fanouts"),
+            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, and "
+            f"train.fanouts {hops}; both have one per layer",
+        )
+
+
+def _ports(config: ClusterConfig, reader: Reader) -> None:
+    """Ports of the lead node that are given, and those of the graph service, are all different."""
+    run, count = config.run, len(config.nodes)
+    if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
+        return
+    if run.service_port != "auto":
+        _service_ports(run.service_port, run.service_port + count - 1, config, reader)
+    if run.control_port != "auto" and run.control_port == run.master_port:
+        reader.report(
+            ("run", "control_port"), f"run.control_port: {run.control_port} is run.master_port too; choose another"
+        )
+
+
+def _service_ports(first: int, last: int, config: ClusterConfig, reader: Reader) -> None:
+    if last > 65535:
+        reader.report(
+            ("run", "service_port"),
+            f"run.service_port: {len(config.nodes)} nodes need the ports {first} to {last}, and 65535 is the highest",
+        )
+    for name in ("master_port", "control_port"):
+        port = getattr(config.run, name)
+        if port != "auto" and first <= port <= last:
+            reader.report(
+                ("run", name),
+                f"run.{name}: {port} is among the graph service's ports, {first} to {last} (run.service_port)",
+            )

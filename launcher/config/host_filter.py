@@ -1,0 +1,158 @@
+"""``--include`` and ``--exclude``: fewer hosts or devices than the config lists, for one command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from textwrap import shorten
+
+from launcher.config.roles import lead
+from launcher.config.schema import ClusterConfig, NodeConfig, login_text
+from launcher.errors import UsageError
+from launcher.hostlist import RangeError, expand, fold
+
+Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
+
+_DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
+
+_MORE_DEVICES = re.compile(r"[0-9]+(?:-[0-9]+)?(?:@.*)?")
+
+_LABEL = re.compile(r"node[0-9]+")
+
+_ADDRESS = re.compile(r"[0-9.]+|.*:.*")
+
+
+def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[str]) -> ClusterConfig:
+    """``config`` with the included nodes and devices (none named: all) less the excluded ones, renumbered.
+
+    Order stays; the first node left that trains is the master. ``procs`` goes with the devices, and so does the default
+    number of parts with the nodes. Raises UsageError for what names nothing, and when nothing is left.
+    """
+    if not include and not exclude:
+        return config
+    kept = _chosen(config, include, "--include") if include else dict.fromkeys(range(len(config.nodes)))
+    dropped = _chosen(config, exclude, "--exclude")
+    nodes = [_rest(node, kept[k], k in dropped, dropped.get(k)) for k, node in enumerate(config.nodes) if k in kept]
+    left = tuple(node for node in nodes if node is not None)
+    if not left:
+        options = [*(f"--include {spec}" for spec in include), *(f"--exclude {spec}" for spec in exclude)]
+        raise UsageError(f"{' '.join(options)}: no host is left of {_hosts(config)}")
+    _master_is_left(config, left)
+    return replace(config, nodes=left)
+
+
+def _rest(
+    node: NodeConfig, kept: frozenset[int] | None, dropped: bool, gone: frozenset[int] | None
+) -> NodeConfig | None:
+    """What is left of one node; None for nothing."""
+    if dropped and gone is None:
+        return None
+    devices = tuple(d for d in node.devices if (kept is None or d in kept) and d not in (gone or ()))
+    if devices == node.devices:
+        return node
+    return replace(node, devices=devices, procs=node.procs and len(devices)) if devices else None
+
+
+def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
+    """What all ``specs`` name together."""
+    found: dict[int, frozenset[int] | None] = {}
+    names = _Names(config)
+    for spec in specs:
+        try:
+            for k, devices in (one for name in _listed(spec) for one in _named(config, names, name)):
+                before = found.get(k, frozenset())
+                found[k] = None if devices is None or before is None else before | devices
+        except (RangeError, LookupError) as error:
+            raise UsageError(f"{option} {spec}: {error.args[0]}") from None
+    return found
+
+
+def _listed(spec: str) -> Iterator[str]:
+    """``a[1-2]:0,2,b`` as ``a1:0,2``, ``a2:0,2`` and ``b``; raises RangeError."""
+    pieces: list[str] = []
+    for word in re.split(r",(?![^\[]*\])", spec):
+        if pieces and _MORE_DEVICES.fullmatch(word) and ":" in pieces[-1]:
+            pieces[-1] += f",{word}"
+        else:
+            pieces.append(word.strip())
+    for piece in pieces:
+        yield from expand(piece)
+
+
+def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
+    """Nodes by one name, which may carry devices, or be several joined by @ as DeepSpeed has it; raises LookupError."""
+    devices, (first, at, more) = _DEVICES.fullmatch(name), name.partition("@")
+    if ranks := names.ranks(name):
+        yield from ((k, None) for k in ranks)
+    elif devices and (ranks := names.ranks(devices[1])):
+        yield from _with_devices(config, ranks, frozenset(map(int, expand(f"[{devices[2]}]"))))
+    elif at and names.ranks(_DEVICES.sub(r"\1", first)):
+        for one in (first, more):
+            yield from _named(config, names, one)
+    else:
+        raise LookupError(f"no host is called `{name}`; there are {_hosts(config)}")
+
+
+def _with_devices(
+    config: ClusterConfig, ranks: Sequence[int], wanted: frozenset[int]
+) -> Iterator[tuple[int, frozenset[int]]]:
+    """Nodes of one host may divide its devices among them."""
+    hosts: dict[str, dict[int, tuple[int, ...]]] = {}
+    for k in ranks:
+        hosts.setdefault(config.nodes[k].host, {})[k] = config.nodes[k].devices
+    for host, nodes in hosts.items():
+        there = sorted({device for devices in nodes.values() for device in devices})
+        if not there:
+            why = "it trains on its CPU" if any(config.nodes[k].trains for k in nodes) else "it is a server"
+            raise LookupError(f"{host} has no `devices` in the config; {why}")
+        if missing := sorted(wanted - {*there}):
+            has = f"its devices are {', '.join(map(str, there))}"
+            raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
+        yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
+
+
+class _Names:
+    """node_ranks by all that a node may be called."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.full: dict[str, list[int]] = {}
+        self.short: dict[str, list[int]] = {}
+        for k, node in enumerate(config.nodes):
+            for names, host in ((self.full, node.host), (self.short, _short(node.host))):
+                for login in {login_text(user, host, port) for user in (None, node.user) for port in (None, node.port)}:
+                    names.setdefault(login.lower(), []).append(k)
+        hosts_so_called = any(map(_LABEL.fullmatch, self.short))  # then node1 may well be the first of them
+        self.labels = {} if hosts_so_called else {f"node{k}": [k] for k in range(len(config.nodes))}
+
+    def ranks(self, name: str) -> list[int]:
+        """As a host is written, else without its domain, else as ``node3``; * and ? are wild."""
+        name = name.lower()
+        if "*" not in name and "?" not in name:
+            return self.full.get(name) or self.short.get(name) or self.labels.get(name, [])
+        matches = re.compile("".join({"*": ".*", "?": "."}.get(char) or re.escape(char) for char in name)).fullmatch
+        hosts = {k for names in (self.full, self.short) for one, ranks in names.items() if matches(one) for k in ranks}
+        return sorted(hosts) or [k for one, ranks in self.labels.items() if matches(one) for k in ranks]
+
+
+def _short(host: str) -> str:
+    """A host name without its domain; an address as it is."""
+    return host if _ADDRESS.fullmatch(host) else host.partition(".")[0].lower()
+
+
+def _hosts(config: ClusterConfig) -> str:
+    hosts = [node.host for node in config.nodes]
+    listed = shorten(fold(dict.fromkeys(hosts)), 200, placeholder=" …")
+    return f"{listed} (node0 to node{len(hosts) - 1})" if len(set(hosts)) < len(hosts) else listed
+
+
+def _master_is_left(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
+    first, master = config.nodes[lead(config)], config.run.master_addr
+    gone = first.host not in (node.host for node in left)
+    after = replace(config, nodes=tuple(left))
+    if gone and master in (first.host, first.address) and after.world_size:
+        now = lead(after)
+        raise UsageError(
+            f"run.master_addr is {master}, and {first.host} is left out; "
+            f"give --master-addr {left[now].address or 'auto'}, as {left[now].host} is node{now} now"
+        )

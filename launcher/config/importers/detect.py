@@ -1,0 +1,88 @@
+"""Which launcher a file was written for, told by its content; and the file as ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launcher.config.importers.ansible import inventory, read_ini, read_yaml
+from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
+from launcher.config.importers.glt import LISTS, read_glt
+from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
+from launcher.config.yaml_tree import Section
+from launcher.errors import ConfigError, Problem, UsageError
+
+_KEY = re.compile(r"^([A-Za-z_]\w*)\s*:(?:\s|$)", re.MULTILINE)
+
+_HEADER = re.compile(r"^\[[^\[\]\s,:]+(:(vars|children|hosts))?\]\s*([#;].*)?$", re.MULTILINE)
+
+_INVENTORY_KEY = re.compile(r"^[ \t]+(hosts|children)\s*:(?:\s|$)", re.MULTILINE)
+
+_ANSIBLE = re.compile(r"\bansible_\w+\s*=")
+
+_SLOTS = re.compile(rf"(?:{HOST})(?:\s+[\w-]+\s*=\s*\w+)+")
+
+_LISTED = re.compile(rf"(- +)?[\"']?({HOST})(\s+\d+)?[\"']?")
+
+
+def read_foreign(path: Path, flags: Flags = Flags()) -> Foreign | None:  # noqa: B008  frozen
+    """The file as ours; None where it is ours already, or none that is known. Raises ConfigError."""
+    if path == NODES_ONLY:
+        return read_nodes(flags)
+    try:
+        source = Source(path, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None  # told by the reader of ours
+    found = _read(source, flags)
+    if found is None or flags.group is not None and "inventory" not in found.kind:
+        if flags.group is not None:
+            raise UsageError(f"--group chooses among the groups of an Ansible inventory, and {path} is none")
+        return None
+    return found
+
+
+def _read(source: Source, flags: Flags) -> Foreign | None:
+    kind = recognise(source)
+    if kind == "glt":
+        return read_glt(source, flags)
+    if kind == "inventory-yaml":
+        return inventory(source, read_yaml(source), flags, "an Ansible inventory in YAML")
+    if kind == "inventory-ini":
+        return inventory(source, read_ini(source), flags, "an Ansible inventory")
+    if kind == "hostfile":
+        return read_hostfile(source)
+    return read_ip_list(source, flags) if kind == "list" else None
+
+
+def recognise(source: Source) -> str:
+    """``glt``, ``inventory-yaml``, ``inventory-ini``, ``hostfile``, ``list``, or "" for what is ours or unknown."""
+    keys = set(_KEY.findall(source.text))
+    if keys:
+        if len(keys & {*LISTS, "in_channel", "out_channel"}) >= 2:
+            return "glt"
+        ours = keys & {"nodes", "data", "train", "run", "defaults", "transport"}
+        return "inventory-yaml" if not ours and _INVENTORY_KEY.search(source.text) else ""
+    lines = [words for _, words in source.lines(comment="#;")]
+    if not lines:
+        return ""
+    if _HEADER.search(source.text) or _ANSIBLE.search(source.text):
+        return "inventory-ini"
+    if any(_SLOTS.fullmatch(words) for words in lines):
+        return "hostfile"
+    return "list" if _is_list(lines) else ""
+
+
+def _is_list(lines: list[str]) -> bool:
+    """Hosts line by line; what begins as one is one with mistakes. A single word might be anything."""
+    first = _LISTED.fullmatch(lines[0])
+    if first and (first[3] or re.search(r"[0-9.@]", first[2])):
+        return True
+    return len(lines) > 1 and all(map(_LISTED.fullmatch, lines))
+
+
+def graph_is_named(foreign: Foreign, tree: Section, path: Path) -> None:
+    """Raises ConfigError, with what to type, where neither file nor command line say which graph is trained on."""
+    if "data" not in tree.items:
+        what = f"{foreign.kind}, which says nothing of the graph; name it: add --dataset ogbn-products"
+        more = "or --dataset graph.pt (a file or folder of your own), or --dataset synthetic (made on the spot)"
+        raise ConfigError([Problem(str(path), 0, f"{what}, {more}")])

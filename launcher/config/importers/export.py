@@ -1,0 +1,156 @@
+"""A foreign file as a cluster.yml with comments: what came from where, what has no counterpart."""
+
+from __future__ import annotations
+
+import os
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from launcher.config.importers.base import Foreign
+from launcher.config.loader import Dumper
+from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence
+from launcher.text import OWN_VENV
+
+_HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
+
+_ENVIRONMENT = {"python", "venv", "conda"}
+
+_ORDER = ("name", "transport", "defaults", "nodes", "data", "train", "run")
+
+_NUMBERS = re.compile(r"-?\d+(,-?\d+)+")
+
+
+def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str:
+    """``tree`` as text that lies in ``folder`` and means the same there."""
+    told = f"Written by gnnfleet import from {name}, taken for {foreign.kind}."
+    head = [*_comment(told), *(line for note in foreign.notes for line in _comment(f"- {note}"))]
+    moved = _moved(tree, folder, "")
+    assert isinstance(moved, Section)
+    kept = _with_defaults(moved)
+    items = {key: kept.items[key] for key in (*_ORDER, *kept.items) if key in kept.items}
+    body = _with_place(list(_section(Section(kept.origin, items, kept.keys), 0)), kept)
+    return "\n".join([*head, "", *_aligned(body)]) + "\n"
+
+
+def _comment(words: str) -> list[str]:
+    return textwrap.wrap(words, 110, initial_indent="# ", subsequent_indent="#   " if words[:2] == "- " else "# ")
+
+
+def _moved(tree: Tree, folder: Path, key: str) -> Tree:
+    """Relative paths as they are seen from ``folder``; keys that are empty go."""
+    if isinstance(tree, Section):
+        items = {name: _moved(item, folder, name) for name, item in tree.items.items() if not _empty(item)}
+        return replace(tree, items=items)
+    if isinstance(tree, YamlSequence):
+        return replace(tree, items=tuple(_moved(item, folder, key) for item in tree.items))
+    if key not in _HERE or tree.text.startswith(("/", "~")):
+        return tree
+    path = os.path.relpath(tree.origin.folder / tree.text, folder.absolute())
+    return replace(tree, text=path, tag="str")
+
+
+def _empty(tree: Tree) -> bool:
+    return isinstance(tree, Scalar) and tree.empty or isinstance(tree, Section) and not tree.items
+
+
+def _with_defaults(tree: Section) -> Section:
+    """What all nodes have alike stands under `defaults`."""
+    nodes = tree.items.get("nodes")
+    if not isinstance(nodes, YamlSequence) or len(nodes.items) < 2:
+        return tree
+    entries = [node for node in nodes.items if isinstance(node, Section)]
+    if len(entries) < len(nodes.items):
+        return tree
+    first = entries[0].items
+    same = [
+        key
+        for key in first
+        if key != "host" and len({_one_line(node.items[key]) if key in node.items else "" for node in entries}) == 1
+    ]
+    if not same:
+        return tree
+    left = tuple(replace(node, items={k: v for k, v in node.items.items() if k not in same}) for node in entries)
+    defaults = Section(entries[0].origin, {key: first[key] for key in same}, {})
+    return replace(tree, items={**tree.items, "nodes": replace(nodes, items=left), "defaults": defaults})
+
+
+def _with_place(lines: list[tuple[str, str]], tree: Section) -> list[tuple[str, str]]:
+    """Where no node says which Python is its own, a line to fill in."""
+    nodes, transport = tree.items.get("nodes"), tree.items.get("transport")
+    if isinstance(transport, Scalar) and transport.text == "local":
+        return lines
+    entries = [tree.items.get("defaults"), *(nodes.items if isinstance(nodes, YamlSequence) else ())]
+    if any(isinstance(one, Section) and _ENVIRONMENT & one.items.keys() for one in entries):
+        return lines
+    place = (f"  # venv: {OWN_VENV}", "environment on the hosts; without it their python3 is used")
+    if ("defaults:", "") not in lines:
+        return [("defaults:", ""), place, *lines]
+    at = lines.index(("defaults:", "")) + 1
+    return [*lines[:at], place, *lines[at:]]
+
+
+def _section(tree: Section, depth: int) -> Iterator[tuple[str, str]]:
+    """(text, comment) of each line."""
+    before = "  " * depth
+    for key, item in tree.items.items():
+        if isinstance(item, Section):
+            yield f"{before}{key}:", ""
+            yield from _section(item, depth + 1)
+        elif isinstance(item, YamlSequence) and any(not isinstance(one, Scalar) for one in item.items):
+            yield f"{before}{key}:", ""
+            for one in item.items:
+                yield from _entry(one, depth + 1)
+        elif key == "nodes" and isinstance(item, YamlSequence):
+            yield f"{before}{key}:", ""
+            yield from ((f"{before}  - {_one_line(one)}", _where(one.origin)) for one in item.items)
+        else:
+            yield f"{before}{key}: {_one_line(item)}", _where(item.origin)
+
+
+def _entry(tree: Tree, depth: int) -> Iterator[tuple[str, str]]:
+    """One node; what stands on the host's own line says so once."""
+    before = "  " * depth
+    if not isinstance(tree, Section):
+        yield f"{before}- {_one_line(tree)}", _where(tree.origin)
+        return
+    if [*tree.items] == ["host"]:
+        yield f"{before}- {_one_line(tree.items['host'])}", _where(tree.items["host"].origin)
+        return
+    first = tree.items.get("host", tree)
+    for place, (line, comment) in enumerate(_section(tree, depth + 1)):
+        where = _where(first.origin)
+        yield (f"{before}- {line.strip()}", where) if not place else (line, "" if comment == where else comment)
+
+
+def _one_line(tree: Tree) -> str:
+    if isinstance(tree, YamlSequence):
+        return f"[{', '.join(map(_one_line, tree.items))}]"
+    if isinstance(tree, Section):
+        return "{" + ", ".join(f"{key}: {_one_line(item)}" for key, item in tree.items.items()) + "}"
+    if tree.plain and tree.tag != "str":
+        return tree.text
+    if _NUMBERS.fullmatch(tree.text):
+        return f"[{tree.text.replace(',', ', ')}]"
+    dumped = yaml.dump([tree.text], Dumper=Dumper, default_flow_style=True, width=1_000_000, allow_unicode=True)
+    return str(dumped).strip()[1:-1]
+
+
+def _where(origin: Origin) -> str:
+    """Where a value came from."""
+    if origin.line:
+        return f"line {origin.line}"
+    return "from the command line" if origin.file.startswith("--") else origin.file
+
+
+def _aligned(lines: list[tuple[str, str]]) -> Iterator[str]:
+    """Comments in one column, and a blank line before each section."""
+    column = min(48, max((len(line) for line, comment in lines if comment), default=0)) + 2
+    for place, (line, comment) in enumerate(lines):
+        if place and not line.startswith(" ") and line.endswith(":"):
+            yield ""
+        yield f"{line:<{column - 2}}  # {comment}" if comment else line

@@ -1,0 +1,142 @@
+"""The YAML of GraphLearn-for-PyTorch's launcher: parallel lists, one entry per node."""
+
+from __future__ import annotations
+
+from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, text
+from launcher.config.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
+from launcher.errors import ConfigError, Problem
+
+#: Its lists that ours are made of, besides `nodes`.
+LISTS = ("ports", "usernames", "python_bins", "dst_paths", "visible_devices", "node_ranks")
+
+_COUNTS = ("in_channel", "out_channel")
+
+_OURS = ("data", "train", "run", "defaults", "transport", "host_keys")
+
+#: What its dist_train_sage_supervised.py has fixed.
+_TRAINS = {"hidden": "256", "dropout": "0.0", "lr": "0.01"}
+
+_FANOUTS = (15, 10, 5)
+
+
+def read_glt(source: Source, flags: Flags) -> Foreign:
+    """Raises ConfigError, with key and line, for lists of different length and everything else that does not fit."""
+    problems: list[Problem] = []
+    tree = read_tree(source.text, source.name, source.path.absolute().parent, problems.append)
+    if problems or not isinstance(tree, Section):
+        raise ConfigError(problems)
+    nodes = _list(tree, "nodes", problems)
+    lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
+    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if _differs(tree, name, nodes)]
+    problems += [_not_theirs(tree, name) for name in tree.items if name in _OURS]
+    if not problems:
+        order = _order(tree, lists, problems)
+    if problems:
+        raise ConfigError(sorted(set(problems), key=lambda problem: problem.line))
+    entries = [_node(nodes[k], {name: values[k] for name, values in lists.items()}) for k in order]
+    return Foreign("GLT's YAML", _tree(tree, entries), tuple(_notes(tree, lists)), batch_per_process=True)
+
+
+def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]:
+    found = tree.items.get(name)
+    if isinstance(found, YamlSequence):
+        return found.items
+    origin = tree.keys.get(name, tree.origin)
+    words = "is missing" if found is None else f"expected a list with one entry per node, found {describe(found)}"
+    problems.append(Problem(origin.file, origin.line, f"{name}: {words}"))
+    return ()
+
+
+def _differs(tree: Section, name: str, nodes: tuple[Tree, ...]) -> bool:
+    values = tree.items[name]
+    return isinstance(values, YamlSequence) and len(values.items) != len(nodes)
+
+
+def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tree, ...]) -> Problem:
+    at, first = tree.keys[name], tree.keys.get("nodes", tree.origin)
+    return Problem(
+        at.file,
+        at.line,
+        f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, and nodes "
+        f"(line {first.line}) has {len(nodes)}; each node needs one",
+    )
+
+
+def _not_theirs(tree: Section, name: str) -> Problem:
+    at = tree.keys[name]
+    return Problem(
+        at.file, at.line, f"`{name}` is gnnfleet's, the rest is GLT's; write one of both (`gnnfleet import` makes ours)"
+    )
+
+
+def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
+    """Places in the lists, by node_ranks."""
+    ranks = lists.get("node_ranks")
+    if ranks is None:
+        return list(range(len(_list(tree, "nodes", problems))))
+    texts = [rank.text if isinstance(rank, Scalar) else "" for rank in ranks]
+    if sorted(texts) != sorted(map(str, range(len(texts)))):
+        at = tree.keys["node_ranks"]
+        problems.append(Problem(at.file, at.line, f"node_ranks: expected 0 to {len(texts) - 1}, each of them once"))
+        return []
+    return sorted(range(len(texts)), key=lambda k: int(texts[k]))
+
+
+def _node(host: Tree, values: dict[str, Tree]) -> Section:
+    items: dict[str, Tree] = {"host": _text(host)}
+    for theirs, ours in (("ports", "port"), ("usernames", "user"), ("python_bins", "python")):
+        if theirs in values:
+            items[ours] = values[theirs] if theirs == "ports" else _text(values[theirs])
+    folder = values.get("dst_paths")
+    if isinstance(folder, Scalar):
+        items["workdir"] = text(folder.origin, folder.text.rstrip("/") + "/gnnfleet/node{node_rank}")
+    devices = values.get("visible_devices")
+    if isinstance(devices, Scalar) and devices.text.strip() not in ("", "-1") and not devices.empty:
+        words = [word.strip() for word in devices.text.split(",") if word.strip()]
+        items["devices"] = listed(devices.origin, [number(devices.origin, word) for word in words])
+    elif isinstance(devices, YamlSequence):
+        items["devices"] = devices
+    return section(host.origin, items)
+
+
+def _text(tree: Tree) -> Tree:
+    """A name such as 007 stays a text."""
+    return text(tree.origin, tree.text) if isinstance(tree, Scalar) and not tree.empty else tree
+
+
+def _tree(theirs: Section, nodes: list[Section]) -> Section:
+    origin = said("as in GLT's example")
+    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _TRAINS.items()}
+    fixed["fanouts"] = listed(origin, [number(origin, fanout) for fanout in _FANOUTS])
+    tree: dict[str, Tree] = {"nodes": listed(theirs.keys["nodes"], nodes)}
+    dataset = theirs.items.get("dataset")
+    if isinstance(dataset, Scalar) and not dataset.empty:
+        tree["data"] = section(dataset.origin, _data(dataset))
+    tree["train"] = section(origin, {"model": text(origin, "sage"), **fixed})
+    return section(theirs.origin, tree)
+
+
+def _data(dataset: Scalar) -> dict[str, Tree]:
+    """An OGB name, or a graph of one's own where the file names a path."""
+    origin, name = dataset.origin, dataset.text
+    path = (origin.folder / name).expanduser()
+    if path.exists() and ("/" in name or "." in name):
+        return {
+            "dataset": text(origin, "file"),
+            "source": text(origin, name),
+            "folder": text(origin, f"parts/{path.stem}"),
+        }
+    return {"dataset": text(origin, name), "folder": text(origin, f"parts/{name.replace(':', '-').replace('/', '-')}")}
+
+
+def _notes(tree: Section, lists: dict[str, tuple[Tree, ...]]) -> list[str]:
+    notes = ["GLT asks for passwords; here keys and the SSH agent are tried (--set 'nodes.*.password=true' asks)"]
+    if without := [name for name in _COUNTS if name in tree.items]:
+        notes.append(f"{' and '.join(without)} have no counterpart: they are read from the graph")
+    known = {"nodes", "dataset", *LISTS, *_COUNTS}
+    if more := [name for name in tree.items if name not in known]:
+        notes.append(f"not known, and left out: {', '.join(more)}")
+    shown = {devices.text for devices in lists.get("visible_devices", ()) if isinstance(devices, Scalar)}
+    if len({len(devices.split(",")) for devices in shown}) > 1:
+        notes.append("each node has a process for each of its own devices; GLT counts those of the first node only")
+    return notes

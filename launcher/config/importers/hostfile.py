@@ -1,0 +1,150 @@
+"""Plain lists of hosts: PyG's and DGL's ip_config, hostfiles of DeepSpeed and OpenMPI, ``--nodes``."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+
+from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, split_hosts, text
+from launcher.config.importers.pyg_command import Remote
+from launcher.config.yaml_tree import Origin, Section, Tree
+from launcher.errors import ConfigError, Problem
+
+HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*"
+
+_WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
+
+_WITH_SLOTS = re.compile(rf"({HOST})((?:\s+[\w-]+\s*=\s*\w+)*)")
+
+_SETTING = re.compile(r"([\w-]+)\s*=\s*(\w+)")
+
+_EXAMPLE_SETTINGS = {"hidden": "256", "dropout": "0.0", "lr": "0.0004"}
+
+
+def read_nodes(flags: Flags) -> Foreign:
+    """``--nodes a,b,c`` or ``--nodes 2`` with no file at all."""
+    origin = said("--nodes")
+    if (flags.nodes or "").isdecimal():
+        tree = {"nodes": number(origin, flags.nodes or ""), "transport": text(origin, "local")}
+        return Foreign("a number of nodes on this machine", section(origin, tree))
+    hosts = [text(origin, host) for host in split_hosts(flags.nodes or "")]
+    if not hosts:
+        raise ConfigError([Problem("--nodes", 0, "expected hosts, as --nodes me@host1,me@host2")])
+    return Foreign("a list of hosts", section(origin, {"nodes": listed(origin, hosts)}))
+
+
+def read_ip_list(source: Source, flags: Flags) -> Foreign:
+    """A host and an optional port on each line: ``- 10.0.0.10 1234`` as PyG has it, ``10.0.0.10 1234`` as DGL."""
+    dashed = any(line.startswith("- ") for _, line in source.lines())
+    nodes, ports, problems = [], False, []
+    for line, words in source.lines():
+        match = _WITH_PORT.fullmatch(re.sub(r"^- +", "", words).strip("\"'"))
+        if not match:
+            problems.append(Problem(source.name, line, f"expected a host and perhaps a port, found `{words}`"))
+            continue
+        ports = ports or bool(match[2])
+        nodes.append((source.at(line), match[1]))
+    if problems:
+        raise ConfigError(problems)
+    of_pyg = dashed or flags.remote is not None or flags.num_nodes is not None
+    notes = [_port_note(of_pyg)] if ports else []
+    _same_number(source, nodes, flags)
+    tree = _pyg(nodes, flags, notes)
+    kind = f"a list of addresses, as {'torch_geometric' if of_pyg else 'DGL'} has it"
+    return Foreign(kind, tree, tuple(notes), batch_per_process=of_pyg)
+
+
+def read_hostfile(source: Source) -> Foreign:
+    """``host slots=4``, as DeepSpeed and OpenMPI read it; a host that is listed again has more slots."""
+    slots: dict[str, tuple[Origin, int]] = {}
+    problems = []
+    for line, words in source.lines():
+        match = _WITH_SLOTS.fullmatch(words)
+        settings = dict(_SETTING.findall(match[2])) if match else {}
+        count = settings.get("slots", "1")
+        if not match or not count.isdecimal() or not int(count):
+            problems.append(Problem(source.name, line, f"expected `host slots=4`, found `{words}`"))
+            continue
+        origin, before = slots.get(match[1], (source.at(line), 0))
+        slots[match[1]] = (origin, before + int(count))
+    if problems:
+        raise ConfigError(problems)
+    nodes = [
+        section(origin, {"host": text(origin, host), "procs": number(origin, count)})
+        for host, (origin, count) in slots.items()
+    ]
+    note = (
+        "slots are taken for training processes on the CPU (procs); where they are GPUs, as with DeepSpeed, "
+        "name them: --set 'nodes.*.devices=[0,1,2,3]'"
+    )
+    at = source.at(1)
+    return Foreign("a hostfile, as DeepSpeed's and OpenMPI's", section(at, {"nodes": listed(at, nodes)}), (note,))
+
+
+def _port_note(of_pyg: bool) -> str:
+    whose = "torch_geometric's RPC" if of_pyg else "DGL's servers"
+    return f"the ports in it are {whose}, not SSH's, and have no counterpart; ports are found by preflight"
+
+
+def _same_number(source: Source, nodes: list[tuple[Origin, str]], flags: Flags) -> None:
+    if flags.num_nodes is not None and flags.num_nodes != len(nodes):
+        line = nodes[-1][0].line if nodes else 1
+        raise source.wrong(
+            line,
+            f"it lists {len(nodes)} hosts, and --num_nodes is {flags.num_nodes}; make them agree, or leave it out",
+        )
+
+
+def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Section:
+    """The list with what torch_geometric's flags and quoted command say of every node, and how its examples train."""
+    remote = flags.remote or Remote("")
+    common = _of_all(remote, flags)
+    entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]
+    at = said("the host list")
+    tree: dict[str, Tree] = {"nodes": listed(nodes[0][0] if nodes else at, entries)}
+    if remote.is_example:
+        tree["train"] = _as_examples_train(remote, flags)
+        notes.append(
+            f"{posixpath.basename(remote.script)} is an example of torch_geometric.distributed, which cannot be "
+            "constructed any more: the bundled trainer runs in its place, with the same model and settings"
+        )
+    elif remote.words:
+        notes.append(
+            "launch.py's flags are not appended to the command; it finds RANK, WORLD_SIZE, NODE_RANK, MASTER_ADDR and "
+            "GNNFLEET_PARTS in its environment, and is started once per process"
+        )
+    if flags.part_config or flags.dataset_root_dir:
+        named = " and ".join(
+            name for name in ("part_config", "dataset_root_dir") if getattr(flags, name)
+        )  # of parts that only torch_geometric reads
+        notes.append(f"{named}: parts of torch_geometric cannot be read; the graph is cut anew, once, from the dataset")
+    if flags.dataset == "ogbn-product":
+        notes.append("ogbn-product is taken for ogbn-products, which is its name in OGB")
+    return section(at, tree)
+
+
+def _of_all(remote: Remote, flags: Flags) -> dict[str, Tree]:
+    """What holds for every node."""
+    origin = said("the quoted command")
+    kind, which = remote.interpreter
+    common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
+    if folder := remote.folder or _absolute(flags.workspace):
+        common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet/node{node_rank}"))
+    if remote.devices:
+        common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
+    lines = (*(f"export {pair}" for pair in flags.extra_envs), *remote.setup)
+    if lines:
+        common["setup"] = listed(origin, [text(origin, line) for line in lines])
+    return common
+
+
+def _absolute(folder: str | None) -> str:
+    return folder.rstrip("/") if folder and folder.startswith(("/", "~/")) else ""
+
+
+def _as_examples_train(remote: Remote, flags: Flags) -> Section:
+    """The model and settings that are fixed in torch_geometric's examples."""
+    origin = said(f"as in {posixpath.basename(remote.script)}")
+    hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
+    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}
+    return section(origin, {"model": text(origin, "rsage" if hetero else "sage"), **fixed})

@@ -1,0 +1,246 @@
+"""cluster.yml → ``ClusterConfig``, driven by the dataclasses in ``launcher.config.schema``.
+
+All mistakes of a file are found in one pass and raised as one ``ConfigError``, each with file and line.
+Paths written in a file are relative to that file, those in a ``--set`` to the current directory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence as Words
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from launcher.config.consistency import check, check_nodes
+from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.validation import FLOAT, Place, Reader, dotted
+from launcher.config.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, read_tree
+from launcher.errors import ConfigError, Problem
+from launcher.hostlist import fold
+
+if TYPE_CHECKING:
+    from launcher.config.importers.base import Foreign
+
+
+def apply_override(tree: Section, override: str, report: Report) -> Section:
+    """``tree`` with one ``dotted.key=value`` put in; the value is YAML, paths in it start from here."""
+    name = f"--set {override}"
+    key, equals, text = override.partition("=")
+    words = key.strip().split(".")
+    if not equals or not all(words):
+        report(Problem(name, 0, "expected key=value, for instance train.lr=0.01 or nodes.0.procs=2"))
+        return tree
+    origin = Origin(name, 0, Path.cwd())
+    failed: list[Problem] = []
+    value = read_tree(text, name, origin.folder, failed.append, line=0) or Scalar(origin, "", "null")
+    try:
+        changed = tree if failed else _put(tree, words, value, origin)
+    except LookupError as error:
+        failed.append(Problem(name, 0, str(error.args[0])))
+        changed = tree
+    for problem in failed:
+        report(problem)
+    assert isinstance(changed, Section)
+    return changed
+
+
+def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str = "") -> Tree:
+    if not words:
+        return value
+    word, here = words[0], f"{path}.{words[0]}".lstrip(".")
+    tree = _opened(tree, path, word)
+    if isinstance(tree, YamlSequence):
+        items = list(tree.items)
+        if word == "*":
+            return YamlSequence(tree.origin, tuple(_put(item, words[1:], value, origin, here) for item in items))
+        if not word.isdecimal() or int(word) >= len(items):
+            raise LookupError(f"{path} has entries 0 to {len(items) - 1}, no `{word}`")
+        items[int(word)] = _put(items[int(word)], words[1:], value, origin, here)
+        return YamlSequence(tree.origin, tuple(items))
+    if word == "*":
+        raise LookupError(f"{path or 'the top level'} is no list, so `*` stands for nothing there")
+    if isinstance(tree, Scalar) and not tree.empty:
+        raise LookupError(f"{path} is `{tree.text}`, which has no keys")
+    items_now = tree.items if isinstance(tree, Section) else {}
+    keys_now = tree.keys if isinstance(tree, Section) else {}
+    below = items_now.get(word, Scalar(origin, "", "null"))
+    items_now = {**items_now, word: _put(below, words[1:], value, origin, here)}
+    return Section(tree.origin, items_now, {**keys_now, word: keys_now.get(word, origin)})
+
+
+def _opened(tree: Tree, path: str, word: str) -> Tree:
+    """``nodes: 2``, ``- node[01-04]`` and ``- user@host`` in their long forms, so that a key can be put inside."""
+    if path == "nodes" and (word.isdecimal() or word == "*"):
+        return expand_nodes(tree)
+    if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
+        return Section(tree.origin, {"host": tree}, {"host": tree.origin})
+    return tree
+
+
+def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
+    """Relative paths start from the file they stand in; ``runs_dir`` from the current directory, later."""
+    local = config.transport == "local"
+    nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
+    data, run, train = config.data, config.run, config.train
+    if data.mode == "sync":
+        folder = _here(reader, ("data", "folder"), data.folder)
+    else:
+        folder = _on_node(reader, ("data", "folder"), data.folder, local)
+    source = _here(reader, ("data", "source"), data.source) if data.source else None
+    resume = _checkpoint(reader, train.resume) if train.resume else None
+    files = tuple(_existing(reader, ("run", "files", i), file) for i, file in enumerate(run.files))
+    return replace(
+        config,
+        nodes=nodes,
+        data=replace(data, folder=folder, source=source),
+        train=replace(train, resume=resume),
+        run=replace(run, files=files, runs_dir=os.path.expanduser(run.runs_dir)),
+    )
+
+
+def _node(node: NodeConfig, k: int, local: bool, reader: Reader) -> NodeConfig:
+    changes: dict[str, str] = {}
+    if node.key:
+        changes["key"] = _here(reader, ("nodes", k, "key"), node.key)
+    for name in ("workdir", "data_folder", "venv", "conda", "python"):
+        text = getattr(node, name)
+        if text and ("/" in text or name not in ("conda", "python")):
+            changes[name] = _on_node(reader, ("nodes", k, name), text, local)
+    return replace(node, **changes)  # type: ignore[arg-type]
+
+
+def _here(reader: Reader, place: Place, text: str) -> str:
+    return os.path.normpath(reader.origin(place).folder / os.path.expanduser(text))
+
+
+def _on_node(reader: Reader, place: Place, text: str, local: bool) -> str:
+    if text.startswith(("/", "~/")):
+        return text
+    if local:
+        return _here(reader, place, text)
+    if reader.good(place):
+        message = f"is a path on the node, so it must begin with / or ~/; found `{text}`"
+        reader.report(place, f"{dotted(place)} {message}")
+    return text
+
+
+def _existing(reader: Reader, place: Place, text: str) -> str:
+    path = _here(reader, place, text)
+    if not os.path.exists(path):
+        reader.report(place, f"run.files: no file or folder `{path}` on this machine")
+    return path
+
+
+def _checkpoint(reader: Reader, text: str) -> str:
+    path = _here(reader, ("train", "resume"), text)
+    return path if Path(path).is_file() else text
+
+
+Choose = Callable[[ClusterConfig], ClusterConfig]
+
+_NODE = re.compile(r"\bnodes\.\d+")
+
+
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    choose: Choose = lambda config: config,
+    foreign: Foreign | None = None,
+) -> ClusterConfig:
+    """Read, override, choose (nodes, say), check. Raises ConfigError with every mistake found.
+
+    Nodes are checked all, what they add up to only as chosen. Files of other launchers are read as ours;
+    ``foreign`` is such a file that has been read already.
+    """
+    problems: list[Problem] = []
+    tree = overridden(path, overrides, foreign, problems.append)
+    reader = Reader(problems.append)
+    config = resolve_paths(reader.cluster(tree), reader)
+    check_nodes(config, reader)
+    chosen = config if problems else choose(config)
+    check(chosen, reader)
+    if problems:
+        raise ConfigError(sorted(_folded(problems), key=lambda problem: (problem.line == 0, problem.line)))
+    return chosen
+
+
+def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, report: Report) -> Section:
+    """The file as a tree, with the overrides put in."""
+    from launcher.config.importers.detect import graph_is_named, read_foreign
+
+    foreign = foreign or read_foreign(path)
+    tree = foreign.tree if foreign else _read_file(path, report)
+    for override in overrides:
+        tree = apply_override(tree, override, report)
+    if foreign:
+        graph_is_named(foreign, tree, path)
+    return tree
+
+
+def world_size(tree: Section, choose: Choose) -> int:
+    """Training processes of the nodes chosen, as far as they can be read."""
+    reader = Reader(lambda problem: None)
+    nodes = {name: tree.items[name] for name in ("nodes", "defaults", "transport") if name in tree.items}
+    config = reader.cluster(Section(tree.origin, nodes, tree.keys))
+    return (choose(config) if not reader.bad - {("data",)} else config).world_size
+
+
+def to_yaml(config: ClusterConfig) -> str:
+    """``config`` as YAML that ``load_config`` reads back to an equal value."""
+    return yaml.dump(_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
+    """One of those that say the same of every node of one line, as a range or `defaults` makes them."""
+    alike: dict[Problem, list[tuple[Problem, str]]] = {}
+    for problem in problems:
+        node = _NODE.search(problem.message)
+        anyone = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
+        alike.setdefault(anyone, []).append((problem, node[0] if node else ""))
+    for (first, _), *others in alike.values():
+        more = f" (and so for {fold(name for _, name in others)})" if others and others[0][1] else ""
+        yield replace(first, message=first.message + more)
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
+
+
+Dumper.add_representer(str, _represent_text)
+
+
+def _read_file(path: Path, report: Report) -> Section:
+    """The file's top level; mistakes that leave nothing to read end here."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError([Problem(str(path), 1, f"not UTF-8 text (byte {error.start})")]) from None
+    except OSError as error:
+        raise ConfigError([Problem(str(path), 0, f"cannot be read: {error.strerror}")]) from None
+    found: list[Problem] = []
+    tree = read_tree(text, str(path), path.absolute().parent, found.append)
+    if tree is None or isinstance(tree, Scalar) and tree.empty:
+        raise ConfigError(found or [Problem(str(path), 1, "the file is empty; start from templates/cluster.yml")])
+    if not isinstance(tree, Section):
+        raise ConfigError([Problem(str(path), tree.origin.line, "expected keys such as `nodes:` and `data:`")])
+    for problem in found:
+        report(problem)
+    return Section(Origin(str(path), 1, tree.origin.folder), tree.items, tree.keys)
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+        return {name: _plain(item) for name, item in items if item is not None}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, dict) else value

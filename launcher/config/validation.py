@@ -1,0 +1,401 @@
+"""Validates a YAML tree against the config dataclasses: unknown keys, types and limits, each with its line."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import types
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.yaml_tree import (
+    Origin,
+    Report,
+    Scalar,
+    Section,
+    Tree,
+    YamlSequence,
+    describe,
+    expand_nodes,
+    is_count,
+)
+from launcher.errors import Problem
+from launcher.hostlist import RangeError, expand, is_range
+
+Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
+
+_INT = re.compile(r"[-+]?\d[\d_]*")
+
+FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+_HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
+
+_OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
+
+#: Keys that earlier versions had, and what to write instead.
+_REMOVED: Mapping[Place, str] = {
+    (
+        "run",
+        "compress",
+    ): "compression has been removed; `run.wire_rows: float16` or `int8` sends fewer bytes",
+}
+
+_ALL = "--set nodes.*."  #: begins the origin of a value that was set on every node
+
+_hints = cache(get_type_hints)
+
+
+class _Wrong(Exception):
+    """A value that does not fit, already put into words."""
+
+
+@dataclass
+class Reader:
+    """Turns trees into values, reports what does not fit, and remembers where each value stood."""
+
+    report_problem: Report
+    origins: dict[Place, Origin] = field(default_factory=dict)
+    bad: set[Place] = field(default_factory=set)
+
+    def report(self, path: Place, message: str) -> None:
+        """A mistake at ``path``, or where the nearest section around it begins."""
+        origin = self.origin(path)
+        self.bad.add(path)
+        self.report_problem(Problem(origin.file, origin.line, message))
+
+    def origin(self, path: Place) -> Origin:
+        return next(self.origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.origins)
+
+    def given(self, path: Place) -> bool:
+        """Whether the user wrote this key (in the file, in defaults or with --set)."""
+        return path in self.origins
+
+    def good(self, *paths: Place) -> bool:
+        """Whether these values, and all inside them, were read without a mistake."""
+        return not any(bad[: len(path)] == path for path in paths for bad in self.bad)
+
+    def cluster(self, tree: Section) -> ClusterConfig:
+        """The whole file. What could not be read is left at its default, and is in ``bad``."""
+        items, keys = dict(tree.items), dict(tree.keys)
+        defaults = self._defaults(items.pop("defaults", None))
+        keys.pop("defaults", None)
+        self.origins[()] = tree.origin
+        if "nodes" in items:
+            items["nodes"] = self._nodes(items["nodes"], defaults, items.get("transport"))
+        config = self._section(ClusterConfig, Section(tree.origin, items, keys), ())
+        assert isinstance(config, ClusterConfig)
+        return config
+
+    def _defaults(self, tree: Tree | None) -> Section | None:
+        """The keys of `defaults` that can be read; mistakes in them are reported once, here."""
+        if tree is None or isinstance(tree, Scalar) and tree.empty:
+            return None
+        self.origins[("defaults",)] = tree.origin
+        if not isinstance(tree, Section):
+            self.report(("defaults",), f"defaults: expected keys of a node, found {describe(tree)}")
+            return None
+        tree = self._split_host(("defaults",), tree)
+        self._read_fields(NodeConfig, tree, ("defaults",))
+        known = {field.name for field in fields(NodeConfig)}
+        usable = {name for name in tree.items if name in known and self.good(("defaults", name))}
+        return replace(tree, items={name: tree.items[name] for name in usable})
+
+    def _nodes(self, tree: Tree, defaults: Section | None, transport: Tree | None) -> Tree:
+        local = isinstance(transport, Scalar) and transport.text == "local"
+        listed = expand_nodes(tree)
+        if is_count(tree) and not local:
+            self.origins[("nodes",)] = tree.origin
+            self.report(("nodes",), "nodes: a number of nodes needs `transport: local`; list the hosts instead")
+        if not isinstance(listed, YamlSequence):
+            return listed
+        return YamlSequence(tree.origin, tuple(self._node(i, item, defaults) for i, item in enumerate(listed.items)))
+
+    def _node(self, index: int, tree: Tree, defaults: Section | None) -> Tree:
+        if isinstance(tree, Scalar) and not tree.empty:
+            tree = Section(tree.origin, {"host": tree}, {"host": tree.origin})
+        if not isinstance(tree, Section):
+            return tree
+        node = self._split_host(("nodes", index), tree)
+        if _is_server(node) or "role" not in node.items and defaults and _is_server(defaults):
+            node, defaults = _not_for_all(node), defaults and _less(defaults, _OF_TRAINERS)
+        return _with_defaults(node, defaults) if defaults else node
+
+    def _split_host(self, path: Place, node: Section) -> Section:
+        """``host: user@host:port`` as three keys."""
+        host = node.items.get("host")
+        if not isinstance(host, Scalar) or host.empty:
+            return node
+        match = _HOST.fullmatch(host.text)
+        wrong = _wrong_range(host.text) if is_range(host.text) else ""
+        if not match and not wrong:
+            wrong = f"expected host, user@host or user@host:port, found `{host.text}`"
+        if not match or wrong:
+            self.origins[path] = host.origin
+            self.report(path, f"{dotted(path)}.host: {wrong}")
+            return node
+        found = {name: Scalar(host.origin, text.strip("[]"), "str") for name, text in match.groupdict().items() if text}
+        for name in sorted(found.keys() & node.items.keys() - {"host"}):
+            self.origins[path] = host.origin
+            self.report(path, f"{dotted(path)}: {name} is given twice, in host and as a key of its own")
+        return Section(node.origin, {**node.items, **found}, node.keys)
+
+    def _section(self, cls: type, tree: Tree, path: Place) -> Any:
+        if isinstance(tree, Scalar) and tree.empty:
+            tree = Section(tree.origin, {}, {})
+        if not isinstance(tree, Section):
+            raise _Wrong(f"expected keys such as `{fields(cls)[0].name}:`, found {describe(tree)}")
+        values = self._read_fields(cls, tree, path)
+        for item in fields(cls):
+            if item.name not in values:
+                values[item.name] = self._absent(item, tree, path)
+        return cls(**values)
+
+    def _read_fields(self, cls: type, tree: Section, path: Place) -> dict[str, Any]:
+        hints, known = _hints(cls), {item.name: item for item in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in tree.items.items():
+            if name not in known:
+                self._unknown(name, cls, tree.keys.get(name, value.origin), path)
+                continue
+            here = (*path, name)
+            if isinstance(value, Scalar) and value.empty and _has_default(known[name]):
+                continue
+            self.origins[here] = value.origin if isinstance(value, Scalar) else tree.keys.get(name, value.origin)
+            try:
+                values[name] = self._value(hints[name], value, here)
+                _check_limits(known[name], values[name])
+            except _Wrong as wrong:
+                self.report(here, f"{dotted(here)}: {wrong}")
+                values[name] = _stand_in(known[name])
+        return values
+
+    def _absent(self, item: Field[Any], tree: Section, path: Place) -> Any:
+        here = (*path, item.name)
+        if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
+            return _stand_in(item)
+        self.origins.setdefault(path, tree.origin)
+        self.missing(item, path)
+        return _stand_in(item)
+
+    def missing(self, item: Field[Any], path: Place) -> None:
+        """Report that a section lacks a key, or the file a section."""
+        kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
+        place = f" in {dotted(path)}" if path else ""
+        self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
+
+    def _unknown(self, name: str, cls: type, at: Origin, path: Place) -> None:
+        """An unknown key, with the section it belongs in or the nearest key of this one."""
+        place = f"in {dotted(path)}" if path else "at the top level"
+        known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
+        near = difflib.get_close_matches(name, known, 1)
+        elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
+        if (*path, name) in _REMOVED:
+            hint = _REMOVED[(*path, name)]
+        elif elsewhere:
+            hint = "it belongs " + " or ".join(f"in {where}" if where else "at the top level" for where in elsewhere)
+        else:
+            hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"
+        self.bad |= {(*path, near[0])} if near and not elsewhere else {(*where.split("."), name) for where in elsewhere}
+        self.report_problem(Problem(at.file, at.line, f"unknown key `{name}` {place}; {hint}"))
+
+    def _value(self, wanted: Any, tree: Tree, path: Place) -> Any:
+        kind = get_origin(wanted)
+        if kind in (Union, types.UnionType):
+            return self._one_of_types([kind for kind in get_args(wanted) if kind is not type(None)], tree, path)
+        if kind is Literal:
+            return _choice(get_args(wanted), tree)
+        if kind is tuple:
+            return self._tuple(get_args(wanted)[0], tree, path)
+        if kind is not None and issubclass(kind, Mapping):
+            return self._mapping(get_args(wanted)[1], tree)
+        if is_dataclass(wanted):
+            return self._section(wanted, tree, path)  # type: ignore[arg-type]
+        return plain_value(tree) if wanted is Any else _scalar(wanted, tree)
+
+    def _one_of_types(self, kinds: list[Any], tree: Tree, path: Place) -> Any:
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if isinstance(tree, Scalar) and tree.text in words:
+            return tree.text
+        rest = next(kind for kind in kinds if get_origin(kind) is not Literal)
+        try:
+            return self._value(rest, tree, path)
+        except _Wrong as wrong:
+            also = "".join(f" or `{word}`" for word in words)
+            raise _Wrong(str(wrong).replace(", found", f"{also}, found", 1)) from None
+
+    def _tuple(self, kind: Any, tree: Tree, path: Place) -> tuple[Any, ...]:
+        if isinstance(tree, Scalar) and kind is str and not tree.empty:
+            return (tree.text,)
+        from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
+        if isinstance(tree, Scalar) and kind is int and ("," in tree.text or from_shell):
+            tree = YamlSequence(
+                tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
+            )
+        if not isinstance(tree, YamlSequence):
+            example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
+            raise _Wrong(f"expected a list{example}, found {describe(tree)}")
+        return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
+
+    def _element(self, kind: Any, tree: Tree, path: Place) -> Any:
+        self.origins[path] = tree.origin
+        try:
+            return self._value(kind, tree, path)
+        except _Wrong as wrong:
+            self.report(path, f"{dotted(path)}: {wrong}")
+            return NodeConfig(host="") if kind is NodeConfig else kind()
+
+    def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:
+        if not isinstance(tree, Section):
+            raise _Wrong(f"expected a section of keys, found {describe(tree)}")
+        return {name: _entry(kind, name, item) for name, item in tree.items.items()}
+
+
+def dotted(path: Place) -> str:
+    """``nodes.0.procs``, as --set takes it."""
+    return ".".join(map(str, path))
+
+
+def plain_value(tree: Tree) -> Any:
+    """A tree as plain lists, dicts, texts and numbers; ``1e-3`` is a number here."""
+    if isinstance(tree, Section):
+        return {name: plain_value(item) for name, item in tree.items.items()}
+    if isinstance(tree, YamlSequence):
+        return [plain_value(item) for item in tree.items]
+    if not tree.plain or tree.tag == "str" and not FLOAT.fullmatch(tree.text):
+        return tree.text
+    if tree.empty:
+        return None
+    if tree.tag == "bool":
+        return _scalar(bool, tree)
+    number: type = int if _INT.fullmatch(tree.text) else float if FLOAT.fullmatch(tree.text) else str
+    return _scalar(number, tree)
+
+
+def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
+    """Every dataclass of the config by its dotted name; "" for the top level, ``nodes`` for one node."""
+    found = {name: cls}
+    for key, hint in _hints(cls).items():
+        inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
+        if isinstance(inner, type) and is_dataclass(inner):
+            found |= sections(inner, f"{name}.{key}".lstrip("."))
+    return found
+
+
+def _wrong_range(text: str) -> str:
+    """Why a host that is still a range cannot be read."""
+    try:
+        return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
+    except RangeError as error:
+        return str(error)
+
+
+def _is_server(node: Section) -> bool:
+    role = node.items.get("role")
+    return isinstance(role, Scalar) and role.text == "server"
+
+
+def _not_for_all(server: Section) -> Section:
+    """Without what ``--set nodes.*.procs=2`` wants of those that train."""
+    for_all = {
+        name for name in _OF_TRAINERS if name in server.items and server.items[name].origin.file.startswith(_ALL)
+    }
+    return _less(server, for_all)
+
+
+def _less(node: Section, names: Collection[str]) -> Section:
+    return replace(node, items={name: item for name, item in node.items.items() if name not in names})
+
+
+def _with_defaults(node: Section, defaults: Section) -> Section:
+    """Node keys win; ``env`` is merged; a node's own interpreter replaces the default one, whatever its form."""
+    inherited = dict(defaults.items)
+    if any(name in node.items for name in ("python", "venv", "conda")):
+        inherited = {name: item for name, item in inherited.items() if name not in ("python", "venv", "conda")}
+    items = {**inherited, **node.items}
+    own, common = node.items.get("env"), inherited.get("env")
+    if isinstance(own, Section) and isinstance(common, Section):
+        items["env"] = Section(own.origin, {**common.items, **own.items}, {**common.keys, **own.keys})
+    return Section(node.origin, items, node.keys)
+
+
+def _entry(kind: Any, name: str, tree: Tree) -> Any:
+    """One value of a free mapping such as env."""
+    try:
+        return plain_value(tree) if kind is Any else _scalar(kind, tree)
+    except _Wrong as wrong:
+        raise _Wrong(f"{name}: {wrong}") from None
+
+
+def _scalar(wanted: type, tree: Tree) -> Any:
+    """One str, bool, int or float; numbers must not be quoted."""
+    names = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+    if not isinstance(tree, Scalar) or tree.empty:
+        raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}")
+    text = tree.text
+    if wanted is str:
+        return text
+    if wanted is bool and tree.tag == "bool":
+        return text.lower() in ("true", "yes", "on")
+    if wanted is int and tree.plain and _INT.fullmatch(text):
+        return int(text.replace("_", ""))
+    if wanted is float and tree.plain and FLOAT.fullmatch(text) and math.isfinite(float(text)):
+        return float(text)
+    quoted = "" if tree.plain else " in quotes"
+    raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}{quoted}")
+
+
+def _choice(choices: Iterable[str], tree: Tree) -> str:
+    valid = list(choices)
+    text = tree.text if isinstance(tree, Scalar) and not tree.empty else None
+    if text in valid:
+        return str(text)
+    near = difflib.get_close_matches(text or "", valid, 1)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    raise _Wrong(f"expected one of {', '.join(valid)}, found {describe(tree)}{hint}")
+
+
+def _check_limits(item: Field[Any], value: Any) -> None:
+    limits: Mapping[str, float] = item.metadata["limits"]
+    tests = {
+        "at_least": lambda n, limit: n >= limit,
+        "above": lambda n, limit: n > limit,
+        "at_most": lambda n, limit: n <= limit,
+        "below": lambda n, limit: n < limit,
+    }
+    numbers = [n for n in (value if isinstance(value, tuple) else (value,)) if isinstance(n, (int, float))]
+    for number in numbers:
+        if not all(tests[name](number, limit) for name, limit in limits.items()):
+            raise _Wrong(f"must be {limits_in_words(limits)}; found {number}")
+
+
+def limits_in_words(limits: Mapping[str, float]) -> str:
+    """``at least 0 and below 1``."""
+    return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+
+
+def _has_default(item: Field[Any]) -> bool:
+    return item.default is not MISSING or item.default_factory is not MISSING
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _stand_in(item: Field[Any]) -> Any:
+    """Something of the right type, so that the other mistakes of the file can be found."""
+    if _has_default(item):
+        return _default(item)
+    return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")
+
+
+def _names(section: type) -> set[str]:
+    return {item.name for item in fields(section)}
+
+
+def _help(item: Field[Any]) -> str:
+    text: str = item.metadata["help"]
+    return text[:1].lower() + text[1:].rstrip(".")

@@ -1,0 +1,102 @@
+"""Host ranges: ``node[01-16].lab`` is sixteen hosts, ``n[1-3,7]r[1-2]`` eight; and the way back, for messages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+MOST = 4096  #: hosts that one range may stand for
+
+_BRACKETS = re.compile(r"\[([^\[\]:]*)\]")
+
+_IPV6 = re.compile(r"\[[^\[\]]*:[^\[\]]*\]")
+
+_SPAN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+class RangeError(ValueError):
+    """A range that stands for nothing sensible, in words."""
+
+
+def is_range(text: str) -> bool:
+    """Whether ``text`` has brackets that are not those of an IPv6 address."""
+    return "[" in (rest := _IPV6.sub("", text)) or "]" in rest
+
+
+def expand(text: str) -> list[str]:
+    """All that ``text`` stands for, the first bracket varying slowest; leading zeros stay. Raises RangeError."""
+    words = _BRACKETS.split(text)  # between brackets, in brackets, between, …
+    if any(is_range(between) for between in words[::2]):
+        raise RangeError(f"`{text}`: its brackets do not match; write a range as node[01-16]")
+    spans = [[_span(text, span) for span in inside.split(",")] for inside in words[1::2]]
+    number = math.prod(sum(stop - start for start, stop, _ in one) for one in spans)
+    if number > MOST:
+        raise RangeError(f"`{text}` stands for {number:,} hosts; a range may stand for {MOST:,} at most")
+    choices = [[str(n).zfill(width) for start, stop, width in one for n in range(start, stop)] for one in spans]
+    return ["".join(_woven(words[::2], chosen)) for chosen in itertools.product(*choices)]
+
+
+def fold(names: Iterable[str]) -> str:
+    """``node[01-16].lab, gpu1``: neighbours that differ in one number, counting up, as one range."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and _follows(runs[-1], name):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(_range_of(run[0], run[-1]) for run in runs)
+
+
+def _span(text: str, span: str) -> tuple[int, int, int]:
+    """First number, one after the last, and the digits to fill up to."""
+    match = _SPAN.fullmatch(span)
+    if not match:
+        inside = f", found `{span}`" if span else ""
+        raise RangeError(f"`{text}`: expected numbers in brackets, as node[01-16] or node[1-3,7]{inside}")
+    low, high = match[1], match[2] or match[1]
+    if len(low) != len(high) and (_padded(low) or _padded(high)):
+        width = max(len(low), len(high))
+        raise RangeError(
+            f"`{text}`: {low} and {high} have different numbers of leading zeros; "
+            f"write {low.zfill(width)}-{high.zfill(width)} or {int(low)}-{int(high)}"
+        )
+    if int(low) > int(high):
+        raise RangeError(f"`{text}`: {span} runs backwards; write {high}-{low}")
+    return int(low), int(high) + 1, len(low) if _padded(low) else 0
+
+
+def _padded(number: str) -> bool:
+    return len(number) > 1 and number[0] == "0"
+
+
+def _woven(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
+    return [word for pair in itertools.zip_longest(between, chosen, fillvalue="") for word in pair]
+
+
+def _follows(run: list[str], name: str) -> bool:
+    """Whether ``name`` goes on counting where ``run`` counts, in the same number."""
+    place = _counting(run[-1], name)
+    return place is not None and (len(run) == 1 or place == _counting(run[0], run[1]))
+
+
+def _counting(before: str, after: str) -> int | None:
+    """Which number of two names is one higher in the second, all else being equal."""
+    one, two = _DIGITS.split(before), _DIGITS.split(after)
+    differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]
+    if len(one) != len(two) or len(differing) != 1 or not differing[0] % 2:
+        return None
+    low, high = one[differing[0]], two[differing[0]]
+    filled = len(low) == len(high) or not (_padded(low) or _padded(high))
+    return differing[0] if filled and int(high) == int(low) + 1 else None
+
+
+def _range_of(first: str, last: str) -> str:
+    if first == last:
+        return first
+    one, two = _DIGITS.split(first), _DIGITS.split(last)
+    pairs = zip(one, two, strict=True)
+    return "".join(low if low == high else f"[{low}-{high}]" for low, high in pairs)

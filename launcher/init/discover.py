@@ -1,0 +1,201 @@
+"""Look at all hosts at once: which Pythons have torch, which GPUs there are, and which folders they share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.command import Command, quote
+from launcher.config.schema import ClusterConfig, node_workdir
+from launcher.errors import FleetError, NodeError, TransportError
+from launcher.fanout import on_nodes
+from launcher.init.request import Wish
+from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
+from launcher.transport.base import Transport
+from launcher.transport.rpc import NodeAgent, program_source
+
+_SECONDS = 120.0  # Pythons on a slow network disk
+
+_CLOSE_SECONDS = 6.0
+
+#: Behind what PATH has: a machine may have no Python but that of a conda or of ours.
+_PATH = 'export PATH="$PATH:' + ":".join(
+    [f"$HOME/{name}/bin" for name in ("gnnfleet-venv", "miniconda3", "miniforge3", "anaconda3", "mambaforge")]
+    + ["/opt/conda/bin", "/opt/miniconda3/bin", "/usr/local/bin"]
+) + '"'  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python on a host, as a cluster.yml names it."""
+
+    key: str  #: venv, conda or python
+    path: str
+    versions: Mapping[str, str]
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """Packages that the bundled trainer needs and that are not there."""
+        return tuple(name for name in PACKAGES if not self.versions.get(name))
+
+    @property
+    def complete(self) -> bool:
+        return not self.lacking and self.numbers("python", 2) >= OLDEST_PYTHON
+
+    @property
+    def alike(self) -> tuple[str, ...]:
+        """What must be equal on all nodes."""
+        return tuple(
+            leading(self.versions.get(rule.name, ""), rule.numbers)
+            for rule in RULES
+            if rule.numbers and not rule.devices
+        )
+
+    def numbers(self, package: str, count: int = 3) -> tuple[int, ...]:
+        words = leading(self.versions.get(package, ""), count).split(".")
+        return tuple(int(word) for word in words if word.isdigit())
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as nvidia-smi shows it; memory in MiB."""
+
+    index: int
+    name: str
+    memory: int
+    used: int
+    mig: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one host has."""
+
+    environments: tuple[Environment, ...]
+    gpus: tuple[Gpu, ...]
+    cpus: int
+    memory: int  #: bytes
+    home: str
+    shares: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Looked:
+    """All hosts by their place in the list: what they have, or why that is not known."""
+
+    looks: Mapping[int, Look]
+    errors: Mapping[int, NodeError]
+    shared: tuple[str, ...] = ()  #: folders that are one on all hosts of ``looks``
+    shared_here: tuple[str, ...] = ()  #: those of them that are the same folder on this machine
+
+
+def look_at_all(wish: Wish, config: ClusterConfig, opened: Mapping[int, Transport | TransportError]) -> Looked:
+    """Ask every host that has a line, at once. Raises nothing for a host that fails."""
+    lines = {k: line for k, line in opened.items() if isinstance(line, Transport)}
+    with _agents() as agents:
+
+        def look(k: int) -> Look:
+            agents[k] = NodeAgent(lines[k], _python(wish))
+            return _look(wish, config, k, agents[k])
+
+        answers = on_nodes(lines, look, timeout=_SECONDS)
+        errors: dict[int, Exception] = {k: line for k, line in opened.items() if isinstance(line, TransportError)}
+        errors |= answers.errors
+        working = {k: agents[k] for k in sorted(answers.values)}
+        shared, here = _shared(answers.values, working)
+    return Looked(
+        {k: answers.values[k] for k in sorted(answers.values)},
+        {k: _told(errors[k]) for k in sorted(errors)},
+        shared,
+        here,
+    )
+
+
+def _told(error: Exception) -> NodeError:
+    """An error that is not a user's is a mistake of ours, and must not pass for a host's."""
+    if isinstance(error, NodeError):
+        return error
+    if isinstance(error, FleetError | TimeoutError):
+        return NodeError(f"it does not answer ({error})", remedy="look whether a disk or network folder hangs there")
+    raise error
+
+
+@contextmanager
+def _agents() -> Iterator[dict[int, NodeAgent]]:
+    agents: dict[int, NodeAgent] = {}
+    try:
+        yield agents
+    finally:
+        on_nodes(list(agents), lambda k: agents[k].close(), timeout=_CLOSE_SECONDS)
+
+
+def _python(wish: Wish) -> Command:
+    """The Python that looks; any will do, the one that trains is found by it."""
+    if wish.local:
+        return Command((sys.executable,))
+    folders = [f"{text.rstrip('/')}/bin" for text in (wish.venv, wish.conda) if text and "/" in text]
+    given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
+    return Command((wish.python or "python3",), setup=(_PATH, *given))
+
+
+def _look(wish: Wish, config: ClusterConfig, k: int, agent: NodeAgent) -> Look:
+    there = agent.call("probe", _probe_request(config, k), _SECONDS)
+    given = [text for text in wish.environment.values() if "/" in text]
+    request = {
+        "packages": program_source("packages"),
+        "given": [*given, *([sys.executable] if wish.local else [])],
+        "shared": [wish.shared] if wish.shared else [],
+    }
+    found = agent.call("environments", request, _SECONDS)
+    return Look(
+        environments=tuple(Environment(**one) for one in found["environments"]),
+        gpus=tuple(Gpu(**{name: one[name] for name in Gpu.__dataclass_fields__}) for one in there["gpus"]),
+        cpus=there["cpus"],
+        memory=there["memory_limit"],
+        home=there["home"],
+        shares=tuple(found["shares"]),
+    )
+
+
+def _probe_request(config: ClusterConfig, k: int) -> dict[str, Any]:
+    return {
+        "address": "", "peer": "", "workdir": node_workdir(config.nodes[k], k), "run_dir": "", "session": "",
+        "ports": [], "manifest": "", "devices": True,
+    }  # fmt: skip
+
+
+# -- shared folders ------------------------------------------------------
+
+
+def _shared(looks: Mapping[int, Look], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(folders that are one on all hosts, those that are so on this machine as well)."""
+    if len(agents) < 2:
+        return (), ()
+    first, *others = agents
+    names = [folder for folder in looks[first].shares if all(folder in looks[k].shares for k in others)]
+    found = {folder: _is_one(folder, agents, first, others) for folder in names}
+    return tuple(name for name in names if found[name][0]), tuple(name for name in names if all(found[name]))
+
+
+def _is_one(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Sequence[int]) -> tuple[bool, bool]:
+    """Whether a file that one host writes is there on all others; and here."""
+    name = f".gnnfleet-{secrets.token_hex(8)}"
+
+    def ask(op: str, k: int) -> dict[str, Any]:
+        reply: dict[str, Any] = agents[k].call("folders", {"op": op, "folder": folder, "name": name}, _SECONDS)
+        return reply
+
+    try:
+        if not ask("write", first)["written"]:
+            return False, False
+        seen = on_nodes(others, lambda k: ask("look", k)["seen"], timeout=_SECONDS)
+        here = os.path.exists(os.path.join(folder, name))
+        ask("remove", first)
+    except NodeError:
+        return False, False
+    return not seen.errors and all(seen.values.values()), here

@@ -1,0 +1,120 @@
+"""What a cluster.yml is to hold, as far as flags and answers say; and the config that the hosts are looked at with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.config.consistency import LOCAL_HOSTS, check_nodes
+from launcher.config.loader import resolve_paths
+from launcher.config.schema import ClusterConfig
+from launcher.config.validation import Reader
+from launcher.config.yaml_tree import Section, read_tree
+from launcher.errors import ConfigError, Problem, UsageError
+from launcher.files import written_path
+from launcher.hostlist import RangeError, expand, is_range
+
+_OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
+
+_COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Paths of this machine are absolute or begin with ``~/``, as they are written into the file."""
+
+    hosts: tuple[str, ...]  #: user@host:port each, ranges written out
+    user: str | None = None
+    key: str | None = None
+    password: bool = False
+    venv: str | None = None
+    conda: str | None = None
+    python: str | None = None
+    dataset: str = ""
+    source: str | None = None
+    shared: str | None = None  #: folder that all hosts see; parts are checked there instead of sent
+    host_keys: str | None = None
+
+    @property
+    def local(self) -> bool:
+        """All on this machine, without SSH."""
+        return bool(self.hosts) and all(host in LOCAL_HOSTS for host in self.hosts)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """``venv``, ``conda`` or ``python``, the one that is given."""
+        given = {"venv": self.venv, "conda": self.conda, "python": self.python}
+        return {name: text for name, text in given.items() if text}
+
+    def with_environment(self, key: str, path: str) -> Wish:
+        chosen = {"venv": None, "conda": None, "python": None, key: path}
+        return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
+
+    @property
+    def login(self) -> dict[str, Any]:
+        """What ``defaults`` says of the way to the hosts."""
+        given = {"user": self.user, "key": self.key, "password": self.password}
+        return {name: value for name, value in given.items() if value}
+
+
+def split_hosts(texts: Sequence[str]) -> tuple[str, ...]:
+    """``["a,b", "node[01-02]"]`` as four hosts. Raises UsageError."""
+    hosts: list[str] = []
+    for text in (part.strip() for words in texts for word in words.split() for part in _COMMAS.split(word)):
+        try:
+            hosts += expand(text) if is_range(text) else [text] if text else []
+        except RangeError as error:
+            raise UsageError(f"hosts: {error}") from None
+    return tuple(hosts)
+
+
+def dataset_of(answer: str) -> tuple[str, str | None]:
+    """``(dataset, source)`` of a name, or of a path on this machine. Raises UsageError where nothing is there."""
+    path = Path(answer).expanduser()
+    if path.suffix in (".pt", ".npz") or answer.startswith(("/", "./", "../", "~/")) or path.is_dir():
+        return "file", written_path(existing(answer))
+    return answer, None
+
+
+def existing(text: str) -> Path:
+    """An absolute path of this machine. Raises UsageError when nothing is there."""
+    path = Path(text).expanduser().absolute()
+    if not path.exists():
+        raise UsageError(f"no file or folder {text} on this machine; the graph is read here, then sent to the hosts")
+    return path
+
+
+def config_of(wish: Wish, connect_timeout: float = 10.0) -> ClusterConfig:
+    """The hosts as a config, to look at them with. Raises ConfigError in the words of flags."""
+    plain = {
+        "nodes": list(wish.hosts),
+        "transport": "local" if wish.local else "ssh",
+        "defaults": {**wish.login, **wish.environment},
+        "data": {"dataset": wish.dataset or "synthetic"},
+        "run": {"connect_timeout": connect_timeout},
+        **({"host_keys": wish.host_keys} if wish.host_keys else {}),
+    }
+    problems: list[Problem] = []
+    tree = read_tree(yaml.safe_dump(plain), "init", Path.cwd(), problems.append)
+    assert isinstance(tree, Section)
+    reader = Reader(problems.append)
+    config = resolve_paths(reader.cluster(tree), reader)
+    check_nodes(config, reader)
+    if problems:
+        raise in_flags(problems)
+    return config
+
+
+def in_flags(problems: Sequence[Problem]) -> ConfigError:
+    """Mistakes of ``nodes.0.venv`` as those of ``--venv``, since no file has them."""
+
+    def flag(found: re.Match[str]) -> str:
+        return "host" if found[1] == "host" else f"--{found[1].replace('_', '-')}"
+
+    said = dict.fromkeys(_OF_NODE.sub(flag, problem.message) for problem in problems)
+    return ConfigError([Problem("gnnfleet init", 0, message) for message in said])

@@ -1,0 +1,116 @@
+"""How each node of a run is, asked of the nodes themselves, all at once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.command import Command, render
+from launcher.errors import FleetError, TransportError
+from launcher.fanout import on_nodes
+from launcher.plan.model import NodePlan
+from launcher.report.run_folder import FoundRun
+from launcher.report.verdict import NodeView
+from launcher.transport import close_all, connect_all
+from launcher.transport.base import Completed, Transport
+
+_ABSENT = "gnnfleet: nothing of this run is here"
+
+_TIMEOUT = 30.0  # seconds for one look
+
+#: $1 run folder, $2 what to run if the node has been sent something of the run.
+_IF_THERE = f'if [ -e "$1/node.json" ]; then exec bash -c "$2"; else echo "{_ABSENT}"; fi'
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    """A run with lines to its nodes, or why there is none, by node_rank."""
+
+    found: FoundRun
+    attempts: Mapping[int, Transport | TransportError]
+
+    @property
+    def nodes(self) -> dict[int, NodePlan]:
+        return {node.node_rank: node for node in self.found.needed_plan.nodes}
+
+    @property
+    def transports(self) -> dict[int, Transport]:
+        """The lines that stand."""
+        return {k: line for k, line in self.attempts.items() if isinstance(line, Transport)}
+
+    @property
+    def errors(self) -> dict[int, TransportError]:
+        return {k: line for k, line in self.attempts.items() if isinstance(line, TransportError)}
+
+    def look(
+        self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
+    ) -> dict[int, NodeView]:
+        """All nodes (or ``ranks``) as they are now; ``options``: of ``watch.py --once``, by default no file."""
+        nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
+        asked = [k for k in nodes if k in self.transports]
+        answers = on_nodes(asked, lambda k: look_at(nodes[k], self.transports[k], options(k)))
+        errors = {k: error for k, error in (self.errors | answers.errors).items() if k in nodes}
+        views = answers.values | {k: NodeView(nodes[k], unreachable=_why(error)) for k, error in errors.items()}
+        return {k: views[k] for k in sorted(views)}
+
+
+@contextmanager
+def opened(found: FoundRun) -> Iterator[OpenRun]:
+    """Lines to all nodes of the run by the logins of its config; closed in the end."""
+    ranks = [node.node_rank for node in found.needed_plan.nodes]
+    attempts = connect_all(found.needed_config)
+    try:
+        yield OpenRun(found, {k: attempts[k] for k in ranks})
+    finally:
+        close_all(attempts)
+
+
+def look_at(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
+    """Ask one node; raises FleetError when it cannot be asked."""
+    done = transport.run(watch_once(node, words), timeout=_TIMEOUT)
+    ended = time.time()
+    if _ABSENT in done.stdout.decode("utf-8", "replace"):
+        return NodeView(node, absent=True)
+    view = _view(node, done)
+    return replace(view, offset=view.now - ended)  # it tells its clock last, so this is off by the way back alone
+
+
+def watch_once(node: NodePlan, words: Sequence[str]) -> Command:
+    """``watch.py --once`` with the supervisor's interpreter and surroundings, if the node has the run at all."""
+    return if_there(node, (f"{node.code_dir}/launcher/node/watch.py", node.run_dir, "--once", *words))
+
+
+def if_there(node: NodePlan, argv: Sequence[str]) -> Command:
+    """One of our programs on the node; nothing is made there when the run has never got so far."""
+    inner = replace(node.start, argv=(node.start.argv[0], *argv), cwd="")
+    return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(inner)))
+
+
+def was_absent(done: Completed) -> bool:
+    """Whether an ``if_there`` command found nothing of the run."""
+    return _ABSENT.encode() in done.stdout
+
+
+def _view(node: NodePlan, done: Completed) -> NodeView:
+    """What ``watch.py --once`` has told."""
+    lines: dict[str, list[str]] = {}
+    told: dict[str, Any] = {}
+    for text in done.stdout.decode("utf-8", "replace").splitlines():
+        if text.startswith("{"):  # else a profile that prints
+            message = json.loads(text)
+            lines.setdefault(message["file"], []).extend(message["lines"]) if "file" in message else told.update(
+                message
+            )
+    if "now" not in told:
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise FleetError(f"it could not say how it is: {said[-1] if said else f'exit status {done.returncode}'}")
+    lost = told.get("lost", {}).get("reason", "")
+    return NodeView(node, told.get("state"), told.get("result"), lost, now=told["now"], lines=lines)
+
+
+def _why(error: Exception) -> str:
+    return error.message if isinstance(error, TransportError) else str(error)

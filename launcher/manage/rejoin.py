@@ -1,0 +1,107 @@
+"""``gnnfleet follow``: the launcher's own view and ending for a run that goes on already."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig
+from launcher.errors import TransportError
+from launcher.manage.collect_run import settle
+from launcher.manage.node_views import OpenRun
+from launcher.manage.resume import own_command_of
+from launcher.report.events import EventLog
+from launcher.report.report import RunReport
+from launcher.run.interrupts import OnInterrupt
+from launcher.run.lifecycle import View, rejoin
+from launcher.transport import open_transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
+
+
+def follow(
+    run: OpenRun, folder: Path, console: Console, *, on_interrupt: OnInterrupt | None, plain: bool, as_json: bool
+) -> RunReport:
+    """Watch the run to its end, then collect and report as its launcher would have."""
+    found = run.found
+    settle(run, folder)
+    config = found.needed_config
+    with closing(EventLog(folder / "events.jsonl", sys.stdout if as_json else None)) as events:
+        return rejoin(
+            found.needed_plan,
+            _lines(run),
+            run=config.run,
+            folder=folder,
+            started=found.launch.started if found.launch else time.time(),
+            view=View(console, on_interrupt or _asking(config.run.on_interrupt), plain),
+            events=events,
+            epochs=None if found.launch is None or own_command_of(found) else config.train.epochs,
+        )
+
+
+def _asking(of_launch: OnInterrupt) -> OnInterrupt:
+    """What the first Ctrl-C does to a viewer: ``stop`` was meant for the run's launcher."""
+    return "detach" if of_launch == "detach" else "ask"
+
+
+def _lines(run: OpenRun) -> Mapping[int, Transport | TransportError]:
+    """A node out of reach gets a line that is tried again."""
+    config = run.found.needed_config
+    broken = {k: error for k, error in run.errors.items() if k < len(config.nodes)}
+    return {k: LaterTransport(config, k, broken[k]) if k in broken else line for k, line in run.attempts.items()}
+
+
+class LaterTransport(Transport):
+    """A line that could not be opened yet: every ``connect`` tries anew, all else fails until one succeeds."""
+
+    def __init__(self, config: ClusterConfig, node_rank: int, error: TransportError):
+        self.config, self.node_rank, self.target = config, node_rank, error.host
+        self._line: Transport | None = None
+        self._error = error
+        self._lock = threading.Lock()
+
+    def connect(self, timeout: float) -> None:
+        assert self.node_rank is not None
+        with self._lock:
+            if self._line is not None:
+                self._line.connect(timeout)
+                return
+            try:
+                self._line = open_transport(self.config, self.node_rank)
+            except TransportError as error:
+                self._error = error
+                raise
+
+    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        return self._opened.run(command, stdin=stdin, timeout=timeout)
+
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        return self._opened.stream(command, on_line, stop)
+
+    def talk(self, command: Command) -> Talk:
+        return self._opened.talk(command)
+
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        self._opened.upload(source, dest, offset=offset, on_bytes=on_bytes)
+
+    def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+        self._opened.write(data, dest, mode=mode)
+
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        self._opened.download(source, dest, on_bytes=on_bytes)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+
+    @property
+    def _opened(self) -> Transport:
+        if self._line is None:
+            raise self._error
+        return self._line

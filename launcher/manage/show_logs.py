@@ -1,0 +1,312 @@
+"""``gnnfleet logs``: lines of all processes, merged in order of time; from the nodes, or from here once collected."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta, timezone
+from operator import attrgetter
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.command import Command
+from launcher.errors import TransportError, UsageError
+from launcher.manage.node_views import OpenRun, if_there
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.run_folder import FoundRun
+from launcher.report.verdict import NodeView
+from launcher.transport.base import Transport
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
+
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+_COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
+
+_FIRST_LINES = 10  # of each log, where following begins
+
+_RETRY = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which lines to show."""
+
+    node: int | None = None
+    rank: int | None = None
+    since: float | None = None  #: seconds since the epoch, by this machine's clock
+    last: int | None = None  #: only so many last lines
+    every: bool = False  #: also those of supervisors, graph servers and rank runners
+    servers: bool = False  #: those of graph servers, as there are no ranks
+
+    def of(self, plan: LaunchPlan) -> Wanted:
+        """What it means for this run."""
+        return replace(self, servers=True) if plan.serve_only else self
+
+    def nodes(self, plan: LaunchPlan) -> list[int]:
+        """Ranks of the nodes that are concerned; raises UsageError when there is no such node or rank."""
+        ranks = [node.node_rank for node in plan.nodes]
+        if self.node is not None and self.node not in ranks:
+            raise UsageError(f"--node {self.node}: the run has nodes 0 to {len(ranks) - 1}")
+        if self.rank is not None and self.rank >= plan.world_size:
+            has = "no ranks: it only serves" if plan.serve_only else f"ranks 0 to {plan.world_size - 1}"
+            raise UsageError(f"--rank {self.rank}: the run has {has}")
+        found = [node for node in plan.nodes if self.node in (None, node.node_rank)]
+        found = [node for node in found if self.rank is None or self.rank in node.ranks]
+        if not found:
+            (home,) = (node.node_rank for node in plan.nodes if self.rank in node.ranks)
+            raise UsageError(f"rank {self.rank} is on node{home}, not on node{self.node}")
+        return [node.node_rank for node in found]
+
+    @property
+    def patterns(self) -> list[str]:
+        """Of the log files."""
+        if self.rank is not None:
+            return [f"logs/rank{self.rank}.log"]
+        return ["logs/*.log"] if self.every else ["logs/server.log" if self.servers else "logs/rank*.log"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log."""
+
+    when: float  #: by this machine's clock, as well as that is known
+    node_rank: int
+    name: str  #: rank3, server, …
+    text: str
+
+
+def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
+    """Everything there is by now, merged in order of time; which nodes' lines are missing, and why."""
+    plan = run.found.needed_plan
+    missing: dict[int, str] = {}
+    sources: list[Iterator[Line]] = []
+    remote = []
+    ranks, wanted = wanted.nodes(plan), wanted.of(plan)
+    for k in ranks:
+        folder = collected_logs(run.found, k)
+        if folder is not None:
+            sources += _lines_here(folder, k, wanted)
+        else:
+            remote.append(k)
+    if remote:
+        views = _ask(run, wanted, remote)
+        missing = {k: view.unreachable for k, view in views.items() if view.unreachable}
+        sources += [lines for view in views.values() for lines in _lines_of(view, views.get(plan.lead))]
+    merged: Iterable[Line] = heapq.merge(*sources, key=attrgetter("when"))
+    if wanted.last is not None:
+        merged = list(merged)[-wanted.last :] if wanted.last else []
+    for line in merged:
+        printer.put(line)
+    return missing
+
+
+def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
+    """New lines as they come, until every node has ended or Ctrl-C; which nodes were lost, and why.
+
+    Begins with the last ten lines of each log, or where ``wanted`` says.
+    """
+    first = wanted.last if wanted.last is not None else None if wanted.since is not None else _FIRST_LINES
+    stop = threading.Event()
+    plan = run.found.needed_plan
+    ranks, wanted = wanted.nodes(plan), wanted.of(plan)
+    offsets = _clock_offsets(run, wanted, ranks)
+    timeout = run.found.needed_config.run.connect_timeout
+    followers = [
+        _Follower(plan.nodes[k], run.attempts[k], _options(wanted, first, offsets.get(k, 0.0)), printer, stop, timeout)
+        for k in ranks
+    ]
+    for follower in followers:
+        follower.start()
+    try:
+        for follower in followers:
+            while follower.is_alive():
+                follower.join(0.5)
+    except KeyboardInterrupt:
+        stop.set()
+    return {follower.node.node_rank: follower.lost for follower in followers if follower.lost}
+
+
+class _Follower(threading.Thread):
+    """Streams one node's lines; a broken line is opened again and nothing is told twice."""
+
+    def __init__(
+        self,
+        node: NodePlan,
+        line: Transport | TransportError,
+        options: list[str],
+        printer: LinePrinter,
+        stop: threading.Event,
+        connect_timeout: float,
+    ):
+        super().__init__(daemon=True, name=f"logs-node{node.node_rank}")
+        self.node, self.line, self.options, self.printer, self.stop = node, line, options, printer, stop
+        self.connect_timeout = connect_timeout
+        self.offsets: dict[str, int] = {}
+        self.lost = ""
+        self._over = False
+
+    def run(self) -> None:
+        if isinstance(self.line, TransportError):
+            self.lost = self.line.message
+            return
+        while not self._over and not self.stop.is_set():
+            try:
+                self.line.stream(self._command(), self._take, self.stop)
+                return
+            except TransportError as error:
+                self.lost = error.message
+            if self.stop.wait(_RETRY):
+                return
+            try:
+                self.line.connect(self.connect_timeout)
+            except TransportError as error:
+                self.lost = error.message
+                return
+            self.lost = ""
+
+    def _command(self) -> Command:
+        words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
+        program = f"{self.node.code_dir}/launcher/node/watch.py"
+        return if_there(self.node, (program, self.node.run_dir, *self.options, *words))
+
+    def _take(self, text: str) -> None:
+        if not text.startswith("{"):
+            return
+        message = json.loads(text)
+        self._over = "result" in message or "lost" in message
+        if "file" in message:
+            self.offsets[message["file"]] = message["offset"]
+            for line in parsed(message["lines"], self.node.node_rank, process_name(message["file"]), 0.0):
+                self.printer.put(line)
+
+
+def collected_logs(found: FoundRun, node_rank: int) -> Path | None:
+    """The folder here with all logs of a node; None while they may still grow there."""
+    folder = found.folder / "logs" / f"node{node_rank}" if found.folder else None
+    return folder if folder is not None and (folder / "result.json").is_file() else None
+
+
+def all_collected(found: FoundRun) -> bool:
+    """Whether no node has to be asked for logs."""
+    return found.plan is not None and all(collected_logs(found, node.node_rank) for node in found.plan.nodes)
+
+
+def _ask(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
+    """The nodes with the lines wanted."""
+    offsets = _clock_offsets(run, wanted, ranks)
+    return run.look(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
+
+
+def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:
+    """Node clocks minus ours, where --since needs them."""
+    return {k: view.offset for k, view in run.look(ranks).items()} if wanted.since is not None else {}
+
+
+def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:
+    """Of ``watch.py``; ``offset``: the node's clock minus ours."""
+    words = ["--only", ",".join(wanted.patterns)]
+    words += ["--since", f"{wanted.since + offset:.3f}"] if wanted.since is not None else []
+    return words + (["--tail", str(tail)] if tail is not None else [])
+
+
+def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
+    """One iterator per log, times by this machine's clock: to the hub as the nodes measured, from there as seen now."""
+    offset = view.offset
+    if hub is not None and hub.now and (hub is view or view.cluster_offset):
+        offset = view.cluster_offset + hub.offset
+    return [parsed(lines, view.node.node_rank, process_name(file), offset) for file, lines in view.lines.items()]
+
+
+def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[Line]]:
+    """The same from collected files; by the lead node's clock, which is the best that is known of it later."""
+    result = json.loads((folder / "result.json").read_text())
+    offset = float(result.get("clock_offset") or 0.0)
+    files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
+    sources = []
+    for file in files:
+        lines = parsed(file.read_text("utf-8", "replace").split("\n")[:-1], node_rank, file.stem, offset)
+        sources.append(line for line in lines if wanted.since is None or line.when >= wanted.since)
+    return list(sources)
+
+
+def parsed(lines: Iterable[str], node_rank: int, name: str, offset: float) -> Iterator[Line]:
+    """Lines of one log; one without a time stamp has the time of the line before it."""
+    when = 0.0
+    for line in lines:
+        stamp = _STAMP.match(line)
+        if stamp:
+            told = datetime.fromisoformat(stamp[1]).replace(tzinfo=timezone.utc).timestamp() - offset
+            when = max(when, told)  # a clock that was set back must not break the order
+        yield Line(when, node_rank, name, line[stamp.end() :] if stamp else line)
+
+
+def process_name(file: str) -> str:
+    """``rank3`` of ``logs/rank3.log``."""
+    return file.removeprefix("logs/").removesuffix(".log")
+
+
+class LinePrinter:
+    """Prints lines with their origin before them; may be called from several threads."""
+
+    def __init__(self, console: Console, plan: LaunchPlan, *, times: bool, every: bool):
+        self.console, self.times = console, times
+        names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
+        names += [f"node{node.node_rank}/server" for node in plan.nodes if node.server and plan.serve_only]
+        names += [f"node{node.node_rank}/supervisor" for node in plan.nodes] if every else []
+        self._width = max(map(len, names), default=0)
+        self._lock = threading.Lock()
+
+    def put(self, line: Line) -> None:
+        """One line."""
+        prefix = f"node{line.node_rank}/{line.name}".ljust(self._width) + " | "
+        if self.times:
+            prefix = f"{_local(line.when)} {prefix}"
+        with self._lock:
+            if self.console.is_terminal:
+                text = Text(prefix, _COLOURS[line.node_rank % len(_COLOURS)])
+                self.console.print(text + Text.from_ansi(_CONTROL.sub("", line.text)), soft_wrap=True)
+            else:
+                self.console.file.write(f"{prefix}{line.text}\n")
+                self.console.file.flush()
+
+
+def _local(when: float) -> str:
+    return datetime.fromtimestamp(when).strftime("%H:%M:%S.%f")[:-3] if when else " " * 12
+
+
+def since_when(text: str, now: float | None = None) -> float:
+    """``10m``, ``90s``, ``2h``, ``12:30``, ``2026-11-20 12:30`` or ISO as seconds since the epoch.
+
+    Times without a zone are local; one of day alone is the last that has been. Raises UsageError.
+    """
+    now = time.time() if now is None else now
+    ago = _AGO.fullmatch(text.strip())
+    if ago:
+        return now - float(ago[1]) * _SECONDS[ago[2]]
+    try:
+        if re.fullmatch(r"\d{1,2}:\d\d(:\d\d)?", text):
+            clock = datetime.strptime(text, "%H:%M:%S" if text.count(":") == 2 else "%H:%M").time()
+            then = datetime.combine(datetime.fromtimestamp(now).date(), clock)
+            return (then if then.timestamp() <= now else then - timedelta(days=1)).timestamp()
+        return datetime.fromisoformat(re.sub(r"Z$", "+00:00", text)).timestamp()
+    except ValueError:
+        raise UsageError(
+            f"--since {text}: give how long ago (10m, 90s, 2h, 1d) or when (12:30, 2026-11-20T12:30)"
+        ) from None
+
+
+def missing_words(missing: Mapping[int, str], plan: LaunchPlan) -> list[str]:
+    """A line for each node whose lines could not be had."""
+    return [f"{plan.nodes[k].label}: its lines are missing here: {why}" for k, why in sorted(missing.items())]

@@ -1,0 +1,176 @@
+"""``gnnfleet status``: one sentence that is true, and a row for each node and rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from launcher.manage.node_views import OpenRun, opened
+from launcher.report.run_folder import FoundRun, read_folder
+from launcher.report.verdict import NodeView, Verdict, from_here, judge, known_without_nodes, place_of
+from launcher.run.live_state import most_of
+from launcher.text import Cell, Column, FittedTable
+
+_EVERY = 2.0  # seconds between two looks with --watch
+
+_STYLES = {
+    "running": "bold green",
+    "done": "bold green",
+    "failed": "bold red",
+    "never started": "bold red",
+    "unknown": "bold yellow",
+    "stopped": "bold yellow",
+}
+
+_COLUMNS = (
+    Column("node", 9, cut_to=24),
+    Column("rank", 9),
+    Column("state", 9),
+    Column("epoch", 8, right=True),
+    Column("step", 7, right=True),
+    Column("seeds/s", 3, right=True),
+    Column("loss", 5, right=True),
+    Column("mostly", 2, right=True),
+    Column("remote", 2, right=True),
+    Column("heartbeat", 4, right=True),
+)
+
+_NODE_STYLES = {"failed": "red", "lost": "red", "unreachable": "yellow", "done": "green", "stopped": "yellow"}
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run at one moment."""
+
+    found: FoundRun
+    verdict: Verdict
+    views: Mapping[int, NodeView]  #: empty when what is written here is the whole truth
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        launch = self.found.launch
+        return {
+            "run_id": self.found.run_id,
+            "state": self.verdict.state,
+            "sentence": self.verdict.sentence,
+            "exit_status": self.verdict.exit_status,
+            "folder": str(self.found.folder) if self.found.folder else None,
+            "launcher": {"by": launch.who, "pid": launch.pid, "stage": launch.stage, "alive": launch.alive()}
+            if launch
+            else None,
+            "nodes": [_node_json(view) for view in self.views.values()],
+            "notes": list(self.verdict.notes),
+            "next": list(self.verdict.next),
+        }
+
+
+def status_now(run: OpenRun) -> Status:
+    """The run as it is now; asks the nodes where that can matter."""
+    if known_without_nodes(run.found):
+        return Status(run.found, from_here(run.found), {})
+    views = run.look()
+    return Status(run.found, judge(run.found, views), views)
+
+
+def watch_status(run: OpenRun, console: Console) -> Status:
+    """Show the status every two seconds until the run has ended; Ctrl-C ends the watching alone."""
+    with ExitStack() as lines, Live(console=console, auto_refresh=False) as live:
+        while True:
+            run = replace(run, found=_read_again(run.found))
+            if not run.attempts and not known_without_nodes(run.found):  # a launch that was being prepared has begun
+                run = lines.enter_context(opened(run.found))
+            status = status_now(run)
+            live.update(rendered(status), refresh=True)
+            if status.verdict.state not in ("running", "stopping", "preparing", "unknown"):
+                return status
+            try:
+                time.sleep(_EVERY)
+            except KeyboardInterrupt:
+                return status
+
+
+def _read_again(found: FoundRun) -> FoundRun:
+    """What the folder tells now; what only the nodes told is kept."""
+    if found.folder is None:
+        return found
+    now = read_folder(found.folder)
+    return replace(found, launch=now.launch, result=now.result, plan=now.plan or found.plan)
+
+
+def rendered(status: Status) -> Group:
+    """The sentence, the table, what else is known, and what can be typed next."""
+    verdict = status.verdict
+    parts: list[Text | FittedTable] = [Text(verdict.sentence, _STYLES.get(verdict.state, "bold"))]
+    if status.views:
+        rows = [row for view in status.views.values() for row in _rows(view)]
+        parts.append(_table(rows))
+    parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
+    parts += [Text(f"finding: {text}", "yellow") for text in _findings(status.views)]
+    parts += [Text(f"next: {command}", "dim") for command in verdict.next]
+    if status.found.folder:
+        parts.append(Text(f"run folder: {status.found.folder}", "dim"))
+    return Group(*parts)
+
+
+def _table(rows: list[tuple[Cell, ...]]) -> FittedTable:
+    """Without what takes most of a step where no rank tells it: before the first step, and with older versions."""
+    place = next(i for i, column in enumerate(_COLUMNS) if column.title == "mostly")
+    if any(row[place] != "–" for row in rows):
+        return FittedTable(_COLUMNS, rows)
+    return FittedTable((*_COLUMNS[:place], *_COLUMNS[place + 1 :]), [(*row[:place], *row[place + 1 :]) for row in rows])
+
+
+def _rows(view: NodeView) -> Iterator[tuple[Cell, ...]]:
+    """One row for each rank; of one that has not told a step, and of a graph server, the node's state alone."""
+    state = Text(view.word, _NODE_STYLES.get(view.word, ""))
+    age = view.heartbeat_age
+    beat = f"{age:.1f} s ago" if age is not None else "–"
+    for i, rank in enumerate(view.node.ranks):
+        step = view.ranks.get(str(rank), {})
+        yield (view.node.label if i == 0 else "", str(rank), state, *_step_cells(step), beat if i == 0 else "")
+    if not view.node.ranks:
+        yield (view.node.label, "–", state, *_step_cells({}), beat)
+
+
+def _step_cells(step: Mapping[str, Any]) -> tuple[str, ...]:
+    place = place_of(step)
+    if not place:
+        return ("–",) * 6
+    return (
+        str(place[0]),
+        f"{min(place[1] + 1, step['steps'])}/{step['steps']}",  # evaluation goes on counting
+        _number(step.get("seeds_per_s"), ",.0f"),
+        _number(step.get("loss"), ".4f"),
+        most_of(step) or "–",
+        _number(step.get("remote_share"), ".0%"),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _findings(views: Mapping[int, NodeView]) -> list[str]:
+    """What the nodes have noticed, each once, in order of time."""
+    told = [finding for view in views.values() for finding in ((view.result or view.state or {}).get("findings") or [])]
+    texts = [str(finding["text"]) for finding in sorted(told, key=lambda finding: float(finding["t"]))]
+    return list(dict.fromkeys(texts))
+
+
+def _node_json(view: NodeView) -> dict[str, Any]:
+    return {
+        "node_rank": view.node.node_rank,
+        "target": view.node.target,
+        "state": view.word,
+        "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
+        "heartbeat_age": view.heartbeat_age,
+        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in view.node.ranks},
+        "findings": list((view.result or view.state or {}).get("findings") or []),
+    }

@@ -1,0 +1,198 @@
+"""``gnnfleet stop``: every node at once, with or without a launcher, and what that took on each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from launcher.errors import FleetError, Interrupted, TransportError
+from launcher.fanout import on_nodes
+from launcher.manage.collect_run import Brought, bring, folder_for
+from launcher.manage.node_views import OpenRun, if_there, was_absent
+from launcher.plan.model import NodePlan
+from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
+from launcher.report.verdict import NodeView, from_here, known_without_nodes
+from launcher.run.tmux_session import how_to_stop
+from launcher.text import count
+from launcher.transport.base import Transport
+
+_EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
+
+_NOW = 5.0  # the same with --now: its supervisor kills all at once, and writes down that it was asked to
+
+_ANSWER = 20.0  # seconds beyond that in which control.py ends by itself
+
+_LAUNCHER_WAIT = 15.0
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What stopping one node came to."""
+
+    node: NodePlan
+    was: str  #: its state before
+    killed: tuple[str, ...] = ()  #: ``pid command`` of processes that needed force
+    leftovers: tuple[str, ...] = ()  #: ``pid command`` of processes that outlived even that
+    trouble: str = ""  #: why it could not be stopped
+
+    @property
+    def clean(self) -> bool:
+        """Nothing of the run is left there."""
+        return not self.leftovers and not self.trouble
+
+    @property
+    def sentence(self) -> str:
+        """What became of it."""
+        if self.trouble:
+            return (
+                f"{self.node.label}: not stopped: {self.trouble}; what runs there may go on. {how_to_stop(self.node)}"
+            )
+        if self.leftovers:
+            return f"{self.node.label}: still running after SIGKILL: {', '.join(self.leftovers)}"
+        if self.was == "not started":
+            return f"{self.node.label}: nothing of the run was there"
+        if self.was in ("done", "failed", "stopped") and not self.killed:
+            return f"{self.node.label}: had ended already ({self.was})"
+        forced = f"; by force: {', '.join(self.killed)}" if self.killed else ""
+        return f"{self.node.label}: stopped{forced}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        told = {"node_rank": self.node.node_rank, "target": self.node.target, "was": self.was, "clean": self.clean}
+        return told | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
+
+
+def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[Stopped]:
+    """Stop all nodes at once; ``now``: without the grace that processes get to end by themselves."""
+    nodes = run.nodes
+    grace = run.found.config.run.grace if run.found.config else 5.0
+    timeout = _NOW if now else grace + _EXTRA
+    answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], views[k], timeout, now))
+    troubles = {k: Stopped(nodes[k], views[k].word, trouble=_reason(error)) for k, error in answers.errors.items()}
+    stopped = answers.values | troubles
+    return [stopped[k] for k in sorted(stopped)]
+
+
+def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView, timeout: float, now: bool) -> Stopped:
+    if isinstance(line, TransportError):
+        raise line
+    words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
+    command = if_there(
+        node, (f"{node.code_dir}/launcher/node/control.py", "stop", node.run_dir, *words, *(["--now"] if now else []))
+    )
+    done = line.run(command, timeout=timeout + _ANSWER)
+    if was_absent(done):
+        return Stopped(node, "not started")
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+        killed, left = (
+            tuple(f"{one['pid']} {one['command']}" for one in answer[name]) for name in ("killed", "leftovers")
+        )
+    except (IndexError, ValueError, KeyError):
+        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise FleetError(said[-1] if said else f"its stop program ended with status {done.returncode}") from None
+    return Stopped(node, view.word, killed, left)
+
+
+def stop_launcher(launch: LaunchFile) -> bool:
+    """End a launcher of this machine that still prepares its run (nothing runs on the nodes yet); whether it ended."""
+    try:
+        os.kill(launch.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        raise FleetError(f"the launcher (pid {launch.pid}) belongs to {launch.who}, who alone can stop it") from None
+    end = time.monotonic() + _LAUNCHER_WAIT
+    while launch.alive():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def summary(found: FoundRun, stopped: list[Stopped]) -> str:
+    """All nodes in one sentence."""
+    dirty = [one for one in stopped if not one.clean]
+    if not dirty:
+        return f"run {found.run_id}: nothing of it is left on its {count(len(stopped), 'node')}"
+    names = ", ".join(one.node.label for one in dirty)
+    return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run parts of it: {names}"
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, TransportError) else str(error)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What stopping came to."""
+
+    run_id: str
+    told: str
+    nodes: tuple[Stopped, ...]
+    clean: bool
+    brought: Brought | None
+
+    @property
+    def exit_status(self) -> int:
+        return 0 if self.clean else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        told = {"run_id": self.run_id, "told": self.told, "exit_status": self.exit_status}
+        folder = str(self.brought.folder) if self.brought else None
+        return told | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
+
+
+def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Ended:
+    """Stop the run, tell node by node what that took, and collect."""
+    if known_without_nodes(run.found):
+        ended = _end_here(run.found)
+        console.print(Text(ended.told), soft_wrap=True)
+        return ended
+    views = run.look()
+    try:
+        stopped = stop_run(run, views, now=now)
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "interrupted; nodes that have been told go on stopping. "
+            f"To see what is left: gnnfleet stop {run.found.words}"
+        ) from None
+    for one in stopped:
+        console.print(Text(one.sentence, "" if one.clean else "bold red"), soft_wrap=True)
+    told = summary(run.found, stopped)
+    console.print(Text(told, "bold"), soft_wrap=True)
+    clean = all(one.clean for one in stopped)
+    launch = run.found.launch
+    if launch is not None and launch.alive():  # two must not write one result
+        console.print(Text(f"its launcher (pid {launch.pid}) collects and reports"), soft_wrap=True)
+        return Ended(run.found.run_id, told, tuple(stopped), clean, None)
+    brought = bring(run, folder_for(run, runs_dir))
+    for line in (brought.told, *brought.notes, f"run folder: {brought.folder}"):
+        if line:
+            console.print(Text(line), soft_wrap=True)
+    return Ended(run.found.run_id, told, tuple(stopped), clean, brought)
+
+
+def _end_here(found: FoundRun) -> Ended:
+    """Nothing of it runs on the nodes; a launcher of this machine that prepares it is ended."""
+    if found.plan_is_missing:
+        raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
+    launch = found.launch
+    if found.result is None and launch is not None and launch.alive():
+        if not stop_launcher(launch):
+            raise FleetError(
+                f"the launcher of run {found.run_id} (pid {launch.pid}) does not end; kill -9 {launch.pid}"
+            )
+        told = f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
+        return Ended(found.run_id, told, (), True, None)
+    return Ended(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)

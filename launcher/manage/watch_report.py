@@ -1,0 +1,134 @@
+"""``gnnfleet report --watch``: the report of a run that goes on, served to this machine's browsers alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import click
+
+from launcher.errors import FleetError, UsageError
+from launcher.manage.collect_run import bring
+from launcher.manage.node_views import OpenRun
+from launcher.report.html.page import ReportPage
+from launcher.report.html.record import read_record
+from launcher.report.html.render import figure, render, render_main
+from launcher.report.html.sections import report_page
+from launcher.report.run_folder import read_result
+from launcher.report.verdict import known_without_nodes
+
+HOST = "127.0.0.1"
+
+EVERY = 3.0  # seconds between two looks at the nodes
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The newest report."""
+
+    page: ReportPage
+    version: str  #: differs when the page does
+    news: bytes  #: what an open page replaces its own content by, JSON
+
+    @classmethod
+    def of(cls, page: ReportPage) -> Shown:
+        main = render_main(page)
+        values = {"title": f"{page.title}: {page.state}", "main": main, "figures": [figure(one) for one in page.charts]}
+        version = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+        return cls(page, version, json.dumps({"version": version, **values}).encode())
+
+
+class ReportServer(ThreadingHTTPServer):
+    """Answers for one report. The address has a secret part, as others on this machine may connect too."""
+
+    daemon_threads = True
+
+    def __init__(self, shown: Shown, port: int = 0):
+        self.shown, self.secret = shown, secrets.token_urlsafe(12)
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise UsageError(
+                f"port {port} of this machine cannot be used: {error.strerror}; leave --port away"
+            ) from None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/{self.secret}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        asked = urlsplit(self.path)
+        shown, top = self.server.shown, f"/{self.server.secret}/"
+        if self.headers.get("Host") != f"{HOST}:{self.server.server_address[1]}":  # a name of somebody else's for us
+            self.send_error(HTTPStatus.FORBIDDEN)
+        elif asked.path == top:
+            self._send("text/html; charset=utf-8", render(shown.page, live="news").encode())
+        elif asked.path == f"{top}news":
+            same = parse_qs(asked.query).get("known") == [shown.version]
+            self._send("application/json", b"" if same else shown.news, 204 if same else 200)
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _send(self, kind: str, body: bytes, status: int = 200) -> None:
+        with suppress(ConnectionError):  # the page was closed
+            self.send_response(status)
+            self.send_header("Cache-Control", "no-store")
+            if status == 200:
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: requests are no news."""
+
+
+def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
+    """Serve the report until Ctrl-C, and look at the run's nodes meanwhile as long as it goes on."""
+    over = known_without_nodes(run.found) or _look(run, folder)
+    server = ReportServer(_shown(folder, runs_dirs), port or 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    click.echo(f"report of {run.found.run_id}: {server.url}")
+    click.echo("it has ended; " * over + "Ctrl-C ends the report, not the run", err=True)
+    pause = threading.Event()
+    try:
+        while not pause.wait(EVERY):
+            if not over:
+                over = _look(run, folder)
+                server.shown = _shown(folder, runs_dirs)
+                if over:
+                    click.echo("the run has ended; the report stays until Ctrl-C", err=True)
+    except KeyboardInterrupt:
+        click.echo(err=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _look(run: OpenRun, folder: Path) -> bool:
+    """Fetch what there is by now; whether the run has ended. Its launcher may be the one to write that."""
+    if read_result(folder) is not None:
+        return True
+    try:
+        return bring(run, folder).report is not None
+    except FleetError as error:
+        click.secho(str(error), fg="yellow", err=True)
+        return False
+
+
+def _shown(folder: Path, runs_dirs: Sequence[Path]) -> Shown:
+    page = report_page(read_record(folder, runs_dirs=runs_dirs))
+    return Shown.of(page)

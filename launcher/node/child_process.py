@@ -1,0 +1,203 @@
+"""A child process in a session of its own, whose output goes into a stamped log."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from launcher.node import procs
+from launcher.node.log_lines import LineLog
+
+_READ = 1 << 16
+
+_READS_AT_ONCE = 32  # more than a pipe holds, so one pump after the end reads all of it
+
+
+class Child:
+    """A started process. It dies (SIGKILL) with the process that started it."""
+
+    def __init__(self, name: str, argv: Sequence[str], log: str, *, env: Mapping[str, str], cwd: str | None = None):
+        self.name = name
+        self.log = LineLog(log)
+        self.started = time.time()
+        self.ended: float | None = None
+        self.asked = False  #: told to stop before it ended by itself
+        self.asked_at = 0.0  #: monotonic seconds
+        self.process = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            cwd=cwd or None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: procs.die_with_parent(signal.SIGKILL),
+        )
+        self.pid = self.process.pid
+        seen = procs.look(self.pid)
+        self.start_ticks = seen.start_ticks if seen else 0
+        assert self.process.stdout is not None
+        self._pipe = self.process.stdout.fileno()
+        os.set_blocking(self._pipe, False)
+
+    def fileno(self) -> int:
+        """The read end of its output, for a selector."""
+        return self._pipe
+
+    def pump(self) -> bool:
+        """Log what has been written so far; False once nobody holds the pipe open any more."""
+        for _ in range(_READS_AT_ONCE):
+            try:
+                data = os.read(self._pipe, _READ)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            self.log.feed(data)
+        return True
+
+    def running(self) -> bool:
+        """Whether it runs; notes the time when it turns out to have ended."""
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = time.time()
+        return self.ended is None
+
+    def terminate(self) -> None:
+        """SIGTERM to its group, unless it has ended by itself."""
+        if self.running():
+            self.asked_at = self.asked_at if self.asked else time.monotonic()
+            self.asked = True
+            procs.send_group(self.pid, signal.SIGTERM)
+
+    def close(self) -> None:
+        """Read the last output and close the log."""
+        self.pump()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.log.close()
+
+    @property
+    def status(self) -> tuple[int | None, str | None]:
+        """Exit status as a shell would say it (128 + n for signal n), and the signal's name."""
+        return exit_status(self.process.returncode)
+
+    def record(self) -> dict[str, Any]:
+        """How others find this process: name, pid, pgid, start_ticks."""
+        return {"name": self.name, "pid": self.pid, "pgid": self.pid, "start_ticks": self.start_ticks}
+
+
+class Loop:
+    """Waits in one thread for output of children, sockets, signals and time.
+
+    Signals only fill ``signals``; whoever turns the loop heeds them.
+    """
+
+    def __init__(self, *numbers: int) -> None:
+        self.signals: list[int] = []
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, write_end = os.pipe()
+        for end in (self._wake, write_end):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # with a handler the end of a child wakes the selector
+        for number in numbers:
+            signal.signal(number, lambda received, _: self.signals.append(received))
+
+    def add(self, child: Child) -> None:
+        """Log what ``child`` prints from now on."""
+        self._children.append(child)
+        self._selector.register(child, selectors.EVENT_READ, child)
+
+    def forget(self, child: Child) -> None:
+        """A child that has ended; its last output is logged."""
+        self._children.remove(child)
+        if child.fileno() in self._selector.get_map():
+            self._selector.unregister(child)
+        child.close()
+
+    def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
+        """Call ``ready`` with what of ``events`` (of selectors) has come true of a socket; again: change them."""
+        known = opened in self._selector.get_map()
+        (self._selector.modify if known else self._selector.register)(opened, events, ready)
+
+    def unwatch(self, opened: socket.socket) -> None:
+        """Forget a watched socket."""
+        if opened in self._selector.get_map():
+            self._selector.unregister(opened)
+
+    def turn(self, timeout: float) -> None:
+        """Wait until something happens, for at most ``timeout`` seconds, and take it in."""
+        for key, events in self._selector.select(timeout):
+            if key.data is None:
+                os.read(self._wake, 4096)
+            elif not isinstance(key.data, Child):
+                if self._watched(key):
+                    key.data(events)
+            elif not key.data.pump():
+                self._selector.unregister(key.data)
+        self._reap()
+
+    def _watched(self, key: selectors.SelectorKey) -> bool:
+        """Whether it still is: what came before in the same turn may have closed it."""
+        return self._selector.get_map().get(key.fd) == key
+
+    def _reap(self) -> None:
+        own = {child.pid: child for child in self._children}
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid in own:
+                own[ended.si_pid].running()
+            else:
+                os.waitpid(ended.si_pid, 0)  # an adopted orphan
+
+
+def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
+    """Popen's returncode as (shell status, signal name)."""
+    if returncode is None or returncode >= 0:
+        return returncode, None
+    return 128 - returncode, signal_name(-returncode)
+
+
+def signal_name(number: int) -> str:
+    """``SIGTERM`` for 15; realtime signals have no names of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIG{number}"
+
+
+def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
+    """An outcome record (see docs/ARCHITECTURE.md); ``more`` overrides what ``child`` says."""
+    returncode, signaled = child.status if child else (None, None)
+    record: dict[str, Any] = {
+        "name": name,
+        "node_rank": node_rank,
+        "rank": rank,
+        "pid": child.pid if child else None,
+        "returncode": returncode,
+        "signal": signaled,
+        "started": child.started if child else None,
+        "ended": child.ended if child else None,
+        "failed": False,
+        "stopped": bool(child and child.asked),
+        "oom": False,
+        "max_rss": None,
+        "note": "",
+        "traceback": list(child.log.traceback.lines) if child else [],
+        "tail": list(child.log.tail) if child else [],
+    }
+    record.update(more)
+    return record

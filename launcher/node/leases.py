@@ -1,0 +1,327 @@
+"""Who holds which CUDA device and port of this machine: one small file for each, shared by all its users.
+
+Files ``<resource>.<uid>.json`` lie in ``/tmp/gnnfleet-leases`` (``GNNFLEET_LEASES`` names another folder, mode 1777).
+A lease holds while its process lives: pid, start time and boot must all be the same. Runs use leases to keep out of
+each other's way. They are no protection from a user who means harm; no link is followed, though, and no file believed
+that the user in its name did not write, so that the worst he can do is to hold a resource.
+
+Python 3.8, standard library only, and no import of ours: preflight runs this file's source on nodes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import pwd
+import re
+import stat
+import time
+from contextlib import contextmanager, suppress
+from typing import Any, Iterable, Iterator, NamedTuple
+
+FOLDER = "/tmp/gnnfleet-leases"
+
+_PATIENCE = 5.0  # seconds to wait for others who look at the folder
+
+_SIZE = 4096  # bytes; a longer file is none of ours
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(\d+)\.json")
+
+_RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+class Lease(NamedTuple):
+    """One resource and the process that holds it."""
+
+    resource: str  #: ``cuda:0`` or ``port:29500``
+    run_id: str
+    node_rank: int
+    user: str  #: owner of the file
+    pid: int
+    start_ticks: int  #: clock ticks between boot and the process's start
+    boot_id: str
+    since: float  #: seconds since 1970 by this machine's clock
+    host: str  #: who launched the run from where, ``alice@laptop``; '' when not told
+
+
+class Holder(NamedTuple):
+    """A process that takes leases: a Lease without its resource."""
+
+    run_id: str
+    node_rank: int
+    user: str
+    pid: int
+    start_ticks: int
+    boot_id: str
+    since: float
+    host: str
+
+
+class LeaseError(OSError):
+    """Leases cannot be read or written here; the text says why. A run then goes on without them, and says so."""
+
+
+def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
+    """The calling process as a holder."""
+    pid = os.getpid()
+    return Holder(run_id, node_rank, _user(os.geteuid()), pid, _start_ticks(pid) or 0, _boot_id(), time.time(), host)
+
+
+def held(resources: Iterable[str] | None = None) -> list[Lease]:
+    """Leases of living processes, of ``resources`` or all, by name. Raises LeaseError."""
+    wanted = None if resources is None else set(resources)
+    with _folder(create=False) as folder:
+        found = [] if folder is None else _living(folder)
+    return [lease for lease in found if wanted is None or lease.resource in wanted]
+
+
+def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
+    """Take all of ``resources``, or none; returns what others hold of them ([]: taken).
+
+    Raises LeaseError when nobody else holds any, but the leases cannot be written.
+    """
+    wanted = sorted(set(resources))
+    with _folder(create=True) as folder:
+        assert folder is not None
+        theirs = [one for one in _living(folder) if one.resource in wanted and not _same(one, holder)]
+        if not theirs:
+            _write_all(folder, [Lease(resource, *holder) for resource in wanted])
+        return theirs
+
+
+def release(run_id: str, node_rank: int) -> None:
+    """Give back all that this user's run holds on behalf of this node. Raises LeaseError."""
+    with _folder(create=False) as folder:
+        for lease in _living(folder) if folder is not None else ():
+            if (lease.run_id, lease.node_rank) == (run_id, node_rank):
+                _remove(folder, _name(lease.resource))
+
+
+def describe(lease: Lease) -> str:
+    """``held by run X of alice since 2026-11-21 12:03:11 UTC (pid 123)``."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(lease.since))
+    shared_login = lease.host and lease.host.partition("@")[0] != lease.user
+    who = "%s (%s)" % (lease.user, lease.host) if shared_login else lease.user
+    return "held by run %s of %s since %s (pid %d)" % (lease.run_id, who, since, lease.pid)
+
+
+def thing(resource: str) -> str:
+    """``CUDA device 0``, ``port 29500``."""
+    kind, _, number = resource.partition(":")
+    return "%s %s" % ({"cuda": "CUDA device"}.get(kind, kind), number)
+
+
+@contextmanager
+def _folder(create: bool) -> Iterator[Any]:
+    """Descriptor of the folder, locked against all other users of it; None when it is not there."""
+    path = os.environ.get("GNNFLEET_LEASES") or FOLDER
+    descriptor = None
+    try:
+        descriptor = _locked(path, create)
+        yield descriptor
+    except LeaseError:
+        raise
+    except PermissionError as error:
+        raise LeaseError(_not_ours(path, error.filename)) from error
+    except OSError as error:
+        raise LeaseError("%s: %s" % (path, error.strerror or error)) from error
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _not_ours(path: str, name: str | None) -> str:
+    """What stands in the way, whose it is, and what to do."""
+    place = os.path.join(path, name or "")
+    if name and place != path and os.path.lexists(place):
+        return "%s belongs to %s, who did not get it from gnnfleet; have it removed" % (place, _owner(place))
+    if os.path.lexists(path):
+        mode = stat.S_IMODE(os.lstat(path).st_mode)
+        words = "%s belongs to %s and has mode %o; have it removed or opened to all (chmod 1777)"
+        return words % (path, _owner(path), mode)
+    return "%s cannot be made: permission denied" % path
+
+
+def _locked(path: str, create: bool) -> int | None:
+    """Opened and locked. A cleaner of /tmp may remove the folder while we wait: then once more."""
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        descriptor = _opened(path, create)
+        if descriptor is None:
+            return None
+        try:
+            _lock(descriptor, path, deadline)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _opened(path: str, create: bool) -> int | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not create:
+            return None
+        _make(path)
+        return _opened(path, create)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise LeaseError("%s, where runs note what they hold, is not a folder; remove it" % path) from None
+    status = os.fstat(descriptor)
+    if status.st_uid == os.geteuid() and status.st_mode & 0o1777 != 0o1777:
+        os.fchmod(descriptor, 0o1777)
+    return descriptor
+
+
+def _make(path: str) -> None:
+    """A folder like /tmp: everyone may add to it, and remove only what is his."""
+    mask = os.umask(0)
+    try:
+        with suppress(FileExistsError):  # another process was faster
+            os.mkdir(path, 0o1777)
+    finally:
+        os.umask(mask)
+
+
+def _lock(descriptor: int, path: str, deadline: float) -> None:
+    """The folder itself is the lock: no file that could be lost, or be another user's."""
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise LeaseError("%s: another process has kept it locked for %d s" % (path, _PATIENCE)) from None
+            time.sleep(0.01)
+
+
+def _living(folder: int) -> list[Lease]:
+    """Leases that hold; those of this user that hold no more are removed."""
+    found = []
+    for name in sorted(os.listdir(folder)):
+        match = _NAME.fullmatch(name)
+        lease = _read(folder, name, int(match[1])) if match else None
+        if lease is not None and _alive(lease):
+            found.append(lease)
+        elif match and int(match[1]) == os.geteuid():
+            with suppress(OSError):  # another user's, under our name: it cannot be removed, and means nothing
+                _remove(folder, name)
+    return found
+
+
+def _read(folder: int, name: str, uid: int) -> Lease | None:
+    """The lease in a file that its named user wrote; None when it is anything else."""
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:  # a link, unreadable, or gone
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        text = file.read(_SIZE + 1) if stat.S_ISREG(status.st_mode) and status.st_uid == uid else b""
+    try:
+        values = json.loads(text.decode())
+        lease = Lease(**{**values, "user": _user(uid)})
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return lease if _sound(lease) and _name(lease.resource, uid) == name else None
+
+
+def _sound(lease: Lease) -> bool:
+    """Whether each value is of its kind, and may be shown on a terminal."""
+    texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
+    numbers = (lease.node_rank, lease.pid, lease.start_ticks)
+    return (
+        all(isinstance(text, str) and text.isprintable() for text in texts)
+        and all(type(number) is int for number in numbers)
+        and lease.pid > 0
+        and isinstance(lease.since, (int, float))
+        and 0 <= lease.since < 1e11
+        and bool(_RUN_ID.fullmatch(lease.run_id))
+    )
+
+
+def _alive(lease: Lease) -> bool:
+    """Whether the very process that took it still runs."""
+    if lease.boot_id != _boot_id():
+        return False
+    ticks = _start_ticks(lease.pid)
+    if ticks is not None:
+        return ticks == lease.start_ticks
+    try:
+        os.kill(lease.pid, 0)
+    except PermissionError:  # it lives, but /proc hides other users' processes (hidepid)
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started; None when there is none, it is a zombie, or it may not be seen."""
+    try:
+        with open("/proc/%d/stat" % pid, "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _write_all(folder: int, leases: list[Lease]) -> None:
+    written = []
+    try:
+        for lease in leases:
+            name = _name(lease.resource)
+            _remove(folder, name)
+            written.append(name)
+            _write(folder, name, json.dumps(lease._asdict()).encode())
+    except OSError:
+        for name in written:
+            _remove(folder, name)
+        raise
+
+
+def _write(folder: int, name: str, content: bytes) -> None:
+    descriptor = os.open(
+        name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+    )
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fchmod(descriptor, 0o1644)  # sticky: cleaners of /tmp leave it alone, however long the run
+
+
+def _remove(folder: int, name: str) -> None:
+    with suppress(FileNotFoundError):  # a cleaner was faster
+        os.unlink(name, dir_fd=folder)
+
+
+def _name(resource: str, uid: int | None = None) -> str:
+    return "%s.%d.json" % (resource.replace(":", "-"), os.geteuid() if uid is None else uid)
+
+
+def _same(lease: Lease, holder: Holder) -> bool:
+    return (lease.run_id, lease.node_rank, lease.pid) == (holder.run_id, holder.node_rank, holder.pid)
+
+
+def _owner(path: str) -> str:
+    return _user(os.lstat(path).st_uid)
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return "uid %d" % uid
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

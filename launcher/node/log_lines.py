@@ -1,0 +1,186 @@
+"""Raw process output made into stamped log lines, with the tail and the first traceback kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+
+from launcher.node.record import stamp
+
+MAX_LINE = 64 * 1024  #: bytes; a longer line goes on in the next one
+
+SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar that has not ended
+
+TAIL = 40  #: lines
+
+_MAX_TAIL = 2000  # characters of a line of the tail, which is for people to read and travels with each outcome
+
+_HEADER = re.compile(r"^[ |+]*(Exception Group )?Traceback \(most recent call last\):")
+
+_CHAIN = re.compile(r"^[ |+]*(During handling of the above exception|The above exception was the direct cause)")
+
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # what torch.distributed's excepthook puts before each line
+
+_FATAL = re.compile(r"^Fatal Python error: ")
+
+_CRASHED_THREAD = re.compile(r"^Current thread .*\(most recent call first\):")
+
+_CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+_MAX_TRACEBACK = 400
+
+_MAX_MESSAGE = 10  # further lines of an exception's text, indented ones not counted
+
+
+class TracebackFinder:
+    """Keeps the first Python traceback of a stream of lines, with the exceptions chained to it."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._state = "before"  # before, frames, message, gap (a blank line after it), chained, after
+        self._message_lines = 0
+
+    def feed(self, line: str) -> None:
+        """Look at the next line of output."""
+        if self._state == "after":
+            return
+        line = _RANK_PREFIX.sub("", line)
+        self._state = getattr(self, f"_{self._state}")(line)
+        if len(self.lines) >= _MAX_TRACEBACK:
+            self._state = "after"
+
+    def _before(self, line: str) -> str:
+        if not _HEADER.match(line):
+            return "before"
+        self.lines.append(line)
+        return "frames"
+
+    def _frames(self, line: str) -> str:
+        self.lines.append(line)
+        if not line or line[0] in " |+":
+            return "frames"
+        self._message_lines = 0
+        return "message"
+
+    def _message(self, line: str) -> str:
+        if not line.strip():
+            return "gap"
+        self._message_lines += not line.startswith(" ")
+        if _HEADER.match(line) or self._message_lines > _MAX_MESSAGE:
+            return "after"
+        self.lines.append(line)
+        return "message"
+
+    def _gap(self, line: str) -> str:
+        if not _CHAIN.match(line):
+            return "after"
+        self.lines += ["", line]
+        return "chained"
+
+    def _chained(self, line: str) -> str:
+        self.lines.append(line)
+        return "frames" if _HEADER.match(line) else "chained"
+
+
+class CrashFinder:
+    """Keeps what faulthandler printed of the thread that crashed (PYTHONFAULTHANDLER is set for ranks)."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._inside = False
+
+    def feed(self, line: str) -> None:
+        """Look at the next line of output."""
+        if _FATAL.match(line):
+            self.lines, self._inside = [line], False
+        elif self.lines and _CRASHED_THREAD.match(line):
+            self.lines.append(line)
+            self._inside = True
+        elif self._inside:
+            self._inside = line.startswith("  ") and len(self.lines) < _MAX_TRACEBACK
+            self.lines += [line] if self._inside else []
+
+    @property
+    def innermost(self) -> str:
+        """``in load() at data.py:17``: where it crashed; '' when that was not printed."""
+        frame = next(filter(None, map(_CRASH_FRAME.match, self.lines)), None)
+        return f"in {frame[3]}() at {frame[1]}:{frame[2]}" if frame else ""
+
+
+class LineLog:
+    """A log file fed with raw bytes: each line is stamped and written at once.
+
+    Of a line redrawn with carriage returns only the last state is kept. Bytes that are not
+    UTF-8 become U+FFFD. When the disk is full the output goes on unlogged, and the log says so later.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.tail: deque[str] = deque(maxlen=TAIL)
+        self.traceback = TracebackFinder()
+        self.crash = CrashFinder()
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._partial = b""
+        self._redrawn = False
+        self._last_snapshot = time.monotonic()
+        self._unwritten = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of output."""
+        *whole, rest = (self._partial + data).split(b"\n")
+        self._redrawn = b"\r" in rest or (self._redrawn and not whole)
+        *over, self._partial = _pieces(_last_state(rest))
+        self._emit([piece for line in whole for piece in _pieces(_last_state(line).rstrip(b"\r"))] + over)
+        self._snapshot()
+
+    def close(self) -> None:
+        """Write what is left without a line end."""
+        if self._partial:
+            self._emit([self._partial.rstrip(b"\r")])
+            self._partial = b""
+        os.close(self._file)
+
+    def _snapshot(self) -> None:
+        now = time.monotonic()
+        if self._redrawn and now - self._last_snapshot >= SNAPSHOT_EVERY:
+            self._last_snapshot = now
+            self._emit([self._partial.rstrip(b"\r")])
+
+    def _emit(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
+        prefix = stamp(time.time())
+        texts = [line.decode("utf-8", "replace") for line in lines]
+        for text in texts:
+            self.tail.append(text if len(text) <= _MAX_TAIL else f"{text[:_MAX_TAIL]}…")
+            self.traceback.feed(text)
+            self.crash.feed(text)
+        self._put("".join(f"{prefix} {text}\n" for text in texts).encode("utf-8"), len(texts))
+
+    def _put(self, data: bytes, count: int) -> None:
+        if self._unwritten:
+            data = f"{stamp(time.time())} [{self._unwritten} lines could not be written here]\n".encode() + data
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            self._unwritten = 0
+        except OSError:  # a full disk must not stop the process whose output this is
+            self._unwritten += count
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows of a line redrawn with carriage returns; a trailing one is kept."""
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
+def _pieces(line: bytes) -> list[bytes]:
+    """``line`` cut into at most MAX_LINE bytes each, between characters."""
+    pieces = []
+    while len(line) > MAX_LINE:
+        cut = MAX_LINE
+        while cut > MAX_LINE - 4 and line[cut] & 0xC0 == 0x80:
+            cut -= 1
+        pieces.append(line[:cut])
+        line = line[cut:]
+    return [*pieces, line]

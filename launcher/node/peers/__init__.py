@@ -1,0 +1,1 @@
+"""The supervisors of one run, connected: the lead node is the hub, the others are its members."""

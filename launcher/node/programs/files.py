@@ -1,0 +1,220 @@
+"""What a node can say and do about its files; sent over and run there, standard library only.
+
+``main(request)`` answers one JSON request: ``inventory`` and ``commit`` for sync and verify,
+``unpack`` for code, ``disk`` for room, ``list`` for collect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+CACHE_NAME = ".gnnfleet-digests.json"
+
+PART_SUFFIX = ".part"
+
+Entry = dict[str, Any]
+
+
+class DigestCache:
+    """SHA-256 of files, remembered per folder by size and mtime in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.folders: dict[str, dict[str, Entry]] = {}
+        self.changed: set[str] = set()
+
+    def digest(self, path: str) -> str:
+        """The digest of ``path``, read again only if its size or mtime changed."""
+        folder, name = os.path.split(path)
+        known = self._folder(folder).get(name)
+        stat = os.stat(path)
+        if known and (known["bytes"], known["mtime_ns"]) == (stat.st_size, stat.st_mtime_ns):
+            return str(known["sha256"])
+        found = sha256_of(path)
+        self.remember(path, found, stat)
+        return found
+
+    def remember(self, path: str, sha256: str, stat: os.stat_result) -> None:
+        """Take ``sha256`` as the digest of ``path`` as long as ``stat`` stays true."""
+        folder, name = os.path.split(path)
+        self._folder(folder)[name] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
+        self.changed.add(folder)
+
+    def save(self) -> None:
+        """Write the changed folders' caches; a read-only folder simply stays without one."""
+        for folder in self.changed:
+            try:
+                write_whole(os.path.join(folder, CACHE_NAME), json.dumps(self.folders[folder]).encode())
+            except OSError as error:
+                print(f"no digest cache in {folder}: {error}", file=sys.stderr)
+
+    def _folder(self, folder: str) -> dict[str, Entry]:
+        if folder not in self.folders:
+            try:
+                with open(os.path.join(folder, CACHE_NAME)) as stream:
+                    self.folders[folder] = dict(json.load(stream))
+            except (OSError, ValueError, TypeError):
+                self.folders[folder] = {}
+        return self.folders[folder]
+
+
+def sha256_of(path: str) -> str:
+    """The file's SHA-256 in hex, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """Write beside ``path``, then rename."""
+    descriptor, beside = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".gnnfleet-")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        os.replace(beside, path)
+    except OSError:
+        os.unlink(beside)
+        raise
+
+
+def inventory(files: list[Entry]) -> list[Entry]:
+    """Per file ``{path, state, have, error}``.
+
+    state: present (size and digest right), different, missing, or partial (only a ``.part``,
+    of ``have`` bytes).
+    """
+    cache = DigestCache()
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(lambda entry: _look(entry, cache), files))
+    cache.save()
+    return found
+
+
+def _look(entry: Entry, cache: DigestCache) -> Entry:
+    path = os.path.expanduser(entry["path"])
+    answer: Entry = {"path": entry["path"], "state": "missing", "have": 0, "error": ""}
+    try:
+        if os.path.isfile(path):
+            size = os.path.getsize(path)
+            same = size == entry["bytes"] and cache.digest(path) == entry["sha256"]
+            answer.update(state="present" if same else "different", have=size)
+        if answer["state"] != "present" and os.path.isfile(path + PART_SUFFIX):
+            size = os.path.getsize(path + PART_SUFFIX)
+            if size <= entry["bytes"]:
+                answer.update(state="partial", have=size)
+    except OSError as error:
+        answer.update(state="different", error=str(error))
+    return answer
+
+
+def commit(files: list[Entry]) -> list[Entry]:
+    """Take each complete ``.part`` for the file; a wrong one is deleted. Per file ``{path, error}``."""
+    cache = DigestCache()
+    answers = [{"path": entry["path"], "error": _commit_one(entry, cache)} for entry in files]
+    cache.save()
+    return answers
+
+
+def _commit_one(entry: Entry, cache: DigestCache) -> str:
+    path = os.path.expanduser(entry["path"])
+    part = path + PART_SUFFIX
+    try:
+        if not os.path.exists(part) and os.path.isfile(path) and cache.digest(path) == entry["sha256"]:
+            return ""  # a run beside ours has brought the same file meanwhile
+        found = sha256_of(part)
+        if found != entry["sha256"]:
+            os.unlink(part)
+            return f"digest {found[:12]} after transfer, expected {entry['sha256'][:12]}"
+        _to_disk(part)
+        os.chmod(part, entry.get("mode", 0o644))
+        os.replace(part, path)
+        _to_disk(os.path.dirname(path))
+        cache.remember(path, found, os.stat(path))
+        return ""
+    except OSError as error:
+        return str(error)
+
+
+def _to_disk(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unpack(archive: str, sha256: str, dest: str) -> str:
+    """Unpack ``archive`` beside ``dest`` and rename it there; returns an error or ''."""
+    archive, dest = os.path.expanduser(archive), os.path.expanduser(dest)
+    if sha256_of(archive) != sha256:
+        os.unlink(archive)
+        return "the archive's digest is wrong after transfer"
+    beside = tempfile.mkdtemp(dir=os.path.dirname(dest), prefix=".unpack-")
+    try:
+        with tarfile.open(archive) as tar:
+            if hasattr(tarfile, "data_filter"):
+                tar.extractall(beside, filter="data")
+            else:
+                tar.extractall(beside)
+        os.chmod(beside, 0o755)
+        try:
+            os.rename(beside, dest)
+        except OSError:
+            if not os.path.isdir(dest):  # a run beside ours may have brought the same code meanwhile
+                raise
+        os.unlink(archive)
+        return ""
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def disk(path: str) -> Entry:
+    """Free bytes of the file system ``path`` is, or will be, on."""
+    folder = os.path.abspath(os.path.expanduser(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return {"path": folder, "free": shutil.disk_usage(folder).free}
+
+
+def list_tree(path: str) -> list[Entry]:
+    """All files under ``path`` as ``{path (relative), bytes}``, sorted."""
+    top = os.path.expanduser(path)
+    found = []
+    for folder, _, names in os.walk(top):
+        for name in names:
+            full = os.path.join(folder, name)
+            if os.path.isfile(full):
+                found.append({"path": os.path.relpath(full, top), "bytes": os.path.getsize(full)})
+    return sorted(found, key=lambda entry: str(entry["path"]))
+
+
+def main(request: Entry) -> Entry:
+    """Answer one request; ``{"error": …}`` when it cannot be done."""
+    operations: dict[str, Callable[[], Entry]] = {
+        "inventory": lambda: {
+            "files": inventory(request["files"]),
+            "folders": [_is_dir(p) for p in request["folders"]],
+        },
+        "commit": lambda: {"files": commit(request["files"])},
+        "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
+        "disk": lambda: disk(request["path"]),
+        "list": lambda: {"files": list_tree(request["path"])},
+    }
+    try:
+        return operations[request["op"]]()
+    except OSError as error:
+        return {"error": str(error), "errno": error.errno}
+
+
+def _is_dir(path: str) -> bool:
+    return os.path.isdir(os.path.expanduser(path))

@@ -1,0 +1,248 @@
+"""What a machine has: memory, limits, and what the commands tmux and nvidia-smi say of it.
+
+Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
+
+Part of node/programs/probe.py, loaded only where devices are wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import resource
+import select
+import time
+from typing import Any
+
+TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
+GPU_FIELDS = (
+    "index,uuid,name,memory.total,memory.used,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
+)
+
+SECONDS = 30.0  # nvidia-smi without persistence mode loads the driver first
+
+
+def commands(want_devices: bool) -> dict[str, Any]:
+    """Start the commands that are installed; they run while other facts are found."""
+    wanted = {"tmux": ["tmux", "-V"]}
+    if want_devices:
+        fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
+        wanted["nvidia-smi"] = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
+    return {name: started(argv) for name, argv in wanted.items() if on_path(name)}
+
+
+def on_path(name: str) -> bool:
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return any(os.access(os.path.join(folder or ".", name), os.X_OK) for folder in folders)
+
+
+class Started:
+    """A command that runs, without stdin and stderr; subprocess takes 7 ms to import."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self.stdout, theirs = os.pipe()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        actions = [(os.POSIX_SPAWN_DUP2, *pair) for pair in ((nowhere, 0), (theirs, 1), (nowhere, 2))]
+        try:
+            self.pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions)
+        finally:
+            os.close(theirs)
+            os.close(nowhere)
+
+
+def started(argv: list[str]) -> Started:
+    return Started(argv)
+
+
+def finish(process: Started) -> str:
+    """What a command prints; '' when it fails or hangs."""
+    deadline, said = time.monotonic() + SECONDS, b""
+    while True:
+        if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            os.kill(process.pid, 9)
+            break
+        data = os.read(process.stdout, 65536)
+        if not data:
+            break
+        said += data
+    os.close(process.stdout)
+    status = os.waitpid(process.pid, 0)[1]
+    return said.decode("utf-8", "replace") if status == 0 else ""
+
+
+def output(argv: list[str]) -> str:
+    """The same for a command that may not be installed."""
+    return finish(started(argv)) if on_path(argv[0]) else ""
+
+
+def tmux_version(asked: dict[str, Any]) -> str:
+    """'' when it is not installed, '?' when it does not say."""
+    if "tmux" not in asked:
+        return ""
+    words = finish(asked["tmux"]).split()
+    return words[1] if len(words) > 1 else "?"
+
+
+def tmux_has(session: str) -> bool:
+    """Whether this user's tmux has such a session; without a socket it has none."""
+    folder = "%s/tmux-%d" % (os.environ.get("TMUX_TMPDIR") or "/tmp", os.getuid())
+    if not os.path.exists(os.path.join(folder, "default")):
+        return False
+    return session in output(["tmux", "list-sessions", "-F", "#S"]).splitlines()
+
+
+def read(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def capacity() -> dict[str, Any]:
+    """CPUs, memory and limits of this login. Bytes; "memory_limit" and "memory_free" heed the control group."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    words = read("/proc/meminfo").partition("MemAvailable:")[2].split()
+    limit, room = group_memory()
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {
+        "memory": total,
+        "memory_limit": min(total, limit) if limit else total,
+        "memory_free": min(int(words[0]) * 1024 if words else total, room if limit else total),
+        "cpus": cpus(),
+        "open_files": open_files if open_files >= 0 else 1 << 30,  # RLIM_INFINITY
+        "open_files_most": most if most >= 0 else 1 << 30,
+    }
+
+
+def cpus() -> int:
+    """How many this login may keep busy: those it may run on, or fewer where a control group bounds their time."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = [float(own)]
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            shares += group_cpus("/sys/fs/cgroup", path)
+        elif "cpu" in controllers.split(","):
+            shares += group_cpus("/sys/fs/cgroup/cpu", path)
+    return max(1, int(min(shares)))
+
+
+def group_cpus(root: str, path: str) -> list[float]:
+    """CPUs' worth of time that a group and those above it may take; [] without a limit."""
+    found = []
+    while True:
+        folder = root + path.rstrip("/")
+        words = read(folder + "/cpu.max").split() or [  # version 2: "200000 100000", or "max 100000"
+            read("%s/cpu.cfs_%s_us" % (folder, name)).strip() for name in ("quota", "period")
+        ]
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):  # version 1 says -1 for none
+            found.append(int(words[0]) / int(words[1]))
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)
+
+
+def group_memory() -> tuple[int, int]:
+    """(smallest limit, smallest room below one) of this process's control groups; (0, 0) without a limit."""
+    found = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += group_limits("/sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += group_limits("/sys/fs/cgroup/memory", path, *names)
+    return (min(one for one, _ in found), min(room for _, room in found)) if found else (0, 0)
+
+
+def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list[tuple[int, int]]:
+    """(limit, room) of a group and of those above it; page cache counts as room."""
+    found = []
+    while True:
+        folder = root + path.rstrip("/")
+        limit = read(os.path.join(folder, most)).strip()
+        if limit.isdigit() and int(limit) < 1 << 60:  # v1 writes "no limit" as a huge number
+            idle = [line.split()[1] for line in read(folder + "/memory.stat").splitlines() if line.split()[0] == cache]
+            taken = int(read(os.path.join(folder, used)).strip() or 0) - int(idle[0] if idle else 0)
+            found.append((int(limit), max(0, int(limit) - taken)))
+        if path in ("", "/"):
+            return found
+        path = os.path.dirname(path)
+
+
+IDLE = 16  # MiB that a device may show as used though nobody uses it
+
+APPS = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits"]
+
+SHORT = [
+    "nvidia-smi",
+    "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader,nounits",
+]
+
+
+def look(listed: str) -> dict[str, Any]:
+    """{"devices": names, "gpus": [...], "driver"} from what ``machine.commands`` asked nvidia-smi for."""
+    rows = table(listed, 9)
+    if not rows:  # an old driver does not know each of the fields, and then says nothing at all
+        rows = [[*row[:5], "", "", "", row[5]] for row in table(output(SHORT), 6)]
+    found = [gpu(row) for row in rows]
+    if any(one["used"] > IDLE for one in found):
+        for holder in holders(output(APPS)):
+            for one in found:
+                if one["uuid"] == holder["uuid"]:
+                    one["holders"].append(holder)
+    return {"devices": [one["name"] for one in found], "gpus": found, "driver": rows[0][8] if rows else ""}
+
+
+def table(text: str, columns: int) -> list[list[str]]:
+    rows = [[word.strip() for word in line.split(",")] for line in text.splitlines()]
+    return [row for row in rows if len(row) == columns]
+
+
+def gpu(row: list[str]) -> dict[str, Any]:
+    """Memory in MiB. Fields that a device does not have are '[N/A]' or the like."""
+    index, uuid, name, memory, used, mode, mig, ecc, _ = row
+    return {
+        "index": number(index), "uuid": uuid, "name": name, "memory": number(memory), "used": number(used),
+        "mode": mode, "mig": mig == "Enabled", "ecc": number(ecc), "holders": [],
+    }  # fmt: skip
+
+
+def holders(text: str) -> list[dict[str, Any]]:
+    """Processes with memory on a device."""
+    found = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.split(",")]
+        if len(words) >= 4 and words[1].isdigit():
+            pid = int(words[1])
+            held = {"uuid": words[0], "pid": pid, "memory": number(words[-1])}
+            found.append(dict(held, command=command(pid) or ",".join(words[2:-1]), **process(pid)))
+    return found
+
+
+def number(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def command(pid: int) -> str:
+    return read("/proc/%d/cmdline" % pid).replace("\0", " ").strip()[:80]
+
+
+def process(pid: int) -> dict[str, Any]:
+    """Whose it is and since when (seconds since 1970); in a container neither may be seen."""
+    try:
+        uid = os.stat("/proc/%d" % pid).st_uid
+        fields = read("/proc/%d/stat" % pid).rpartition(")")[2].split()
+        uptime = float(read("/proc/uptime").split()[0])
+        return {"user": name(uid), "since": time.time() - uptime + int(fields[19]) / os.sysconf("SC_CLK_TCK")}
+    except (OSError, IndexError):
+        return {"user": "", "since": 0}
+
+
+def name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return "uid %d" % uid

@@ -1,0 +1,134 @@
+"""Which versions of what a Python has, found without importing any of it (importing torch takes seconds).
+
+Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
+if TYPE_CHECKING:
+    from typing import Any
+
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
+
+NCCL = ("nvidia_nccl_cu11", "nvidia_nccl_cu12", "nvidia_nccl_cu13")
+
+
+def versions() -> dict[str, str]:
+    """Of python and PACKAGES, and "cuda" (what torch was built for), "nccl", "glibc", "arch"; '' when there is none."""
+    there = installed()
+    if sys.flags.no_site and not all(map(there.get, PACKAGES)):
+        import site  # what a .pth file names may hold the rest
+
+        site.main()
+        there = installed()
+    found = {"python": "%d.%d.%d" % sys.version_info[:3]}
+    for package in PACKAGES:
+        found[package] = there.get(package) or by_metadata(package)
+    cuda = torch_cuda() if found["torch"] else ""
+    major = "nvidia_nccl_cu%s" % cuda.split(".")[0]
+    found["cuda"] = cuda
+    found["nccl"] = there.get(major) or next((there[name] for name in NCCL if name in there), "") if cuda else ""
+    found["glibc"] = glibc()
+    found["arch"] = os.uname().machine
+    return found
+
+
+def installed() -> dict[str, str]:
+    """{package: version} from the names of dist-info and egg-info folders; importlib.metadata takes 20 ms to load."""
+    found: dict[str, str] = {}
+    for folder in folders():
+        try:
+            names = os.listdir(folder) if folder else []
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                words = name.rpartition(".")[0].split("-")
+                if len(words) > 1:
+                    found.setdefault(words[0].lower().replace(".", "_"), words[1])
+    return found
+
+
+def folders() -> list[str]:
+    """Where packages may lie: sys.path and, under ``python -S``, what ``site`` adds to it but for .pth files."""
+    if not sys.flags.no_site:
+        return sys.path
+    top = os.path.dirname(os.path.dirname(sys.executable))
+    found = [*sys.path, os.path.join(top, "lib", "python%d.%d" % sys.version_info[:2], "site-packages")]
+    try:
+        with open(os.path.join(top, "pyvenv.cfg")) as file:
+            if "include-system-site-packages = true" not in file.read().lower():
+                return found
+    except OSError:
+        pass  # no virtual environment
+    import site
+
+    return [*found, *site.getsitepackages(), site.getusersitepackages()]
+
+
+def by_metadata(package: str) -> str:
+    """For what is installed in a rarer way: eggs, develop links, zip files."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def torch_cuda() -> str:
+    """``torch.version.cuda``, as 12.6; '' for a CPU build."""
+    for folder in folders():
+        try:
+            with open(os.path.join(folder, "torch", "version.py")) as file:
+                lines = [line.partition("=") for line in file if line.startswith(("cuda:", "cuda ", "cuda="))]
+        except OSError:
+            continue
+        said = lines[0][2].strip().strip("'\"") if lines else ""
+        return said if said[:1].isdigit() else ""
+    return ""
+
+
+def glibc() -> str:
+    try:
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")[2]
+    except (ValueError, OSError):  # another C library
+        return ""
+
+
+def graph_size(manifest: str) -> dict[str, Any]:
+    """Of a partition folder on this node: {"nodes", "row_bytes", "topology_bytes"}; {} without one that can be read."""
+    if not manifest:
+        return {}
+    import json
+
+    try:
+        with open(os.path.expanduser(manifest)) as file:
+            found = json.load(file)
+        return {**size_of(found), "topology_bytes": topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # what is wrong with it, the check of the data says
+
+
+def size_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Vertices of all types, and bytes of their attributes for each on the average."""
+    nodes = sum(kind["num_nodes"] for kind in manifest["nodes"].values())
+    rows = sum(file["bytes"] for file in manifest["files"] if "/nodes/" in file["path"] and "/attrs/" in file["path"])
+    return {"nodes": nodes, "row_bytes": rows / max(1, nodes)}
+
+
+def topology_of(manifest: dict[str, Any], folder: str) -> int:
+    """Bytes of the edges of all parts, their 1-d files; 0 unless ``folder`` has every one of them."""
+    files = [file for file in manifest["files"] if file["path"].startswith("part") and len(file.get("shape", ())) == 1]
+    for file in files:
+        try:
+            size = os.stat(os.path.join(folder, file["path"])).st_size
+        except OSError:
+            return 0
+        if size != file["bytes"]:
+            return 0
+    return sum(file["bytes"] for file in files)

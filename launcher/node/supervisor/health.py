@@ -1,0 +1,365 @@
+"""Whether the ranks get on: their vital signs here, judged over all nodes on the lead node; stacks when they do not."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher.node.peers.hub import Hub
+from launcher.node.peers.member import Member
+from launcher.node.peers.model import Peers
+from launcher.node.supervisor import stacks
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.outcomes import Book
+from launcher.node.supervisor.spec import NodeSpec
+from launcher.node.supervisor.vitals import PHASES, Vitals
+
+Entry = Mapping[str, Any]  # one rank's vitals
+
+Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (a number, or its text out of JSON) -> vitals
+
+FIRST_STEP = 900.0  #: seconds that starting may take: loading, compiling kernels, meeting the others
+
+AT_LEAST = 120.0  #: seconds without a step before a stall is spoken of, where that is learned
+
+TIMES_LONGEST = 5.0  #: and how many times the longest pause before
+
+REGROUPING = 300.0  #: seconds after the loss of ranks in which those that go on may stand still
+
+BY_LINES_ALONE = 900.0  #: instead of AT_LEAST for scripts, whose evaluation and checkpoints tell nothing
+
+SLOWER = 1.5  #: a straggler's own work, against the median of the others
+
+SHARE = 0.2  #: and what it costs at least, of the time of a step
+
+WINDOW = 30.0  #: seconds of step lines that are looked at
+
+ENOUGH = 10.0  #: seconds of them before anything is said
+
+QUIET = 600.0  #: seconds after a straggler has caught up before it is named again
+
+_ASLEEP = 5.0  # seconds between two looks that mean that the supervisor itself did not run
+
+_MOST_LINES = 64  # of a rank, as its clock may stand still: what WINDOW holds, at a look a second, and some
+
+_PACE_EVERY = 5.0  # seconds between two looks at how long steps take
+
+_KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of lines within an epoch
+
+
+class Judge:
+    """Looks once a second. Ranks without metrics lines (scripts that write none) are never called stalled."""
+
+    def __init__(
+        self, stall_after: float | str = "auto", labels: Sequence[str] = (), stop_on_stall: bool = True
+    ) -> None:
+        self.labels = labels
+        self._stall = _Stall(None if stall_after == "auto" else float(stall_after), stop_on_stall)
+        self._pace = _Pace()
+
+    def look(self, now: float, nodes: Nodes, generation: int = 0) -> list[dict[str, Any]]:
+        """New findings. now: seconds of a clock that is never set (``time.monotonic``). generation: of the team; when
+        it rises, the ranks regroup, which is no stall."""
+        ranks = {
+            int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
+            for node, entries in nodes.items()
+            for rank, entry in entries.items()
+        }
+        self._stall.regroup(now, generation)
+        return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
+
+    def _label(self, node: int | str) -> str:
+        number = int(node)
+        return self.labels[number] if number < len(self.labels) else f"node{number}"
+
+
+class _Stall:
+    """How long nothing has moved, against how long that lasted before."""
+
+    def __init__(self, after: float | None, stop: bool) -> None:
+        self.after, self.stop = after, stop
+        self.longest = 0.0  #: seconds between two changes, since the first batch was begun
+        self._seen: object = {}
+        self._looked: float | None = None
+        self._changed = 0.0
+        self._begun = self._stepped = self._told = False
+        self._generation, self._regrouped = 0, -math.inf
+
+    def regroup(self, now: float, generation: int) -> None:
+        if generation > self._generation:
+            self._generation, self._regrouped = generation, now
+
+    def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
+        if self._looked is None:
+            self._changed = now
+        elif now - self._looked > _ASLEEP:
+            self._changed += now - self._looked
+        self._looked = now
+        seen = {rank: (entry["t"], entry["kind"], str(entry["at"])) for rank, entry in ranks.items()}
+        if seen != self._seen:
+            self._move(now, seen, ranks)
+            return
+        running = {rank: entry for rank, entry in ranks.items() if not entry["ended"]}
+        if running and not self._told and now - self._changed > self._limit(running):
+            self._told = True
+            yield self._finding(now - self._changed, running)
+
+    def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
+        if self._begun and now - self._regrouped > REGROUPING:
+            self.longest = max(self.longest, now - self._changed)
+        self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
+        self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
+        self._seen, self._changed, self._told = seen, now, False
+
+    def _limit(self, ranks: Mapping[int, Entry]) -> float:
+        if self.after is None:
+            least = BY_LINES_ALONE if any(entry["at"] is None for entry in ranks.values()) else AT_LEAST
+            limit = max(least, TIMES_LONGEST * self.longest)
+        else:
+            limit = self.after
+        if self._changed - self._regrouped < REGROUPING:
+            limit = max(limit, REGROUPING)
+        return limit if self._stepped else max(limit, FIRST_STEP)
+
+    def _finding(self, silence: float, ranks: Mapping[int, Entry]) -> dict[str, Any]:
+        if self._stepped:
+            before = f" (the longest pause before was {_seconds(self.longest)})" if self.longest else ""
+            text = f"no process has trained a step for {silence:.0f} s{before}; "
+        else:
+            text = f"no process has trained its first step within {silence:.0f} s; "
+        behind = _behind(ranks)
+        others = [entry for rank, entry in ranks.items() if rank not in behind]
+        first = behind[0] if others else None
+        text += f"{_names(behind, ranks)} {_place(ranks[behind[0]], many=len(behind) > 1)}"
+        if others:
+            text += f", the others {_place(max(others, key=_position), many=True)}"
+        lead = min(entry["node_rank"] for entry in ranks.values())
+        return _finding("stall", lead if first is None else ranks[first]["node_rank"], first, text, self.stop)
+
+
+def _position(entry: Entry) -> tuple[float, ...]:
+    """How far a rank is, to compare: by its progress file, or by its last line."""
+    if entry["at"] is not None:
+        epoch, step, phase = entry["at"]
+        return (epoch, phase == "evaluate", step, PHASES.index(phase))
+    kind = _KINDS.index(entry["kind"]) if entry["kind"] in _KINDS else len(_KINDS)
+    return (entry["epoch"] or 0, kind > 1, entry["step"] or 0, kind)
+
+
+def _behind(ranks: Mapping[int, Entry]) -> list[int]:
+    least = min(map(_position, ranks.values()))
+    return sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
+
+
+def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
+    if len(some) == 1:
+        return str(ranks[some[0]]["where"])
+    if len(some) == len(ranks):
+        return f"all {len(some)} ranks"
+    return "ranks " + ", ".join(map(str, some[:8])) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
+
+
+def _place(entry: Entry, many: bool = False) -> str:
+    """Where a rank, or several, is; in words."""
+    verb, own = ("are", "their") if many else ("is", "its")
+    if entry["at"] is None:
+        epoch = f"epoch {entry['epoch'] or 0}"
+        place = f"step {entry['step']} of {epoch}" if entry["kind"] == "step" else f"the end of {epoch}"
+        return f"{verb} at {place if entry['kind'] != 'start' else 'the start'} (by {own} last line)"
+    epoch, step, phase = entry["at"]
+    place = f"{verb} at {'batch' if phase == 'evaluate' else 'step'} {step} of epoch {epoch}"
+    words = {
+        "load": f"waiting for {own} batch",
+        "compute": "computing",
+        "reduce": f"{own} part done, waiting for other ranks",
+        "evaluate": "evaluating",
+    }
+    return f"{place} ({words[phase]})"
+
+
+class _Pace:
+    """How long each rank's own work takes, against the others'."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, deque[Entry]] = {}
+        self._slow: set[int] = set()
+        self._ended: dict[int, float] = {}  # rank -> when it had caught up
+        self._next = 0.0
+
+    def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
+        for rank, entry in ranks.items():
+            self._note(rank, entry)
+        if now < self._next:
+            return
+        self._next = now + _PACE_EVERY
+        typical = {rank: _typical(self._lines[rank]) for rank in ranks if self._enough(rank)}
+        if len(typical) < 2:
+            return
+        usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, the quicker one's
+        for rank, own in typical.items():
+            slow = self._is_slow(own, usual, rank in self._slow)
+            if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
+                self._slow.add(rank)
+                yield _finding("straggler", ranks[rank]["node_rank"], rank, _slow(ranks[rank], own, usual), False)
+            elif not slow and rank in self._slow:
+                self._slow.remove(rank)
+                self._ended[rank] = now
+                text = f"{ranks[rank]['where']} keeps up again: {_seconds(own['own_s'])} a step of its own"
+                yield _finding("straggler", ranks[rank]["node_rank"], rank, text, False)
+
+    def _note(self, rank: int, entry: Entry) -> None:
+        if entry["kind"] != "step" or entry["own_s"] is None or entry["step_s"] is None:
+            return
+        lines = self._lines.setdefault(rank, deque(maxlen=_MOST_LINES))
+        if lines and lines[-1]["t"] == entry["t"]:
+            return
+        lines.append(entry)
+        while lines[-1]["t"] - lines[0]["t"] > WINDOW or lines[-1]["t"] < lines[0]["t"]:
+            lines.popleft()
+
+    def _enough(self, rank: int) -> bool:
+        lines = self._lines.get(rank)
+        return lines is not None and len(lines) >= 3 and lines[-1]["t"] - lines[0]["t"] >= ENOUGH
+
+    def _is_slow(self, own: Mapping[str, float], usual: float, already: bool) -> bool:
+        ease = 0.5 if already else 1.0  # one that is named has to come well below the mark
+        excess = own["own_s"] - usual
+        return excess > (SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
+
+
+def _typical(lines: Sequence[Entry]) -> dict[str, float]:
+    """Medians, which one slow start or one pause does not move."""
+    return {name: statistics.median(line[name] or 0.0 for line in lines) for name in ("own_s", "step_s", "batch_s")}
+
+
+def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:
+    needs = f"{entry['where']} needs {_seconds(own['own_s'])} a step of its own, the others {_seconds(usual)}"
+    if own["batch_s"] < 0.5 * (own["own_s"] - usual):
+        return f"{needs}; the run waits for it (it computes more slowly: a weaker device, or one that others use too?)"
+    share = entry["remote_share"]
+    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # a client's all are
+    return f"{needs}; the run waits for it (its batches take {_seconds(own['batch_s'])} of that: sampling{remote})"
+
+
+def _finding(kind: str, node_rank: int, rank: int | None, text: str, stop: bool) -> dict[str, Any]:
+    return {"t": time.time(), "kind": kind, "node_rank": node_rank, "rank": rank, "text": text, "stop": stop}
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1000:.0f} ms" if value < 0.1 else f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+
+Finding = dict[str, Any]
+
+_STACKS_WAIT = 2.0  # seconds the processes of a node get to show where they are
+
+_OTHERS_WAIT = 3.0  # seconds from asking until the other nodes' answers are no longer waited for
+
+_MOST = 50  # findings that are told to others
+
+
+class Health:
+    """Looks once a second."""
+
+    def __init__(self, spec: NodeSpec, book: Book, peers: Peers, idle: Callable[[float], object]) -> None:
+        self.findings: list[Finding] = []
+        self.stacks: dict[str, list[str]] | None = None  #: summaries by rank, once the hub has asked for them
+        self._spec, self._book, self._peers, self._idle = spec, book, peers, idle
+        self._vitals = Vitals(spec.run_dir, spec.ranks, spec.node_rank, spec.label, spec.on_nan == "stop")
+        self._judge = Judge(spec.stall_after, spec.all_labels, spec.on_stall == "stop")
+        self._next = 0.0
+
+    @property
+    def ranks(self) -> dict[int, dict[str, Any]]:
+        """Vital signs of this node's ranks."""
+        return self._vitals.ranks
+
+    @property
+    def told(self) -> list[Finding]:
+        """Findings for others to see, the newest."""
+        return self.findings[-_MOST:]
+
+    def look(self) -> Finding | None:
+        """Take in what is new; a finding that is to end the run."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + 1.0
+        found = self._vitals.look(time.time(), self._book.ended_ranks())
+        if not isinstance(self._peers, Member):
+            found = [*found, *self._judged()]
+            self._take_from_members()
+        for finding in found:
+            self._tell(finding)
+        return next((finding for finding in found if finding["stop"]), None)
+
+    def show_stacks(self) -> None:
+        """Collect the stacks of this node's ranks, for whoever asked."""
+        self.stacks = {str(rank): lines[:1] for rank, lines in self._collect().items()}
+
+    def _tell(self, finding: Finding) -> None:
+        if finding["kind"] == "stall":
+            finding["stacks"] = stacks.folded(self._stacks_of_all())
+        self.findings.append(finding)
+        self._book.journal.event("finding", finding=finding)
+
+    def _judged(self) -> list[Finding]:
+        nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
+        generation = self._peers.team["generation"] if self._peers.team else 0
+        found = self._judge.look(time.monotonic(), nodes, generation)
+        for finding in found:  # a finding's time is by its node's clock
+            finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
+        return found
+
+    def _take_from_members(self) -> None:
+        for member in self._peers.members.values() if isinstance(self._peers, Hub) else ():
+            self.findings += [finding for finding in member.findings if finding not in self.findings]
+
+    def _stacks_of_all(self) -> dict[int, list[str]]:
+        """By rank, of all nodes that answer in time."""
+        hub = self._peers if isinstance(self._peers, Hub) else None
+        deadline = time.monotonic() + _OTHERS_WAIT
+        if hub is not None:
+            hub.ask_stacks()
+        found = self._collect()
+        while hub is not None and hub.stacks_missing() and time.monotonic() < deadline:
+            self._idle(0.05)
+        for member in hub.members.values() if hub is not None else ():
+            found |= {int(rank): lines for rank, lines in (member.stacks or {}).items()}
+        return found
+
+    def _collect(self) -> dict[int, list[str]]:
+        return stacks.collect(self._spec.run_dir, self._book.rank_pids(), _STACKS_WAIT, self._idle)
+
+
+class Departed:
+    """What this supervisor has done about them."""
+
+    def __init__(self, journal: Journal, peers: Peers) -> None:
+        self._journal, self._peers = journal, peers
+        self._told: set[str] = set()
+        self._generation = 0
+
+    def news(self) -> list[dict[str, Any]]:
+        """A finding for each node that has left since the last call."""
+        found = []
+        for k, gone in self._peers.gone.items():
+            if k not in self._told:
+                self._told.add(k)
+                self._journal.event(gone["kind"], lost=int(k), reason=gone["text"])
+                finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
+                found.append({**finding, "text": gone["text"], "stop": False})
+        return found
+
+    def heed_team(self) -> None:
+        """Have the ranks know who goes on when those of another node do not."""
+        team = self._peers.team
+        if team is not None and team["generation"] > self._generation:
+            self._generation = team["generation"]
+            self._journal.put("team.json", team)
+            self._journal.event("team", generation=self._generation, ranks=team["ranks"])

@@ -1,0 +1,211 @@
+"""The processes of one node: which ranks have started, and how each process ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from launcher.node import leases, procs
+from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.peers.model import Cause
+from launcher.node.record import why_unwritten, write_json
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.spec import NodeSpec
+
+_MAX_MAIL = 1 << 17  # bytes of an outcome sent by mail
+
+
+class Book:
+    """Outcomes of one node's processes, by name, and the rank runners behind them."""
+
+    def __init__(self, journal: Journal, node_rank: int, ranks: tuple[int, ...]) -> None:
+        self.journal, self.node_rank, self.ranks = journal, node_rank, ranks
+        self.outcomes: dict[str, dict[str, Any]] = {}
+        self.runners: dict[int, dict[str, Any]] = {}  #: rank -> procs/rank<r>.json
+        self.stopping = False
+
+    def first_failure(self) -> dict[str, Any] | None:
+        """The process that failed first, by itself."""
+        failed = [record for record in self.outcomes.values() if record["failed"]]
+        return min(failed, key=lambda record: float(record["ended"]), default=None)
+
+    def look(self) -> None:
+        """Take in what the rank runners wrote."""
+        for rank in self.ranks:
+            self._look_at(rank)
+
+    def _look_at(self, rank: int) -> None:
+        name = f"rank{rank}"
+        if rank not in self.runners:
+            started = self.journal.read(f"procs/{name}.json")
+            if started is not None:
+                self._started(rank, started)
+        if name in self.outcomes:
+            return
+        runner = self.runners.get(rank, {}).get("runner")
+        gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
+        ended = self.journal.read(f"outcomes/{name}.json")  # after looking whether the runner is gone
+        if ended is not None:
+            self.take(ended)
+        elif gone:
+            self.record(self._lost_rank(rank))
+
+    def _started(self, rank: int, started: dict[str, Any]) -> None:
+        self.runners[rank] = started
+        pids = {"pid": started["pid"], "pgid": started["pgid"]}
+        self.journal.event("process-start", name=f"rank{rank}", **pids, rank=rank)
+
+    def _lost_rank(self, rank: int) -> dict[str, Any]:
+        """The outcome of a rank whose runner was killed before it could write one."""
+        return outcome(
+            f"rank{rank}",
+            self.node_rank,
+            rank,
+            pid=self.runners[rank]["pid"],
+            returncode=128 + signal.SIGKILL,
+            signal="SIGKILL",
+            ended=time.time(),
+            failed=not self.stopping,
+            stopped=self.stopping,
+            note="killed together with its rank runner",
+        )
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write an outcome of our own making."""
+        self.journal.put(f"outcomes/{record['name']}.json", record)
+        self.take(record)
+
+    def take(self, record: dict[str, Any]) -> None:
+        self.outcomes[record["name"]] = record
+        told = {key: record[key] for key in ("name", "rank", "pid", "returncode", "signal", "stopped", "failed")}
+        self.journal.event("process-exit", **told)
+
+    def take_mail(self, mail: dict[str, Any]) -> None:
+        """A record that a rank runner could not write."""
+        rank = int(mail["rank"])
+        name = f"rank{rank}"
+        if rank not in self.ranks:
+            raise ValueError(f"no rank {rank} here")
+        if "runner" in mail:
+            if rank not in self.runners:
+                self._started(rank, mail)
+        elif name not in self.outcomes:
+            trouble = str(mail.pop("trouble"))
+            self.journal.trouble = self.journal.trouble or trouble
+            self.take({**mail, "name": name, "node_rank": self.node_rank})
+
+    def running(self, children: list[Child]) -> list[dict[str, Any]]:
+        """How others find what runs: the node's own processes and its ranks."""
+        found = [{**child.record(), "rank": None} for child in children if child.running()]
+        ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
+        return [*found, *ranks]
+
+    def runner_pids(self) -> set[int]:
+        """Runners of ranks that have been started."""
+        return {started["runner"]["pid"] for started in self.runners.values()}
+
+    def ended_ranks(self) -> set[int]:
+        return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}
+
+    def all_ended_well(self) -> bool:
+        """Whether every rank has ended, and none by a failure."""
+        return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
+
+    def rank_pids(self) -> dict[int, int]:
+        """Processes of the ranks that run."""
+        return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
+
+
+class Mailbox:
+    """Takes records from rank runners that cannot write them, for the disk is full."""
+
+    def __init__(self, loop: Loop, book: Book, token: str, address: str) -> None:
+        self._loop, self._book, self._token = loop, book, token
+        self._told = False  # that there was mail of no use; anybody on the machine can send as much as he likes
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.bind(_abstract(address))
+        loop.watch(self._socket, 1, lambda _: self._read())
+
+    def _read(self) -> None:
+        try:
+            mail = json.loads(self._socket.recv(_MAX_MAIL))
+            if mail.pop("token") == self._token:
+                self._book.take_mail(mail)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not self._told:
+                self._told = True
+                self._book.journal.say(f"mail that is no record: {error!r}")
+
+    def close(self) -> None:
+        self._loop.unwatch(self._socket)
+        self._socket.close()
+
+
+def write_or_mail(path: str, record: dict[str, Any], environment: dict[str, str]) -> None:
+    """Write a rank runner's record; when the disk does not take it, send it to the supervisor."""
+    try:
+        write_json(path, record)
+    except OSError as error:
+        note = why_unwritten(path, error)
+        _mail({**_shortened(record), "trouble": note}, environment)
+
+
+def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
+    address = environment.get("GNNFLEET_SUPERVISOR", "")
+    data = json.dumps({**record, "token": environment.get(procs.TOKEN, "")}).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.sendto(data, _abstract(address))
+        except OSError as error:  # no supervisor any more: nobody is left to be told
+            print(f"rank runner: cannot tell the supervisor: {error}", flush=True)
+
+
+def _shortened(record: dict[str, Any]) -> dict[str, Any]:
+    """A record that fits into one datagram."""
+    short: dict[str, Any] = {
+        name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
+    }
+    return {**record, **short}
+
+
+def _abstract(address: str) -> str:
+    """An address that needs no file: of the supervisor with this pid and start time."""
+    return f"\0gnnfleet-{os.getuid()}-{address}"
+
+
+class Ended(Exception):
+    """This node's part has ended, and how."""
+
+    def __init__(self, state: str, reason: str, cause: Cause | None = None) -> None:
+        super().__init__(reason)
+        self.state, self.reason, self.cause = state, reason, cause
+
+    def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
+        """What ``result.json`` says of it; ``cause`` is what ended the run, wherever that was."""
+        elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
+        asked = cause["asked"] if cause is not None else None
+        return {
+            "node_rank": node_rank,
+            "state": self.state,
+            "reason": self.reason,
+            "cause": elsewhere,
+            "asked": asked,
+        }
+
+
+def conflicts(spec: NodeSpec) -> list[leases.Lease]:
+    """Take the node's leases; those that others hold already. Raises lease.LeaseError."""
+    if not spec.leases:
+        return []
+    return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))
+
+
+def who_holds(theirs: Iterable[leases.Lease]) -> str:
+    """``CUDA device 0 is held by run X of alice since …``."""
+    return "; ".join(f"{leases.thing(one.resource)} is {leases.describe(one)}" for one in theirs)

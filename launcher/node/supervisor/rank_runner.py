@@ -1,0 +1,157 @@
+"""Runs one rank of the trainer: ``rank.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
+
+Stamps the rank's output into ``logs/rank<r>.log``, writes ``outcomes/rank<r>.json``, passes a stop
+on to the rank's process group, and leaves none of its processes behind. A rank that ended because
+it was told to is marked ``stopped``, so that it is never taken for the first failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+if not __package__:  # run as a file: make the package above importable
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+
+from launcher.node import procs
+from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.supervisor.oom import OomWatch
+from launcher.node.supervisor.outcomes import write_or_mail
+
+_GLANCE = 0.05  # seconds between looks for the graph server's ready file
+
+_LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
+
+
+class RankRunner:
+    """One rank, from start to outcome."""
+
+    def __init__(
+        self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
+    ) -> None:
+        """await_server: the command begins once the node's graph server answers; the bundled trainer waits itself."""
+        self.run_dir, self.argv, self.environment = run_dir, argv, environment
+        self.ready_file = environment.get("GNNFLEET_SERVER_READY", "") if await_server else ""
+        self.rank = int(environment["RANK"])
+        self.node_rank = int(environment.get("NODE_RANK") or environment.get("GROUP_RANK") or 0)
+        self.grace = float(environment.get("GNNFLEET_GRACE") or 5.0)
+        self.name = f"rank{self.rank}"
+        self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self._kill_at: float | None = None
+
+    def run(self) -> int:
+        """Start the rank and stay until it and all it started have ended; returns its exit status."""
+        for folder in ("logs", "outcomes", "procs"):
+            os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
+        if not self._server_ready():
+            return 128 + signal.SIGTERM
+        oom = OomWatch()
+        started = time.time()
+        try:
+            child = self._start()
+        except OSError as error:
+            return self._not_started(error, started)
+        while child.running():
+            self.loop.turn(0.5)
+            self._heed_stop(child)
+            oom.look()
+        child.pump()
+        status = self._report(child, oom)
+        procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.turn(0.05))
+        self.loop.turn(0)  # takes in the last that ended; not every machine's init does
+        child.close()
+        return status
+
+    def _server_ready(self) -> bool:
+        """Wait for the node's graph server; False when told to stop before. The supervisor says when it is too late."""
+        while self.ready_file and not os.path.exists(self.ready_file):
+            if self.loop.signals or supervisor_gone(self.environment):
+                return False
+            self.loop.turn(_GLANCE)
+        return True
+
+    def _start(self) -> Child:
+        environment = {**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environment.setdefault("NODE_RANK", str(self.node_rank))
+        child = Child(self.name, self.argv, self._path("logs", "log"), env=environment)
+        self.loop.add(child)
+        me = procs.look(os.getpid())
+        runner = {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0}
+        self._write("procs", {**child.record(), "rank": self.rank, "runner": runner})
+        return child
+
+    def _not_started(self, error: OSError, started: float) -> int:
+        text = f"cannot start {self.argv[0]}: {error.strerror}"
+        print(text, file=sys.stderr)
+        record = outcome(self.name, self.node_rank, self.rank, returncode=127, started=started, ended=time.time())
+        self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
+        return 127
+
+    def _heed_stop(self, child: Child) -> None:
+        now = time.monotonic()
+        alone = supervisor_gone(self.environment)
+        if self._kill_at is None and (self.loop.signals or alone):
+            child.terminate()
+            self._kill_at = now + self.grace
+        if self._kill_at is not None and alone:
+            self._kill_at = min(self._kill_at, now + _LONE_GRACE)
+        if self._kill_at is not None and now >= self._kill_at and child.running():
+            procs.send_group(child.pid, signal.SIGKILL)
+
+    def _report(self, child: Child, watch: OomWatch) -> int:
+        status, signaled = child.status
+        assert status is not None
+        more: dict[str, Any] = {
+            "failed": status != 0 and not child.asked,
+            "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+            "note": child.log.crash.innermost if signaled else "",
+        }
+        if signaled == "SIGKILL" and not child.asked:
+            more |= watch.words(child.pid)
+        if signaled and child.log.crash.innermost:  # of a thread without Python frames a traceback before it tells more
+            more["traceback"] = child.log.crash.lines
+        self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
+        return status
+
+    def _write(self, folder: str, record: dict[str, Any]) -> None:
+        write_or_mail(self._path(folder, "json"), record, self.environment)
+
+    def _path(self, folder: str, suffix: str) -> str:
+        return os.path.join(self.run_dir, folder, f"{self.name}.{suffix}")
+
+
+def _left_of(child: Child) -> list[procs.Process]:
+    """What the ended rank left behind: members of its group, and orphans that came to this process."""
+    running = procs.table()
+    found = [process for process in running if process.pgid == child.pid] + procs.descendants(os.getpid(), running)
+    return list({process.pid: process for process in found}.values())
+
+
+def supervisor_gone(environment: dict[str, str]) -> bool:
+    """Whether the supervisor that started this rank has died."""
+    pid, _, start_ticks = environment.get("GNNFLEET_SUPERVISOR", "").partition(":")
+    return bool(pid) and not procs.alive(int(pid), int(start_ticks))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="rank.py", description="Runs one rank of the trainer.")
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--await-server", action="store_true")
+    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+    if not argv:
+        parser.error("give the rank's command after --")
+    procs.die_with_parent(signal.SIGTERM)
+    procs.adopt_orphans()
+    return RankRunner(os.path.abspath(options.run_dir), argv, dict(os.environ), options.await_server).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Keeps a node's graph server up: until it is ready, and on a ``server`` node again when it has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from launcher.node import procs
+from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.describe import describe
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.oom import OomWatch
+from launcher.node.supervisor.spec import NodeSpec
+
+_FIRST_PAUSE = 0.5  # seconds before a server is started again; twice as long each next time
+
+_LATE = 3.0  # seconds after which it is told that a server compiles
+
+_FORGIVEN = 3600.0  # seconds after which a restart does not count any more
+
+Finding = dict[str, Any]
+
+
+class Keeper:
+    """The graph server of one node. ``begin`` starts it, then ``look`` several times a second."""
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        journal: Journal,
+        loop: Loop,
+        oom: OomWatch,
+        start: Callable[[str, Mapping[str, Any]], Child],
+        forget: Callable[[Child], None],
+    ) -> None:
+        self.child: Child | None = None
+        self.ready = False
+        self.findings: list[Finding] = []  #: one for each restart
+        self._spec, self._journal, self._loop, self._oom = spec, journal, loop, oom
+        self._start, self._forget = start, forget
+        self._was_ready = False
+        self._tell_compiling_at = float("inf")  # monotonic
+        self._restarts: list[float] = []  # when it was started again; monotonic
+        self._again_at = self._deadline = 0.0
+        self._last: dict[str, Any] = {}  # how it ended last
+
+    def begin(self) -> None:
+        """Start it; raises what ``start`` does."""
+        if os.path.exists(self._spec.ready_file):
+            os.remove(self._spec.ready_file)
+        assert self._spec.server is not None
+        compiles = not _has_kernels({**os.environ, **self._spec.server.get("env", {})})
+        self._tell_compiling_at = time.monotonic() + _LATE if compiles else float("inf")
+        self.child, self.ready = self._start("server", self._spec.server), False
+        self._deadline = time.monotonic() + self._spec.start_timeout
+
+    @property
+    def restarting(self) -> bool:
+        """Whether it has been ready, and is to be again."""
+        return self._was_ready and not self.ready
+
+    @property
+    def waiting(self) -> dict[str, Any] | None:
+        """How it ended, while it waits to be started again."""
+        return self._last if self.child is None and self._last else None
+
+    def look(self) -> str:
+        """Go on; returns why the node fails by it, '' while it need not."""
+        if self.child is None:
+            if time.monotonic() >= self._again_at:
+                self.begin()
+            return ""
+        if not self.child.running():
+            return self._died(self.child)
+        if not self.ready and os.path.exists(self._spec.ready_file):
+            self.ready = self._was_ready = True
+            self._journal.event("server-ready", seconds=round(time.time() - self.child.started, 3))
+        elif not self.ready and time.monotonic() > self._deadline:
+            late = f"was not ready within {self._spec.start_timeout:g} s (run.start_timeout)"
+            return f"{late}: it has not written {self._spec.ready_file}"
+        elif not self.ready and time.monotonic() > self._tell_compiling_at:
+            self._tell_compiling_at = float("inf")
+            self._journal.event("server-compiles")
+        return ""
+
+    def _died(self, child: Child) -> str:
+        ready = os.path.exists(self._spec.ready_file)
+        why = "ended while it was needed" if ready else "ended before it was ready"
+        if not self._was_ready and not ready or self._spec.role != "server":
+            return why
+        self._was_ready = True
+        now = time.monotonic()
+        self._restarts = [when for when in self._restarts if now - when < _FORGIVEN]
+        if len(self._restarts) >= self._spec.server_restarts:
+            tried = f" though started again {len(self._restarts)} times (run.server_restarts)" if self._restarts else ""
+            return why + tried
+        self._start_again(child, now)
+        return ""
+
+    def _start_again(self, child: Child, now: float) -> None:
+        """Clear away what has died; the next one starts after a pause."""
+        pause = _FIRST_PAUSE * 2 ** len(self._restarts)
+        self._restarts.append(now)
+        self.child, self.ready, self._again_at = None, False, now + pause
+        child.pump()
+        more = self._oom.words(child.pid) if child.status[1] == "SIGKILL" else {}
+        self._last = outcome("server", self._spec.node_rank, None, child, **more)
+        procs.send_group(child.pid, signal.SIGKILL)  # none of it may hold the port
+        self._loop.forget(child)
+        self._forget(child)
+        self._tell(describe(self._last), pause)
+
+    def _tell(self, how: str, pause: float) -> None:
+        tries = f"{len(self._restarts)} of {self._spec.server_restarts}"
+        self._journal.event("server-restart", reason=how, attempt=len(self._restarts), seconds=pause)
+        text = f"server of {self._spec.label} {how}; it is started again after {pause:g} s ({tries})"
+        finding = {"t": time.time(), "kind": "server-restart", "node_rank": self._spec.node_rank, "rank": None}
+        self.findings.append({**finding, "text": text, "stop": False})
+
+
+def _has_kernels(env: Mapping[str, str]) -> bool:
+    """Whether a server with this environment finds compiled kernels on this host, as trainer/core/compiled.py does."""
+    cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
+    folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
+    try:
+        return any(name.endswith(".nbc") for name in os.listdir(folder))
+    except OSError:
+        return False

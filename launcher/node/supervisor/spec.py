@@ -1,0 +1,99 @@
+"""``node.json``: what one node of a run is to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from launcher.node import procs
+from launcher.node.peers.model import Crew, Meeting
+from launcher.node.record import read_json
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """``node.json`` (docs/ARCHITECTURE.md)."""
+
+    run_id: str
+    token: str
+    node_rank: int
+    num_nodes: int
+    run_dir: str
+    ranks: tuple[int, ...]
+    server: Mapping[str, Any] | None
+    trainer: Mapping[str, Any] | None
+    ready_file: str
+    start_timeout: float
+    grace: float
+    control: Mapping[str, Any] | None = None
+    peer_timeout: float = 6.0
+    labels: tuple[str, ...] = ()
+    leases: tuple[str, ...] = ()
+    operator: str = ""
+    on_stall: str = "stop"
+    stall_after: float | str = "auto"
+    on_nan: str = "warn"
+    role: str = "worker"  #: worker, server or client
+    roles: tuple[str, ...] = ()  #: of every node, by node_rank
+    parts: tuple[tuple[int, ...], ...] = ()  #: that every node holds, by node_rank
+    server_restarts: int = 3
+    on_client_loss: str = "stop"
+
+    @staticmethod
+    def read(path: str) -> NodeSpec:
+        """Read ``node.json``; keys of later versions are let be. Raises SystemExit when it is missing or damaged."""
+        try:
+            values = read_json(path)
+            if values is None:
+                raise SystemExit(f"supervisor: no such file: {path}")
+            known = {field.name: values[field.name] for field in fields(NodeSpec) if field.name in values}
+            lists = {name: tuple(known.get(name, ())) for name in ("ranks", "labels", "leases", "roles")}
+            parts = tuple(map(tuple, known.get("parts", ())))
+            return NodeSpec(**{**known, **lists, "parts": parts})
+        except (ValueError, TypeError) as error:
+            raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
+
+    def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
+        """For one of the node's own processes: ours, the command's, and what rank runners and leftover hunts go by."""
+        return {
+            **os.environ,
+            **command.get("env", {}),
+            procs.TOKEN: procs.node_token(self.token, self.node_rank),
+            "GNNFLEET_RUN_ID": self.run_id,
+            "GNNFLEET_RUN_DIR": self.run_dir,
+            "GNNFLEET_GRACE": str(self.grace),
+            "GNNFLEET_SUPERVISOR": supervisor,
+            "GNNFLEET_SERVER_READY": self.ready_file if self.server is not None else "",
+            "GNNFLEET_START_TIMEOUT": str(self.start_timeout),
+            "NODE_RANK": str(self.node_rank),
+        }
+
+    @property
+    def label(self) -> str:
+        """``node1 (gpu2)``."""
+        return self.all_labels[self.node_rank]
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """Where the supervisors meet; None for the only node of a run."""
+        if self.control is None:
+            return None
+        return Meeting(
+            token=self.token,
+            node_rank=self.node_rank,
+            labels=self.all_labels,
+            address=self.control["address"],
+            bind=self.control["bind"],
+            port=int(self.control["port"]),
+            start_timeout=self.start_timeout,
+            peer_timeout=self.peer_timeout,
+            crew=Crew(
+                int(self.control.get("node_rank", 0)), self.roles, self.parts, go_on=self.on_client_loss == "go-on"
+            ),
+        )

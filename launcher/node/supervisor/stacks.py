@@ -1,0 +1,242 @@
+"""Where the ranks of a node are: Python stacks of all their processes, asked for before a run is stopped.
+
+``site/sitecustomize.py`` has them write on a signal; only a process that has registered is sent one.
+What cannot answer is described by what /proc says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launcher.node import procs
+from launcher.node.record import stamp
+
+SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
+
+MOST = 16  #: processes of a rank that are asked
+
+_TURN = 0.03  # seconds between two looks for answers
+
+_QUIET = 3  # looks without growth after which an answer is complete
+
+_LINES = 400  # kept of one answer
+
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+
+_FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
+
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/python3\d+\.zip/|^<")
+
+_STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on"
+
+_WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wrapped_call_impl", "decorate_context"])
+
+
+@dataclass
+class _Asked:
+    """One process of a rank."""
+
+    pid: int
+    state: str  #: letter and word, as ``S (sleeping)``
+    answers: bool  #: it has registered, and can run
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def stopped(self) -> bool:
+        return self.state[0] in "Tt"
+
+    @property
+    def text(self) -> list[str]:
+        return self.lines or [_STOPPED if self.stopped else _described(self.pid, self.state)]
+
+
+class _Rank:
+    """The processes of a rank, asked one after the other: forked ones share a file."""
+
+    def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
+        self.rank, self.run_dir = rank, run_dir
+        self.dump = os.path.join(run_dir, "procs", f"stacks-rank{rank}")
+        family = [pid, *sorted(process.pid for process in procs.descendants(pid, processes))]
+        self.left_out = max(0, len(family) - MOST)
+        self.asked = [_look_at(one, self.dump) for one in family[:MOST]]
+        self._waiting = [one for one in self.asked if one.answers]
+        self._sent = False
+        self._begin = self._size = self._quiet = 0
+
+    def turn(self) -> bool:
+        """Send the next signal, or take in its answer; whether all have answered."""
+        if self._waiting and not self._sent:
+            self._begin = self._size = _size(self.dump)
+            self._quiet, self._sent = 0, True
+            procs.send(self._waiting[0].pid, SIGNAL)
+        elif self._waiting:
+            self._listen()
+        return not self._waiting
+
+    def _listen(self) -> None:
+        size = _size(self.dump)
+        self._quiet = self._quiet + 1 if size == self._size else 0
+        self._size = size
+        if size > self._begin and self._quiet >= _QUIET:
+            self._waiting.pop(0).lines = _read(self.dump, self._begin)[:_LINES]
+            self._sent = False
+
+    def result(self) -> list[str]:
+        """The summary and all stacks, which are also added to ``logs/stacks-rank<r>.log``."""
+        main = self._main()
+        lines = [summary(main.lines, (f"{self.run_dir}/files/", _CODE)) if main.lines else main.text[0]]
+        for one in self.asked:
+            lines += [f"process {one.pid} ({procs.command_line(one.pid)}), state {one.state}:", *one.text]
+        lines += [f"and {self.left_out} more processes"] if self.left_out else []
+        _write(os.path.join(self.run_dir, "logs", f"stacks-rank{self.rank}.log"), lines)
+        return lines
+
+    def _main(self) -> _Asked:
+        """The rank's process, or if that is a shell around it, the first one that runs Python."""
+        first = self.asked[0]
+        return first if first.stopped else next((one for one in self.asked if one.lines), first)
+
+
+_CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + "/"
+
+
+def collect(
+    run_dir: str, rank_pids: Mapping[int, int], wait: float = 2.0, pause: Callable[[float], object] = time.sleep
+) -> dict[int, list[str]]:
+    """Stacks of all processes of each rank, at most ``wait`` seconds long; the first line is the rank's summary.
+
+    rank_pids: the process of each rank. ``pause`` is called with the seconds until the next look.
+    """
+    processes = procs.table()
+    ranks = [_Rank(run_dir, rank, pid, processes) for rank, pid in sorted(rank_pids.items())]
+    deadline = time.monotonic() + wait
+    left = ranks
+    while (left := [rank for rank in left if not rank.turn()]) and time.monotonic() < deadline:
+        pause(_TURN)
+    return {rank.rank: rank.result() for rank in ranks}
+
+
+def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
+    """One line for all ranks that are at the same place, the largest group first."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(stacks):
+        places.setdefault(stacks[rank][0], []).append(rank)
+    groups = sorted(places.items(), key=lambda group: -len(group[1]))
+    return [f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}: {place}" for place, ranks in groups]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ``0-2, 4``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
+    """Where the main thread is in code that is no library's: ``backward at train.py:12``, ``data.py:17 in load()``.
+
+    dump: what faulthandler wrote; roots: folders that are cut off from the front of file names.
+    """
+    frames = _main_thread(dump)
+    if not frames:
+        return "no Python frame"
+    own = next((at for at, frame in enumerate(frames) if not _LIBRARY.search(frame[0])), None)
+    if own is None:
+        return _at(frames[0], roots)
+    file, line, _ = frames[own]
+    called = [name for _, _, name in frames[:own] if name not in _WRAPPERS]
+    return f"{called[-1]} at {_short(file, roots)}:{line}" if called else _at(frames[own], roots)
+
+
+def _main_thread(dump: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Frames, innermost first, of the thread that the signal went to; that is the main one, if it takes any."""
+    frames: list[tuple[str, str, str]] = []
+    inside = False
+    for line in dump:
+        if thread := _THREAD.match(line):
+            inside = thread[1] == "Current thread"
+        elif inside and (frame := _FRAME.match(line)):
+            frames.append((frame[1], frame[2], frame[3]))
+    return frames
+
+
+def _at(frame: tuple[str, str, str], roots: Sequence[str]) -> str:
+    file, line, name = frame
+    where = f"{_short(file, roots)}:{line}"
+    return where if name.startswith("<") else f"{where} in {name}()"
+
+
+def _short(file: str, roots: Sequence[str]) -> str:
+    return next((file[len(root) :] for root in roots if file.startswith(root)), file)
+
+
+def _look_at(pid: int, dump: str) -> _Asked:
+    values = _status(pid)
+    state = values.get("State", "gone")
+    caught = int(values.get("SigCgt", "0"), 16) >> (SIGNAL - 1) & 1
+    return _Asked(pid, state, bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump))
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+
+
+def _has_open(pid: int, path: str) -> bool:
+    """Whether the process still has the file open that it would write to."""
+    try:
+        wanted = os.stat(path)
+        found = [os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
+    except OSError:  # ended, or another user's, or a file closed between the two looks: not worth a risk
+        return False
+    return any(os.path.samestat(wanted, one) for one in found)
+
+
+def _described(pid: int, state: str) -> str:
+    """A process that shows no stack, by what the kernel tells."""
+    words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
+    where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
+    return f"no Python stack, state {state}{where}"
+
+
+def _word(path: str) -> str:
+    """The first word of a file of /proc; '' where it cannot be read."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return (file.read().split() or [""])[0]
+    except OSError:
+        return ""
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _read(path: str, begin: int) -> list[str]:
+    with open(path, "rb") as file:
+        file.seek(begin)
+        return file.read().decode("utf-8", "replace").splitlines()
+
+
+def _write(path: str, lines: Sequence[str]) -> None:
+    now = stamp(time.time())
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(f"{now} {line}\n" for line in lines)
+    except OSError:  # a full disk: the summary still gets to the report
+        return

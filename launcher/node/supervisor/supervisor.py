@@ -1,0 +1,404 @@
+"""Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
+
+Starts the graph server and the ranks; writes what docs/ARCHITECTURE.md lists under "Node run folder"; and when
+anything fails here or on another node, or a stop is asked for, ends every process of the run on this node. One
+thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+if not __package__:  # run as a file: make the package above importable
+    sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3))
+
+from launcher.node import leases, procs
+from launcher.node.child_process import Child, Loop, outcome, signal_name
+from launcher.node.describe import asked, describe
+from launcher.node.peers.hub import Hub
+from launcher.node.peers.member import Member
+from launcher.node.peers.model import Alone, Cause, Order, Peers, make_cause, sentence
+from launcher.node.supervisor.health import Departed, Finding, Health
+from launcher.node.supervisor.journal import Journal, stop_request
+from launcher.node.supervisor.oom import OomWatch
+from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, conflicts, who_holds
+from launcher.node.supervisor.processes import Runners, end_processes
+from launcher.node.supervisor.server_keeper import Keeper
+from launcher.node.supervisor.spec import NodeSpec
+
+HEARTBEAT = 1.0  #: seconds between two state.json
+
+_TURN = 0.2  # seconds between two looks at files
+
+_LOST_GRACE = 2.0  # seconds of grace when a lost node has cost most of the ten in which a run must end
+
+_LEAVING = 15.0  # seconds beyond the grace in which the others' end, or their word that ours is known, must come
+
+_SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
+
+
+class Supervisor:
+    """One node, from start to ``result.json``."""
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self.journal = Journal(spec.run_dir, spec.node_rank)
+        self.loop = Loop(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        self.children: list[Child] = []
+        self.state, self.final = "starting", ""
+        self.trained: bool | None = None if spec.trainer is None else False
+        self.cause: Cause | None = None  # what ended the run, if it was here
+        self.token = procs.node_token(spec.token, spec.node_rank)
+        me = procs.look(os.getpid())
+        self.start_ticks = me.start_ticks if me else 0
+        self.me = f"{os.getpid()}:{self.start_ticks}"
+        self.book = Book(self.journal, spec.node_rank, spec.ranks)
+        self.mailbox = Mailbox(self.loop, self.book, self.token, self.me)
+        self.peers = self.meet()
+        self.health = Health(spec, self.book, self.peers, self.idle)
+        self.oom = OomWatch()
+        self.keeper = Keeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
+        self.departed = Departed(self.journal, self.peers)
+        self.runners = Runners(spec, self.book, self.start)
+        self._next_heartbeat = 0.0
+
+    def meet(self) -> Peers:
+        """How this node knows of the others."""
+        meeting = self.spec.meeting
+        if meeting is None:
+            return Alone()
+        return Hub(meeting, self.loop) if self.spec.node_rank == meeting.hub else Member(meeting, self.loop)
+
+    # The run, top to bottom.
+
+    def run(self) -> int:
+        """Serve and train until done, failed or told to stop; leaves nothing running."""
+        self.journal.event("supervisor-start", pid=os.getpid())
+        try:
+            self.take_leases()
+            self.open_peers()
+            self.serve()
+            self.train()
+            self.serve_others()
+            end = Ended("done", "")
+        except Ended as ended:
+            end = ended
+        except Exception:  # a mistake of ours must still end the run's processes
+            text = traceback.format_exc()
+            end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
+        self.cause = end.cause
+        self.stop_all(end)
+        self.finish(end)
+        return 0 if end.state == "done" else 1
+
+    def take_leases(self) -> None:
+        """Take this node's devices and ports for ourselves."""
+        try:
+            taken = conflicts(self.spec)
+        except leases.LeaseError as error:
+            return self.journal.event("no-leases", reason=str(error))
+        if taken:
+            self.open_to_tell({one.resource for one in taken})
+            raise self.failed("node", who_holds(taken))
+
+    def open_to_tell(self, held: set[str]) -> None:
+        """Meet the others only to tell them of our end, or they would wait for us; not on another run's port."""
+        if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
+            with suppress(OSError):  # then they wait for start_timeout
+                self.peers.open()
+
+    def open_peers(self) -> None:
+        try:
+            self.peers.open()
+        except OSError as error:
+            assert self.spec.control is not None
+            place = f"{self.spec.control['bind']} port {self.spec.control['port']} (run.control_port)"
+            raise self.failed("node", f"it cannot listen for the other nodes at {place}: {error.strerror}") from error
+        self.set_state("starting")
+
+    def serve(self) -> None:
+        """Start graph server and ranks, and wait until the server's ready file is there.
+
+        The bundled trainer's ranks import what they need meanwhile and open the graph when that file is there; an own
+        command is started then (``rank.py --await-server``).
+        """
+        if self.spec.server is not None:
+            self.keeper.begin()
+        if self.spec.trainer is not None:
+            self.runners.begin()
+        if self.spec.server is None:
+            return
+        while not self.keeper.ready and (self.spec.trainer is None or self.runners.running()):
+            self.turn()
+        self.set_state("serving")
+
+    def train(self) -> None:
+        """See the ranks, if any, to their end."""
+        if self.spec.trainer is None:
+            return
+        self.set_state("training")
+        while self.runners.running():
+            self.turn()
+        self.check_ranks()
+        self.trained = True
+
+    def serve_others(self) -> None:
+        """Go on while other nodes train: they sample from our server, and meet at the lead node."""
+        if self.trained is None or (
+            self.spec.control is not None and (self.spec.server or isinstance(self.peers, Hub))
+        ):
+            self.set_state("serving")
+            while True:
+                self.turn()
+
+    # Processes.
+
+    def start(self, name: str, command: Mapping[str, Any], log_name: str = "") -> Child:
+        """Start one of the node's own processes with its log."""
+        log = self.journal.path("logs", f"{log_name or name}.log")
+        try:
+            env = self.spec.environment(command, self.me)
+            child = Child(name, command["argv"], log, env=env, cwd=command.get("cwd"))
+        except OSError as error:
+            where = command.get("cwd") or os.getcwd()
+            note = f"cannot start {command['argv'][0]} in {where}: {error.strerror}"
+            self.record(name, None, returncode=127, ended=time.time(), note=note)
+            raise self.failed(name, f"could not start ({command['argv'][0]} in {where}: {error.strerror})") from error
+        self.children.append(child)
+        self.loop.add(child)
+        self.journal.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
+        return child
+
+    def turn(self) -> None:
+        """Wait a moment; raises Ended when there is a reason to end."""
+        self.idle()
+        self.check_requests()
+        if self.spec.server is not None:
+            self.check_server()
+        self.check_ranks()
+        self.departed.heed_team()
+        if self.peers.order is not None:
+            raise self.ordered(self.peers.order)
+        self.check_health()
+
+    def idle(self, timeout: float = _TURN) -> None:
+        """Wait a moment, taking in output and messages, and keeping the heartbeat."""
+        self.loop.turn(timeout)
+        self.peers.look()
+        self.health.findings += self.departed.news()
+        if time.monotonic() >= self._next_heartbeat:
+            self.heartbeat()
+
+    # Reasons to end.
+
+    def check_requests(self) -> None:
+        """Raises Ended when somebody wants this node to stop."""
+        if self.loop.signals:
+            name = signal_name(self.loop.signals[0])
+            why = f"its supervisor got {name}: {_SIGNALS.get(name, 'somebody on the node stopped it')}"
+            raise self.stopped(name, self.own_cause("node", "failure", why))
+        request = stop_request(self.journal)
+        if request is not None:
+            cause = self.own_cause("node", "stop", asked(request), request)
+            raise self.stopped(asked(request), cause)
+        if not self.journal.there():
+            why = f"its run folder {self.spec.run_dir} has been deleted"
+            raise Ended("failed", why, self.own_cause("node", "failure", why))
+
+    def check_server(self) -> None:
+        """Raises Ended when the graph server has failed for good."""
+        restarts = len(self.keeper.findings)
+        trouble = self.keeper.look()
+        if trouble and self.keeper.child is not None:
+            self.fail_own("server", self.keeper.child, trouble)
+        self.health.findings += self.keeper.findings[restarts:]
+        state = "restarting" if self.keeper.restarting else "serving"
+        if self.state in ("serving", "restarting") and self.state != state:
+            self.set_state(state)
+
+    def check_ranks(self) -> None:
+        """Raises Ended for a rank that failed by itself, or whose runner did."""
+        for child in self.runners.children.values():
+            child.running()  # before the book looks: what a runner wrote was there when it ended
+        self.book.look()
+        first = self.book.first_failure()
+        if first is not None:
+            raise self.failed(first["name"], self.with_trouble(describe(first)), float(first["ended"]))
+        runner = self.runners.ended_badly()
+        if runner is not None:
+            self.fail_own(runner.name, runner, "ended though its rank had not failed")
+
+    def check_health(self) -> None:
+        """Raises Ended for a finding that ends the run; collects stacks for the hub, which may be about to end it."""
+        if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
+            self.health.show_stacks()
+            self.report()
+        finding = self.health.look()
+        if finding is not None:
+            raise Ended("failed", finding["text"], self.found_cause(finding))
+
+    def ordered(self, order: Order) -> Ended:
+        """What the others want of us; a node that has lost another by itself has failed."""
+        if order.cause is None:
+            return Ended("done", "")
+        why = sentence(order.cause, self.spec.all_labels)
+        if str(order.cause["node_rank"]) in self.peers.lost:
+            return Ended("done" if self.trained else "failed", why)
+        return self.stopped(why, None)
+
+    def stopped(self, reason: str, cause: Cause | None) -> Ended:
+        """Told to stop; that is no harm to a node which only serves, any more."""
+        needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
+        return Ended("done" if needless else "stopped", reason, cause)
+
+    def failed(self, name: str, words: str, t: float | None = None) -> Ended:
+        """A process of this node failed, or the node as a whole."""
+        cause = self.own_cause(name, "failure", words)
+        who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
+        return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
+
+    def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
+        """Record one of the node's own processes as failed, ended or not, and raise Ended."""
+        child.pump()
+        record = self.record(name, child, note=note)
+        how = describe({**record, "note": record["note"] if record["oom"] else ""})
+        raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
+
+    def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
+        """Record one of the node's own processes as failed, ended or not."""
+        if child is not None and child.status[1] == "SIGKILL":
+            more |= self.oom.words(child.pid)
+        record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
+        record["ended"] = record["ended"] or time.time()
+        self.book.record(record)
+        return record
+
+    def with_trouble(self, words: str) -> str:
+        """With what keeps the run folder from being written, which is often why."""
+        return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
+
+    def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
+        return make_cause(self.spec.node_rank, name, kind, reason, time.time(), request)
+
+    def found_cause(self, finding: Finding) -> Cause:
+        name = "node" if finding["rank"] is None else f"rank{finding['rank']}"
+        return {**self.own_cause(name, finding["kind"], finding["text"]), "node_rank": finding["node_rank"]}
+
+    # The end.
+
+    def stop_all(self, end: Ended) -> None:
+        """End all processes of the run on this node, the others knowing why."""
+        if end.state == "stopped" or end.reason:
+            self.journal.event("stop-requested", reason=end.reason)
+        self.set_state("stopping")
+        left = end_processes(self.children, self.book, self.token, self.grace(), self.idle)
+        if left:
+            self.journal.say(f"could not end: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
+
+    def grace(self) -> float:
+        """Seconds between SIGTERM and SIGKILL."""
+        cause = self.cause or self.peers.cause
+        if cause is not None and cause["asked"] and cause["asked"]["now"]:
+            return 0.0
+        lost = self.peers.lost or (cause is not None and cause["kind"] == "lost")
+        return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
+
+    def finish(self, end: Ended) -> None:
+        """Complete the outcomes, part from the others, and write ``result.json``, last of all."""
+        self.complete_outcomes()
+        self.final = end.state
+        self.part()
+        self.journal.event("node-end", state=end.state, reason=end.reason)
+        self.set_state(end.state)
+        self.journal.settle(_LEAVING)
+        cause = self.peers.cause or self.cause
+        result = {**end.result(self.spec.node_rank, cause), "outcomes": list(self.book.outcomes.values())}
+        result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "gone": self.peers.gone}
+        result |= {"findings": self.health.findings}
+        self.journal.put_last("result.json", result)
+        self.leave()
+
+    def complete_outcomes(self) -> None:
+        for child in self.children:
+            child.running()
+            child.close()
+        self.book.look()
+        server = self.keeper.child
+        if server is not None and "server" not in self.book.outcomes:
+            self.book.record(outcome("server", self.spec.node_rank, None, server))
+        elif self.keeper.waiting is not None:
+            self.book.record(self.keeper.waiting)
+        for runner in self.runners.children.values():
+            if runner.name not in self.book.outcomes:
+                status, signaled = runner.status
+                told = {"name": runner.name, "rank": None, "pid": runner.pid}
+                self.journal.event("process-exit", **told, returncode=status, signal=signaled)
+
+    def part(self) -> None:
+        """Have the others know how this node ended; the hub stays until all have ended."""
+        self.report()
+        deadline = time.monotonic() + self.spec.grace + _LEAVING
+        while not self.peers.parted() and time.monotonic() < deadline:
+            self.idle(0.05)
+
+    def leave(self) -> None:
+        """Leave nothing behind on the machine that others could stumble over."""
+        self.peers.close()
+        self.mailbox.close()
+        self.journal.free_reserve()
+        try:
+            leases.release(self.spec.run_id, self.spec.node_rank)
+        except leases.LeaseError as error:
+            self.journal.say(f"leases were not given back: {error}")
+
+    # What others see.
+
+    def set_state(self, state: str) -> None:
+        self.state = state
+        self.heartbeat()
+
+    def heartbeat(self) -> None:
+        """Rewrite ``state.json``, and tell the other supervisors."""
+        self._next_heartbeat = time.monotonic() + HEARTBEAT
+        self.oom.look()
+        state = {
+            "state": self.state,
+            "time": time.time(),
+            "pid": os.getpid(),
+            "start_ticks": self.start_ticks,
+            "processes": self.book.running(self.children),
+            "clock_offset": self.peers.offset,
+            "peers": self.peers.table,
+            "spare": self.peers.spare,
+            "gone": self.peers.gone,
+            "ranks": self.health.ranks,
+            "findings": self.health.told,
+        }
+        self.journal.put_state(state)
+        self.report()
+
+    def report(self) -> None:
+        """Tell the other supervisors how this node is."""
+        own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
+        signs = {"ranks": self.health.ranks, "findings": self.health.told, "stacks": self.health.stacks}
+        team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}
+        self.peers.report({**own, **signs, **team})
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print("usage: supervisor.py node.json", file=sys.stderr)
+        return 2
+    procs.adopt_orphans()
+    return Supervisor(NodeSpec.read(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

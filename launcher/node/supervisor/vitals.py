@@ -1,0 +1,165 @@
+"""What the ranks of a node tell of themselves: their last metrics lines, and losses that are no numbers.
+
+Reads ``metrics-rank<r>.jsonl`` and ``progress-rank<r>`` (docs/ARCHITECTURE.md, "Metrics lines") as they grow.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Container, Iterable, Iterator
+from typing import Any
+
+PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at, as ``progress-rank<r>`` says
+
+_TRAINING = ("step", "epoch")  # kinds of lines whose loss and speed are those of training
+
+_AT_ONCE = 1 << 20  # bytes read of one file in one look; the rest comes with the next looks
+
+_LONGEST = 64 << 20  # bytes of a line; an epoch line holds the loss of every step
+
+_LONGEST_KIND = 40  # characters; it goes into the message of each second
+
+_TOO_LARGE = 1 << 63  # an int beyond may not fit into a float
+
+_NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
+
+
+class Vitals:
+    """The ranks of one node, looked at once a second; damaged and half lines do no harm.
+
+    ``ranks[r]`` holds of rank r, once its metrics file has a line: ``epoch``, ``step``, ``steps``, ``loss``,
+    ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s``, ``batch_s`` as last told (None: never), ``most``
+    (``largest`` of its ``spent``), ``kind`` and ``t`` of its last line, ``at`` ([epoch, step, phase] by its progress
+    file, or None) and ``ended``.
+    """
+
+    def __init__(
+        self, run_dir: str, ranks: Iterable[int], node_rank: int = 0, label: str = "", stop_on_nan: bool = False
+    ) -> None:
+        self.run_dir, self.node_rank, self.stop_on_nan = run_dir, node_rank, stop_on_nan
+        self.label = label or f"node{node_rank}"
+        self.ranks: dict[int, dict[str, Any]] = {}
+        self.findings: list[dict[str, Any]] = []
+        self._tails = {rank: _Tail(os.path.join(run_dir, f"metrics-rank{rank}.jsonl")) for rank in ranks}
+        self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
+
+    def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
+        """Take in what is new, and which ranks have ended; returns what was found now.
+
+        now: this machine's clock, for lines that do not tell theirs.
+        """
+        bad = [
+            finding
+            for rank, tail in self._tails.items()
+            for line in tail.lines()
+            if (finding := self._take(rank, line, now)) is not None
+        ]
+        for rank, known in self.ranks.items():
+            known["at"] = _progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
+            known["ended"] = rank in ended
+        if self.findings or not bad:  # after one loss is lost, all others are, by its gradients
+            return []
+        self.findings.append(min(bad, key=lambda finding: float(finding["t"])))
+        return self.findings[-1:]
+
+    def _take(self, rank: int, line: dict[str, Any], now: float) -> dict[str, Any] | None:
+        known = self.ranks.setdefault(rank, {**dict.fromkeys((*_NUMBERS, "most")), "at": None, "ended": False})
+        training = line["kind"] in _TRAINING
+        known |= {name: line[name] for name in (_NUMBERS if training else ("epoch",)) if _is_number(line.get(name))}
+        if training and line.get("remote_share", 0) is None:
+            known["remote_share"] = None
+        if training:
+            known["most"] = largest(line.get("spent")) or known["most"]
+        known |= {"kind": line["kind"], "t": line["t"] if _is_number(line.get("t")) else now}
+        loss: Any = line.get("loss")
+        if not (training and _is_number(loss) and _is_number(line.get("epoch"))):
+            return None
+        if math.isfinite(loss):
+            self._finite[rank] = (loss, known["step"])
+            return None
+        return self._lost_loss(rank, loss, known)
+
+    def _lost_loss(self, rank: int, loss: float, known: dict[str, Any]) -> dict[str, Any]:
+        where = f"in epoch {known['epoch']}" + (f" at step {known['step']}" if known["kind"] == "step" else "")
+        text = f"the loss of rank {rank} on {self.label} is {'NaN' if math.isnan(loss) else loss} {where}"
+        if rank in self._finite:
+            last, step = self._finite[rank]
+            text += f"; the last one that was a number is {last:.4g}" + (
+                f", at step {step}" if step is not None else ""
+            )
+        text += ". Lower the learning rate, or look for NaN and huge values in the features"
+        finding = {"t": known["t"], "kind": "nan", "node_rank": self.node_rank, "rank": rank}
+        return {**finding, "text": text, "stop": self.stop_on_nan}
+
+
+def largest(spent: Any) -> list[Any] | None:
+    """``[kind, share]`` of what took most of a step; ``spent`` as in a metrics line. None where it tells nothing."""
+    if not isinstance(spent, dict):
+        return None
+    kinds = {kind: value for kind, value in spent.items() if _is_number(value) and 0 <= value < math.inf}
+    whole = sum(kinds.values())
+    if not whole:
+        return None
+    most = max(kinds, key=lambda kind: kinds[kind])
+    return [most[:_LONGEST_KIND], round(kinds[most] / whole, 3)]
+
+
+class _Tail:
+    """A file of JSON lines that grows."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._offset = 0
+        self._rest = b""
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The metrics lines added since the last call."""
+        *whole, self._rest = (self._rest + self._added()).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            self._rest = b""
+        for text in whole:
+            line = _parsed(text)
+            if line is not None:
+                yield line
+
+    def _added(self) -> bytes:
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+        except OSError:  # not there yet, or the whole run folder is gone
+            return b""
+        try:
+            if os.fstat(file).st_size < self._offset:  # begun anew
+                self._offset, self._rest = 0, b""
+            data = os.pread(file, _AT_ONCE, self._offset)
+        finally:
+            os.close(file)
+        self._offset += len(data)
+        return data
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):  # cut off by a full disk, or not ours
+        return None
+    kind = line.get("kind") if isinstance(line, dict) else None
+    return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
+
+
+def _progress(path: str) -> list[Any] | None:
+    """``[epoch, step, phase]``; None when the file is not there, or is being written for the first time."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            words = file.read(64).split()
+    except OSError:
+        return None
+    if len(words) != 3 or not (words[0].isdigit() and words[1].isdigit()):
+        return None
+    phase = words[2].decode("ascii", "replace")
+    return [int(words[0]), int(words[1]), phase] if phase in PHASES else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < _TOO_LARGE)

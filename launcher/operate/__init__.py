@@ -1,1 +1,0 @@
-"""Operating a run after its launch: status, logs, stop, collect, history, resume, attach; from any machine."""

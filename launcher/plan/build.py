@@ -1,0 +1,276 @@
+"""The plan: every command, file and port of a run as one frozen value.
+
+``make_plan`` is pure: the same config and facts give the same plan, and it opens no
+connection. ``launch`` applies exactly this value; ``--dry-run`` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from launcher.command import Secret
+from launcher.config.roles import ServingCluster, Standing, carried_out, lead, left_out
+from launcher.config.schema import ClusterConfig, login_text
+from launcher.errors import UsageError
+from launcher.hostlist import fold
+from launcher.plan.commands import Job, node_commands
+from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.own_script import own_command_files, resume_file
+from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partition_command, read_partition_files
+from launcher.plan.placement import Site, make_sites, node_login, session_name
+from launcher.plan.ports import choose, control_candidates, master_candidates
+from launcher.plan.serialize import with_content
+from launcher.plan.topology import decide
+from launcher.text import count, spans
+
+
+def new_token() -> Secret:
+    """What marks the processes of one run."""
+    return Secret(secrets.token_hex(16))
+
+
+def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
+    """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
+    if not plan.encrypted:
+        return plan
+    return with_content(plan, "service.key", key or Secret(json.dumps(new_key_pair())))
+
+
+_OWN_GOES_ON = (
+    "run.on_client_loss: go-on: the bundled trainer goes on without a lost client (in an own command too, by "
+    "trainer.train.job.train); others have to form a new process group themselves (team.json, docs/ARCHITECTURE.md)"
+)
+
+
+def make_plan(
+    config: ClusterConfig,
+    *,
+    run_id: str,
+    code_digest: str,
+    facts: Mapping[int, NodeFacts] | None = None,
+    own_command: tuple[str, ...] = (),
+    manifest: PartitionFiles | None = None,
+    token: Secret | None = None,
+    operator: str = "",
+    cwd: Path = Path(),
+    serve_only: bool = False,
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
+) -> LaunchPlan:
+    """The whole run as a value; opens no connection and starts nothing.
+
+    ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
+    ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``serve_only``: a serving
+    cluster, which keeps what is ``standing``. ``serving``: what a config with ``data.serving`` attaches to. The
+    plan's nodes are those of ``carried_out(config)``. Raises UsageError when one of the files is named but not
+    there, and when nothing would train.
+    """
+    unused = left_out(config)
+    config = _as_run(config, serve_only)
+    facts = facts or {}
+    usable = manifest if _fits(config, manifest) else None
+    sites = make_sites(config, run_id, facts, code_digest, usable, serving, standing)
+    own = own_command_files(own_command, config.run.files, cwd) if own_command else None
+    warned = own is not None and config.run.on_client_loss == "go-on"
+    first = lead(config)
+    job = Job(
+        config=config,
+        run_id=run_id,
+        token=token or Secret(),
+        operator=operator,
+        sites=sites,
+        lead=first,
+        master_addr=_master_addr(config, sites[first]),
+        master_port=_port(master_candidates(config), facts.get(first)) or 0,
+        control_port=_port(control_candidates(config), facts.get(first)),
+        own=own,
+        resume=None if own or serve_only else resume_file(config, cwd),
+        serving=serving,
+        version=standing.version if standing else 1,
+        topology=decide(config, sites, config.num_parts, usable, facts),
+    )
+    shared = shared_files(job)
+    return LaunchPlan(
+        run_id=run_id,
+        name=config.name,
+        world_size=config.world_size,
+        num_parts=job.num_parts,
+        master_addr=job.master_addr,
+        master_port=job.master_port,
+        nodes=tuple(_node_plan(job, site, shared, usable) for site in sites),
+        partition=partition_command(config) if config.makes_parts else None,
+        runs_dir=config.run.runs_dir,
+        code_digest=code_digest,
+        final=_all_known(config, facts) and _parts_known(config, usable, serving),
+        notes=(
+            *filter(None, [unused, _OWN_GOES_ON if warned else ""]),
+            *_notes(config, facts, manifest, usable, serving),
+            *(own.notes if own else ()),
+        ),
+        control_port=job.control_port,
+        lead=first,
+        serving=config.data.serving or "",
+        version=job.version,
+        topology=job.topology,
+        dataset=config.data.dataset,
+        encrypted=job.encrypted,
+        own_command=own is not None,
+        manifest=usable.files[-1].sha256 if usable else "",
+    )
+
+
+def _as_run(config: ClusterConfig, serve_only: bool) -> ClusterConfig:
+    """``config`` as its nodes carry it out; raises UsageError when nobody would train."""
+    if not config.world_size and not serve_only:
+        raise UsageError(
+            "nodes: all are servers, so nothing would train. `gnnfleet serve --config FILE` keeps them up for runs "
+            "that attach to them; for a run of its own give a node `role: client` or `role: worker`"
+        )
+    return carried_out(config, serve_only=serve_only)
+
+
+def _master_addr(config: ClusterConfig, first: Site) -> str:
+    if not config.world_size:
+        return ""
+    return first.address if config.run.master_addr == "auto" else config.run.master_addr
+
+
+def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
+    commands = node_commands(job, site)
+    replicated = job.topology.replicated and bool(site.parts)
+    logs = ["supervisor", *(["runners"] if site.ranks else []), *(["server"] if site.serves else [])]
+    logs += [f"rank{rank}" for rank in site.ranks]
+    return NodePlan(
+        node_rank=site.node_rank,
+        login=node_login(job.config, site.node),
+        nproc=len(site.ranks),
+        ranks=site.ranks,
+        devices=site.node.devices,
+        parts=site.parts,
+        address=site.address,
+        workdir=site.workdir,
+        code_dir=site.code_dir,
+        data_dir=site.data_dir,
+        run_dir=site.run_dir,
+        master_port=job.master_port,
+        service_port=site.service_port,
+        session=session_name(job.run_id, site.node_rank),
+        start=commands.start,
+        server=commands.server,
+        trainer=commands.trainer,
+        files=node_files(job, site, commands, shared, manifest),
+        log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
+        role=site.node.role,
+        copies=site.copies,
+        home=site.home,
+        trainer_index=job.trainer_index(site),
+        topology_bytes=manifest.topology_beside(site.parts) if manifest and replicated else 0,
+    )
+
+
+def _port(candidates: tuple[int, ...], fact: NodeFacts | None) -> int | None:
+    return choose(candidates, fact) if candidates else None
+
+
+def _fits(config: ClusterConfig, manifest: PartitionFiles | None) -> bool:
+    return manifest is not None and config.makes_parts and manifest.num_parts == config.num_parts
+
+
+def _parts_known(config: ClusterConfig, usable: PartitionFiles | None, serving: ServingCluster | None) -> bool:
+    return serving is not None if config.data.serving else usable is not None or not config.makes_parts
+
+
+def _all_known(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> bool:
+    return all(k in facts for k in range(len(config.nodes)))
+
+
+def _notes(
+    config: ClusterConfig,
+    facts: Mapping[int, NodeFacts],
+    manifest: PartitionFiles | None,
+    usable: PartitionFiles | None,
+    serving: ServingCluster | None,
+) -> list[str]:
+    notes = []
+    if config.data.serving and serving is None:
+        notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
+    notes += _servers_of(serving) if serving else []
+    if not _all_known(config, facts):
+        notes.append(
+            "preflight will fill in addresses, network interfaces, free ports (picked at random from some that begin "
+            "with those shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / processes)"
+        )
+    if config.makes_parts and usable is None:
+        notes.append("parts are made at launch: their files, sizes and digests are not known yet")
+        if manifest:
+            notes.append(f"{config.data.folder} holds {manifest.num_parts} parts, and {config.num_parts} are wanted")
+    return [*notes, *_shared_hosts(config)]
+
+
+def _servers_of(serving: ServingCluster) -> list[str]:
+    return [
+        f"{serving.label(one)} serves {'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)} at {one.endpoint}"
+        for one in serving.servers
+    ]
+
+
+def _shared_hosts(config: ClusterConfig) -> list[str]:
+    """Hosts that carry several nodes, which two ranges may do unawares."""
+    if config.transport == "local":
+        return []
+    nodes: dict[str, list[str]] = {}
+    for k, node in enumerate(config.nodes):
+        nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
+    return [f"{host} carries {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in nodes.items() if ranks[1:]]
+
+
+def offline_plan(
+    config: ClusterConfig,
+    run_id: str,
+    own_command: tuple[str, ...] = (),
+    *,
+    serve_only: bool = False,
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
+    to_train: bool = False,
+) -> LaunchPlan:
+    """The plan before preflight; parts that are here and current are part of it. Options as of ``make_plan``.
+
+    ``to_train``: what runs is known, so parts that the bundled trainer cannot train on are refused (UsageError).
+    """
+    _source_is_here(config)
+    manifest = None
+    if config.makes_parts and not outdated(config):
+        manifest = read_partition_files(Path(config.data.folder).expanduser())
+    if to_train and manifest is not None and not own_command:
+        check_train_seeds(config, manifest)
+    return make_plan(
+        config,
+        run_id=run_id,
+        code_digest=code_digest(),
+        own_command=own_command,
+        manifest=manifest,
+        serve_only=serve_only,
+        standing=standing,
+        serving=serving,
+    )
+
+
+def _source_is_here(config: ClusterConfig) -> None:
+    """In mode sync the graph is cut on this machine."""
+    source = config.data.source
+    if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
+        raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")
+
+
+def new_key_pair() -> dict[str, str]:
+    """``{"public", "secret"}`` in z85."""
+    import zmq
+
+    public, secret = zmq.curve_keypair()
+    return {"public": public.decode(), "secret": secret.decode()}

@@ -1,0 +1,220 @@
+"""The commands of one node: graph server, trainer ranks, and the supervisor that starts both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+from launcher.command import Command, Secret, quote
+from launcher.config.consistency import RANK_VARIABLES
+from launcher.config.roles import ServingCluster, trainers
+from launcher.config.schema import ClusterConfig, TrainConfig
+from launcher.plan.model import PlannedFile, Topology
+from launcher.plan.own_script import OwnCommand
+from launcher.plan.placement import Site, endpoint
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all nodes of one run have in common."""
+
+    config: ClusterConfig
+    run_id: str
+    token: Secret
+    operator: str  #: who launches, from where: ``alice@laptop``; '' when not told
+    sites: tuple[Site, ...]
+    lead: int  #: node_rank of the first node that trains
+    master_addr: str  #: '' where nothing trains
+    master_port: int
+    control_port: int | None  #: on the lead node; None: the supervisors need not meet
+    own: OwnCommand | None  #: None: the bundled trainer
+    resume: PlannedFile | None
+    serving: ServingCluster | None = None  #: known, and not this run's own
+    version: int = 1  #: of cluster.json
+    topology: Topology = Topology()
+
+    @property
+    def num_parts(self) -> int:
+        return self.serving.num_parts if self.serving else self.config.num_parts
+
+    @property
+    def remote(self) -> bool:
+        """One node reads all parts from its own disk; more, and clients, ask graph servers."""
+        return len(self.sites) > 1 or self.sites[0].node.role != "worker"
+
+    @property
+    def encrypted(self) -> bool:
+        if self.serving:
+            return self.serving.encrypted
+        choice = self.config.run.encrypt
+        return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.config.world_size
+
+    @cached_property
+    def _trainers(self) -> dict[int, int]:
+        return {k: index for index, k in enumerate(trainers(self.config))}
+
+    @property
+    def num_trainers(self) -> int:
+        """Nodes that train."""
+        return len(self._trainers)
+
+    def trainer_index(self, site: Site) -> int | None:
+        """Its place among the nodes that train."""
+        return self._trainers.get(site.node_rank)
+
+
+class NodeCommands(NamedTuple):
+    """What runs on one node."""
+
+    start: Command
+    server: Command | None
+    trainer: Command | None
+
+
+def node_commands(job: Job, site: Site) -> NodeCommands:
+    """All commands of one node."""
+    server = server_command(job, site) if site.serves else None
+    trainer = trainer_command(job, site) if site.ranks else None
+    return NodeCommands(start_command(job, site), server, trainer)
+
+
+def start_command(job: Job, site: Site) -> Command:
+    """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
+    argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
+    folder = (f"mkdir -p {quote(_files(site))}",) if job.own and site.ranks else ()
+    return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
+
+
+def server_command(job: Job, site: Site) -> Command:
+    """The graph server over the node's own parts; it makes whole batches where clients ask for them."""
+    run, own = job.config.run, ",".join(map(str, site.parts))
+    argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
+    argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
+    argv += ["--key-file", f"{site.run_dir}/service.key"] if job.encrypted else []
+    argv += ["--ready-file", f"{site.run_dir}/server.ready", "--node-rank", str(site.node_rank)]
+    argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
+    argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
+    argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
+    env = _run_env(job, site) | _reach_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
+    return Command(tuple(argv), _user_env(site, env), site.run_dir)
+
+
+def trainer_command(job: Job, site: Site) -> Command:
+    """The rank runner, which runs the command; the supervisor starts one for each rank of the node.
+
+    An own command is started once the node's graph server answers; the bundled trainer waits for that by itself.
+    """
+    argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
+    argv += ["--await-server"] if job.own and site.serves else []
+    argv += ["--", *(_own_argv(job.own, site) if job.own else _train_argv(job, site))]
+    cwd = _files(site) if job.own else site.run_dir
+    return Command(tuple(argv), _user_env(site, _rank_env(job, site)), cwd)
+
+
+def _own_argv(own: OwnCommand, site: Site) -> list[str]:
+    first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
+    return [first, *own.argv[1:]]
+
+
+def _train_argv(job: Job, site: Site) -> list[str]:
+    parts = ["--parts", site.data_dir] if site.parts else []
+    argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(job.config.train)]
+    return [*argv, "--resume", f"{site.run_dir}/{job.resume.dest}"] if job.resume else argv
+
+
+def train_flags(train: TrainConfig) -> list[str]:
+    """One flag per key that has a value; true is the bare flag. ``resume`` is a path of the node's, so not here."""
+    flags: list[str] = []
+    for field in fields(train):
+        value = getattr(train, field.name)
+        if field.name == "resume" or value is None or value is False:
+            continue
+        if field.name in ("precision", "device_cache") and value == field.default:
+            continue
+        flags.append("--" + field.name.replace("_", "-"))
+        if value is not True:
+            flags.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+    return flags
+
+
+def _base_env(site: Site) -> dict[str, str]:
+    return {"PYTHONPATH": site.code_dir, "PYTHONUNBUFFERED": "1"}
+
+
+def _run_env(job: Job, site: Site) -> dict[str, str]:
+    env = _base_env(site) | {
+        "NODE_RANK": str(site.node_rank),
+        "GNNFLEET_RUN_ID": job.run_id,
+        "GNNFLEET_RUN_DIR": site.run_dir,
+        "GNNFLEET_TOKEN": job.token,
+        **({"GNNFLEET_PARTS": site.data_dir} if site.parts else {}),
+        "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
+        "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
+    }
+    if job.encrypted:
+        env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
+    return env
+
+
+def _rank_env(job: Job, site: Site) -> dict[str, str]:
+    run, env = job.config.run, _run_env(job, site) | _world_env(job, site)
+    if job.remote:
+        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(job, site)
+    if run.on_client_loss == "go-on":
+        env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
+    env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
+    env["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # else each rank warns of every address that has no name
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, site.node.devices))
+    if site.node.devices:
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts; CUDA's own way puts the fastest kind first
+    if site.interface:
+        env |= {"GLOO_SOCKET_IFNAME": site.interface, "NCCL_SOCKET_IFNAME": site.interface}
+    if site.threads is not None:
+        env["OMP_NUM_THREADS"] = str(site.threads)
+    return env
+
+
+def _world_env(job: Job, site: Site) -> dict[str, str]:
+    """How large the run is and where its ranks meet, as torch.distributed.run would say it; what tells ranks of one
+    node apart is the supervisor's to add (``launcher.node.supervisor.processes``)."""
+    world = str(job.world_size)
+    return {
+        "WORLD_SIZE": world,
+        "ROLE_WORLD_SIZE": world,
+        "ROLE_NAME": "default",
+        "GROUP_RANK": str(job.trainer_index(site)),
+        "GROUP_WORLD_SIZE": str(job.num_trainers),
+        "MASTER_ADDR": job.master_addr,
+        "MASTER_PORT": str(job.master_port),
+        "TORCHELASTIC_RUN_ID": job.run_id,  # by which libraries know that these variables are set
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store
+    }
+
+
+def _reach_env(job: Job, site: Site) -> dict[str, str]:
+    """Settings of ``trainer.core.remote_access.Reach``: how processes read what other nodes hold."""
+    env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
+    if site.parts:
+        env["GNNFLEET_CACHE"] = job.config.data.cache
+    if site.parts and job.topology.choice:
+        env["GNNFLEET_TOPOLOGY"] = job.topology.choice
+    return env
+
+
+def _user_env(site: Site, ours: dict[str, str]) -> dict[str, str]:
+    """The user's values win, except that PYTHONPATH is joined and the ranks are ours to give."""
+    user = {name: value for name, value in site.node.env.items() if name not in RANK_VARIABLES}
+    if "PYTHONPATH" in user:
+        user["PYTHONPATH"] = f"{ours['PYTHONPATH']}:{user['PYTHONPATH']}"
+    return ours | user
+
+
+def _files(site: Site) -> str:
+    return f"{site.run_dir}/files"

@@ -1,0 +1,172 @@
+"""The files of one node: our code, its parts, the user's own files, and what is generated for the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.command import Command, Secret, render
+from launcher.config.roles import ServingCluster
+from launcher.errors import node_label
+from launcher.files import CODE_ROOT, file_sha256
+from launcher.plan.commands import Job, NodeCommands
+from launcher.plan.model import PlannedFile, copied, generated, target_text
+from launcher.plan.partition import PartitionFiles
+from launcher.plan.placement import Site, endpoint, node_login
+
+
+def code_files() -> list[Path]:
+    """The files a node needs, absolute and sorted: the supervisor's and all of ``trainer/``."""
+    own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
+    return sorted([*own, *(path for path in (CODE_ROOT / "trainer").rglob("*") if _is_code(path))])
+
+
+def code_digest() -> str:
+    """sha256 over the relative paths and contents of :func:`code_files`."""
+    digest = hashlib.sha256()
+    for path in code_files():
+        digest.update(f"{relative(path)}\0{file_sha256(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def relative(path: Path) -> str:
+    """``path`` as it is named below a node's code folder."""
+    return path.relative_to(CODE_ROOT).as_posix()
+
+
+def _is_code(path: Path) -> bool:
+    hidden = any(part == "__pycache__" or part.startswith(".") for part in path.parts[len(CODE_ROOT.parts) :])
+    return path.is_file() and not hidden
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """What is read or rendered once for all nodes."""
+
+    code: tuple[PlannedFile, ...]  #: dest relative to the code folder
+    cluster: PlannedFile  #: cluster.json; dest relative to the run folder
+    common: str  #: what every node.json says alike: labels, roles and parts of all nodes, as members of a JSON object
+
+
+def shared_files(job: Job) -> SharedFiles:
+    """Our own code with its digests, and the cluster description."""
+    code = tuple(copied(relative(path), path) for path in code_files())
+    targets = (target_text(node_login(job.config, site.node)) for site in job.sites)
+    labels = tuple(node_label(site.node_rank, target) for site, target in zip(job.sites, targets, strict=True))
+    roles, parts = [site.node.role for site in job.sites], [site.parts for site in job.sites]
+    common = json.dumps({"labels": labels, "roles": roles, "parts": parts})[1:]
+    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), common)
+
+
+def node_files(
+    job: Job, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
+) -> tuple[PlannedFile, ...]:
+    """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
+    files = [_below(site.code_dir, file) for file in shared.code]
+    if manifest and site.parts:
+        files += _part_files(site, manifest, job.topology.replicated)
+    if job.own and site.ranks:
+        files += [_below(f"{site.run_dir}/files", file) for file in job.own.files]
+    if job.resume and site.ranks:
+        files.append(_below(site.run_dir, job.resume))
+    return (*files, *_generated(job, site, commands, shared))
+
+
+def _below(folder: str, file: PlannedFile) -> PlannedFile:
+    """``file`` with its relative dest below ``folder``; ``dataclasses.replace`` takes three times as long."""
+    dest = f"{folder}/{file.dest}"
+    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret)
+
+
+def _part_files(site: Site, manifest: PartitionFiles, replicated: bool) -> list[PlannedFile]:
+    return [
+        PlannedFile(f"{site.data_dir}/{file.path}", file.bytes, f"{manifest.folder}/{file.path}", "", file.sha256)
+        for file in manifest.of_parts(site.parts, replicated=replicated)
+    ]
+
+
+def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
+    start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
+    spec = Secret(f"{json.dumps(_node_spec(job, site, commands))[:-1]}, {shared.common}")
+    files = [
+        _below(site.run_dir, shared.cluster),
+        generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
+        generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
+        PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # made at launch: launcher.plan.serialize
+    ]
+    if job.encrypted:
+        files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
+    return files
+
+
+def _cluster(job: Job) -> Mapping[str, Any]:
+    nodes = [
+        {
+            "node_rank": site.node_rank,
+            "host": site.node.host,
+            "role": site.node.role,
+            "endpoint": endpoint(site.address, site.service_port) if site.serves else None,
+            "parts": site.parts,
+            "ranks": site.ranks,
+        }
+        for site in job.sites
+    ]
+    head = {"run_id": job.run_id, "num_parts": job.num_parts, "version": job.version}
+    return {**head, "nodes": nodes, "serving": _serving(job.serving) if job.serving else None}
+
+
+def _serving(cluster: ServingCluster) -> Mapping[str, Any]:
+    return {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]}
+
+
+def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
+    run = job.config.run
+    return {
+        "run_id": job.run_id,
+        "token": job.token.reveal(),
+        "node_rank": site.node_rank,
+        "num_nodes": len(job.sites),
+        "run_dir": site.run_dir,
+        "ranks": site.ranks,
+        "server": _process(commands.server) if commands.server else None,
+        "trainer": _process(commands.trainer) if commands.trainer else None,
+        "ready_file": f"{site.run_dir}/server.ready",
+        "start_timeout": run.start_timeout,
+        "grace": run.grace,
+        "control": _control(job),
+        "peer_timeout": run.peer_timeout,
+        "leases": _leases(job, site),
+        "operator": job.operator,
+        "on_stall": run.on_stall,
+        "stall_after": run.stall_after,
+        "on_nan": run.on_nan,
+        "role": site.node.role,
+        "server_restarts": run.server_restarts,
+        "on_client_loss": run.on_client_loss,
+    }
+
+
+def _control(job: Job) -> Mapping[str, Any] | None:
+    """Where the supervisors meet: at the lead node."""
+    if job.control_port is None:
+        return None
+    site = job.sites[job.lead]
+    return {"node_rank": job.lead, "address": site.address, "bind": site.bind, "port": job.control_port}
+
+
+def _leases(job: Job, site: Site) -> list[str]:
+    """What the node takes from other runs on its machine."""
+    devices = sorted(set(site.node.devices))
+    leads = site.node_rank == job.lead and site.ranks
+    ports = [job.master_port, *([job.control_port] if job.control_port else [])] if leads else []
+    ports += [site.service_port] if site.serves else []
+    return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
+
+
+def _process(command: Command) -> Mapping[str, Any]:
+    env = {name: value.reveal() if isinstance(value, Secret) else value for name, value in command.env.items()}
+    return {"argv": command.argv, "env": env, "cwd": command.cwd}

@@ -1,0 +1,204 @@
+"""Where things are on each node: folders, ports, addresses, interpreter, parts.
+
+Everything here is a pure function of the config and, where known, of preflight's facts.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import posixpath
+import re
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from launcher.command import Command, quote
+from launcher.config.roles import ServingCluster, Standing, clients, gateways, holdings, host_key, serves
+from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
+from launcher.errors import node_label
+from launcher.plan.model import Login
+from launcher.plan.partition import PartitionFiles
+from launcher.plan.ports import _service_port
+
+if TYPE_CHECKING:
+    from launcher.plan.model import NodeFacts
+
+_SOURCE_CONDA = (
+    """for root in "${CONDA_EXE%/bin/conda}" "$HOME"/{miniconda3,miniforge3,mambaforge,anaconda3} """
+    """/opt/{conda,miniconda3,miniforge3,anaconda3}; do """
+    """if [ -f "$root/etc/profile.d/conda.sh" ]; then . "$root/etc/profile.d/conda.sh"; break; fi; done"""
+)
+
+_REQUIRE_CONDA = (
+    "command -v conda >/dev/null || { echo 'conda was not found in the usual places: "
+    "give the environment by its prefix path, or source conda.sh in setup' >&2; exit 127; }"
+)
+
+
+def session_name(run_id: str, node_rank: int) -> str:
+    """Of a node's tmux session."""
+    return "gnnfleet-" + re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-node{node_rank}")
+
+
+def run_dir(workdir: str, run_id: str, node_rank: int) -> str:
+    """A run's folder on a node."""
+    return f"{workdir}/runs/{run_id}/node{node_rank}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One node's share of the cluster, its folders, and how the others reach it."""
+
+    node_rank: int
+    node: NodeConfig
+    ranks: tuple[int, ...]
+    parts: tuple[int, ...]
+    copies: tuple[int, ...]  #: of the parts, those that another node holds in the first place
+    serves: bool  #: runs a graph server
+    gateway: bool  #: clients ask it for batches
+    home: str  #: label of the graph server that a client asks first
+    address: str
+    bind: str  #: what the node's own services listen on; an address of the node itself
+    interface: str  #: '' until preflight has found it
+    workdir: str
+    code_dir: str
+    data_dir: str  #: '' without parts
+    run_dir: str
+    python: str
+    setup: tuple[str, ...]
+    service_port: int  #: 0 without parts
+    threads: int | None  #: OMP threads per process; None until the node's cpus are known, and without processes
+
+
+def make_sites(
+    config: ClusterConfig,
+    run_id: str,
+    facts: Mapping[int, NodeFacts],
+    code_digest: str,
+    manifest: PartitionFiles | None,
+    serving: ServingCluster | None = None,
+    standing: Standing | None = None,
+) -> tuple[Site, ...]:
+    """One Site per node, in node_rank order."""
+    standing = standing or Standing()
+    procs_on = host_processes(config)
+    data_name = manifest.fingerprint if manifest else re.sub(r"[^\w.-]+", "-", config.data.dataset)
+    held, asked, homes = holdings(config), gateways(config) if clients(config) else (), _homes(config, serving)
+    sites, first_rank = [], 0
+    for k, node in enumerate(config.nodes):
+        fact = facts.get(k)
+        workdir = at_home(node_workdir(node, k), fact)
+        address = node_address(config, k, fact)
+        shell = interpreter(config, k)
+        site = Site(
+            node_rank=k,
+            node=replace(node, env={name: at_home(value, fact) for name, value in node.env.items()}),
+            ranks=tuple(range(first_rank, first_rank + node.nproc)),
+            parts=standing.parts.get(k, held[k].parts),
+            copies=() if k in standing.parts else held[k].copies,
+            serves=serves(config, k),
+            gateway=k in asked or node.role == "server",
+            home=homes.get(k, ""),
+            address=address,
+            bind=_bind(address, fact),
+            interface=node_interface(config, node, fact),
+            workdir=workdir,
+            code_dir=f"{workdir}/code/{code_digest[:16]}",
+            data_dir=_data_dir(config, node, workdir, data_name, fact),
+            run_dir=run_dir(workdir, run_id, k),
+            python=fact.python if fact else shell.argv[0],
+            setup=shell.setup,
+            service_port=standing.service_ports.get(k) or _service_port(config, k, fact),
+            threads=max(1, fact.cpus // procs_on[host_key(config, node)]) if fact and node.trains else None,
+        )
+        sites.append(site)
+        first_rank += node.nproc
+    return tuple(sites)
+
+
+def _homes(config: ClusterConfig, serving: ServingCluster | None) -> dict[int, str]:
+    """Label of the graph server that each client asks first, as clients take turns."""
+    if serving:
+        labels = [serving.label(server) for server in serving.servers]
+    else:
+        labels = [node_label(k, config.nodes[k].host) for k in gateways(config)]
+    return dict(zip(clients(config), itertools.cycle(labels), strict=False))
+
+
+def interpreter(config: ClusterConfig, node_rank: int) -> Command:
+    """The node's python as an argv of one word, with the setup lines it needs before it."""
+    node = config.nodes[node_rank]
+    conda: tuple[str, ...] = ()
+    if node.venv or (node.conda and "/" in node.conda):
+        python = f"{(node.venv or node.conda or '').rstrip('/')}/bin/python"
+    elif node.conda:
+        python, conda = "python", (_SOURCE_CONDA, _REQUIRE_CONDA, f"conda activate {shlex.quote(node.conda)}")
+    else:
+        python = sys.executable if config.transport == "local" and node.python == "python3" else node.python
+    path = (f'export PATH={quote(posixpath.dirname(python))}:"$PATH"',) if "/" in python else ()
+    return Command((python,), setup=(*node.setup, *conda, *path))
+
+
+def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
+    """Where the other nodes reach this one: as configured, else as found, else its host name."""
+    node = config.nodes[node_rank]
+    found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
+    return node.address or found
+
+
+def _bind(address: str, fact: NodeFacts | None) -> str:
+    """``address`` where it is the node's own; all of its own where it stands for it (NAT)."""
+    if fact is None or (_is_ip(address) and (address in fact.addresses or not fact.addresses)):
+        return address
+    if not _is_ip(address):
+        return fact.address
+    return "::" if ":" in address else "0.0.0.0"
+
+
+def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
+    """The network interface for gloo and NCCL; '' when only preflight can tell."""
+    found = "lo" if config.transport == "local" else fact.interface if fact else ""
+    return node.interface or found
+
+
+def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
+    """The node's login; None with ``transport: local``."""
+    return None if config.transport == "local" else Login(node.user, node.host, node.port)
+
+
+def host_processes(config: ClusterConfig) -> Counter[str]:
+    """Trainer processes per machine."""
+    counts: Counter[str] = Counter()
+    for node in config.nodes:
+        counts[host_key(config, node)] += node.nproc
+    return counts
+
+
+def at_home(path: str, fact: NodeFacts | None) -> str:
+    """``path`` with a leading ``~/`` replaced once the node's home is known."""
+    return f"{fact.home.rstrip('/')}/{path[2:]}" if fact and path.startswith("~/") else path
+
+
+def endpoint(address: str, port: int) -> str:
+    """A ZeroMQ endpoint; IPv6 addresses in brackets."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, fact: NodeFacts | None) -> str:
+    if not node.holds:
+        return ""
+    if config.data.mode == "sync":
+        return f"{workdir}/data/{name}"
+    return at_home((node.data_folder or config.data.folder).rstrip("/"), fact)
+
+
+def _is_ip(address: str) -> bool:
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,367 @@
+"""The plan for a person: per node where it runs, what runs, with which environment, and what is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from launcher.command import Command, Secret, quote
+from launcher.config.schema import login_text
+from launcher.hostlist import fold
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
+from launcher.text import count, spans
+
+Rows = Sequence[tuple[str, str]]
+
+_WORD = re.compile(r"([\w.-]+)")
+
+_NUMBER = re.compile(r"([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Nodes whose rows become equal once each one's own values are put in for ``{node_rank}``, ``{address}``, …"""
+
+    nodes: tuple[NodePlan, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """One node's rows, cut into what may differ between equal nodes (odd places) and the rest (even places)."""
+
+    node: NodePlan
+    names: tuple[str, ...]
+    pieces: tuple[tuple[str, ...], ...]
+
+
+def fold_nodes(listed: Sequence[tuple[NodePlan, Rows]]) -> list[Fold]:
+    """Groups in order of their first node. What a Fold says holds for each of its nodes to the letter."""
+    addresses = {node.address for node, _ in listed}
+    alike: dict[object, list[_Taken]] = {}
+    for node, rows in listed:
+        pieces = tuple(tuple(_pieces(text, addresses)) for _, text in rows)
+        one = _Taken(node, tuple(name for name, _ in rows), pieces)
+        alike.setdefault((one.names, tuple(cut[::2] for cut in pieces)), []).append(one)
+    folds = [fold for group in alike.values() for fold in _folds(group)]
+    return sorted(folds, key=lambda fold: fold.nodes[0].node_rank)
+
+
+def own_values(node: NodePlan) -> Mapping[str, str]:
+    """What a node has of its own, by the name a Fold shows for it; for equal values the first name is shown."""
+    return {
+        "{node_rank}": str(node.node_rank),
+        "{service_port}": str(node.service_port),
+        **_ends("rank", node.ranks),
+        **_ends("part", node.parts),
+        "{address}": node.address,
+        **_inner("rank", node.ranks),
+        **_inner("part", node.parts),
+        **({} if node.trainer_index is None else {"{trainer_index}": str(node.trainer_index)}),
+    }
+
+
+def _ends(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
+    return {f"{{first_{name}}}": str(numbers[0]), f"{{last_{name}}}": str(numbers[-1])} if numbers else {}
+
+
+def _inner(name: str, numbers: Sequence[int]) -> Mapping[str, str]:
+    return {f"{{first_{name}+{i}}}": str(number) for i, number in enumerate(numbers) if i}
+
+
+def _pieces(text: str, addresses: Set[str]) -> Iterator[str]:
+    """Plain text and, at odd places, addresses of nodes and numbers."""
+    plain = ""
+    for place, word in enumerate(_WORD.split(text)):
+        if place % 2 and word in addresses:
+            yield plain
+            yield word
+            plain = ""
+            continue
+        first, *more = _NUMBER.split(word)
+        plain += first
+        for number, after in zip(more[::2], more[1::2], strict=True):
+            yield plain
+            yield number
+            plain = after
+    yield plain
+
+
+def _folds(group: list[_Taken]) -> Iterator[Fold]:
+    """One fold of the whole group, or of its parts where something differs that no name stands for."""
+    own = [own_values(one.node) for one in group]
+    names = {name: [values.get(name) for values in own] for name in own[0]}
+    rows = []
+    for r, title in enumerate(group[0].names):
+        shown = list(group[0].pieces[r])
+        for place in range(1, len(shown), 2):
+            values = [one.pieces[r][place] for one in group]
+            if any(value != values[0] for value in values):
+                name = next((name for name, owned in names.items() if owned == values), None)
+                if name is None:
+                    for value in dict.fromkeys(values):
+                        yield from _folds([one for one in group if one.pieces[r][place] == value])
+                    return
+                shown[place] = name
+        rows.append((title, "".join(shown)))
+    yield Fold(tuple(one.node for one in group), tuple(rows))
+
+
+_Rows = Iterator[tuple[str, str]]
+
+_Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
+
+_MANY = 4  # nodes of which only the least and the most are told
+
+_FOLDED = "nodes alike are told once, {node_rank} … standing for what this table has of each"
+
+_FULL = "commands and environment of each node: --verbose; all as data: --json"
+
+
+def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> None:
+    """What ``launch`` will do: first in short, then by node, those that differ only in values of their own told once.
+
+    ``every`` one is told by itself, with its commands in full; lines are not wrapped, so that they can be copied.
+    """
+    lines = [_heading(_summary(plan)), *map(_row, _run_rows(plan, full=every)), *_placement(plan)]
+    for nodes, rows in _each(plan) if every else _folded(plan):
+        lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
+    console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def _each(plan: LaunchPlan) -> Iterator[_Block]:
+    for node in plan.nodes:
+        yield (node,), list(_node_rows(node))
+
+
+def _folded(plan: LaunchPlan) -> Iterator[_Block]:
+    """Nodes that are alike, with what a person looks for; sizes only of those that stand by themselves."""
+    for one in fold_nodes([(node, list(_node_rows(node, sizes=False))) for node in plan.nodes]):
+        yield one.nodes, _short(one.rows if len(one.nodes) > 1 else list(_node_rows(one.nodes[0])))
+
+
+def _title(nodes: Sequence[NodePlan]) -> str:
+    """``node0  alice@gpu01.lab  tmux session …``, ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
+    ranks, targets = fold(f"node{node.node_rank}" for node in nodes), fold(node.target for node in nodes)
+    session = nodes[0].session
+    if len(nodes) > 1:
+        session = session[: -len(str(nodes[0].node_rank))] + "{node_rank}"
+    return f"{ranks}  {targets}  tmux session {session}"
+
+
+def print_placement(plan: LaunchPlan, console: Console) -> None:
+    """The plan in a line per node, as a launch shows it; ``print_plan`` has all of it."""
+    lines = [_heading(_summary(plan)), *_placement(plan)]
+    lines += [_row(("topology", _topology(plan)))] if plan.topology.why else []
+    console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def _placement(plan: LaunchPlan) -> list[Text]:
+    """A table: where each node is, what it trains with, and, where roles differ, who serves what to whom."""
+    roles = _has_roles(plan)
+    extra = ("role", "copies", "part data", "asks first") if roles else ("", "", "", "")
+    titles = ("node", "target", extra[0], "ranks", "devices", "parts", *extra[1:], "address", "files")
+    lines = [titles, *(_placed(node) for node in plan.nodes)]
+    columns = [column for column in zip(*lines, strict=True) if column[0] and {*column[1:]} != {"-"}]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  " + "  ".join(map(str.ljust, line, widths)).rstrip() for line in zip(*columns, strict=True)]
+    return [Text(rows[0], "dim"), *map(Text, rows[1:])]
+
+
+def _placed(node: NodePlan) -> tuple[str, ...]:
+    address = login_text(None, node.address, node.service_port if node.server else None)
+    devices = _devices(node) if node.ranks else "-"
+    first = [part for part in node.parts if part not in set(node.copies)]
+    share = (node.role, _span(node.ranks), devices, _span(first), _span(node.copies), _bytes_of_parts(node))
+    return (f"node{node.node_rank}", node.target, *share, node.home or "-", address, decimal(_total(node.files)))
+
+
+def _has_roles(plan: LaunchPlan) -> bool:
+    """Whether it takes more than ranks and parts to say what each node does."""
+    return any(node.role != "worker" or node.copies for node in plan.nodes)
+
+
+def _bytes_of_parts(node: NodePlan) -> str:
+    """Of the parts alone; `-` where they are not known yet, or not sent."""
+    top = f"{node.data_dir}/part"
+    size = _total([file for file in node.files if node.parts and file.dest.startswith(top)])
+    return decimal(size) if size else "-"
+
+
+def _total(files: Sequence[PlannedFile]) -> int:
+    return sum(file.bytes for file in files)
+
+
+def describe_command(command: Command) -> str:
+    """The argv as a shell would take it; secrets as ``***``."""
+    return " ".join(_word(word) for word in command.argv)
+
+
+def describe_env(env: Mapping[str, str]) -> str:
+    """``A=1 B='two words'``, sorted; secrets as ``***``."""
+    return " ".join(f"{name}={_word(value)}" for name, value in sorted(env.items()))
+
+
+def file_groups(node: NodePlan) -> dict[str, list[PlannedFile]]:
+    """A node's files by what they are: code, parts, own (yours), generated."""
+    groups: dict[str, list[PlannedFile]] = {"code": [], "parts": [], "own": [], "generated": []}
+    tops = {"code": node.code_dir + "/", "own": f"{node.run_dir}/files/"}
+    tops |= {"parts": node.data_dir + "/"} if node.data_dir else {}
+    for file in node.files:
+        named = next((name for name, top in tops.items() if file.dest.startswith(top)), "generated")
+        groups["own" if named == "generated" and file.source else named].append(file)
+    return groups
+
+
+def _summary(plan: LaunchPlan) -> str:
+    parts = count(plan.num_parts, "part")
+    if plan.serve_only:
+        return f"serving cluster {plan.run_id}: {count(len(plan.nodes), 'graph server')}, {parts}"
+    if plan.serving:
+        parts = f"parts of serving cluster {plan.serving}"
+    counts = f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'process', 'es')}, {parts}"
+    return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
+
+
+def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
+    """What holds for all nodes; without ``full``, commands in words."""
+    if plan.partition:
+        first = f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
+        yield "first, here", first if full else _partition_words(plan, plan.partition)
+    if work := next((node.trainer for node in plan.nodes if node.trainer), None):
+        yield "trains", _training_words(plan, work)
+    total = sum(_total(node.files) for node in plan.nodes)
+    yield "code", f"digest {plan.code_digest[:16]}"
+    yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
+    if plan.control_port:
+        yield "nodes meet", f"at node{plan.lead}, port {plan.control_port}"
+    yield "results", f"{plan.runs_dir}/{plan.run_id} on this machine"
+    if plan.topology.why:
+        yield "topology", _topology(plan)
+    for note in plan.notes:
+        yield "note", note
+    if not full:
+        yield "in full", _FULL
+        if len(plan.nodes) > 1:
+            yield "nodes", _FOLDED
+
+
+def _partition_words(plan: LaunchPlan, partition: Command) -> str:
+    """``synthetic is cut into 3 parts (metis) in parts/toy``."""
+    named = _options(partition.argv)
+    graph = named.get("--source", plan.dataset)
+    parts = count(plan.num_parts, "part")
+    return f"{graph} is cut into {parts} ({named['--method']}) in {named['--out']}, unless they are there"
+
+
+def _training_words(plan: LaunchPlan, work: Command) -> str:
+    """``the bundled trainer: sage, fanouts 15,10,5, …`` or the own command."""
+    words = work.argv[work.argv.index("--") + 1 :]  # before it, the rank runner
+    if plan.own_command:
+        return describe_command(Command(words))
+    named = _options(words)
+    batch = f"batches of {named['--batch-size']} seeds over {count(plan.world_size, 'process', 'es')}"
+    shape = f"{named['--model']}, hidden {named['--hidden']}, fanouts {named['--fanouts']}"
+    return f"the bundled trainer: {shape}, {batch}, {count(int(named['--epochs']), 'epoch')}"
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """The values of options, each before the next word."""
+    return {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
+
+
+def _topology(plan: LaunchPlan) -> str:
+    """``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, 17.0 MB for node1``."""
+    text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
+    more = {f"node{node.node_rank}": node.topology_bytes for node in plan.nodes if node.topology_bytes}
+    if not more:
+        return text
+    if len(more) < _MANY:
+        first, *rest = (f"{decimal(size)} for {name}" for name, size in more.items())
+        return f"{text}; {', '.join([first.replace(' for', ' more for'), *rest])}"
+    return f"{text}; {decimal(min(more.values()))} to {decimal(max(more.values()))} more for each node"
+
+
+def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Without commands, and without what the table of all nodes has."""
+    return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
+
+
+def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:
+    yield "share", "  ".join(_share(node))
+    parts = f"  parts {node.data_dir}" if node.data_dir else ""
+    yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"
+    for line in node.start.setup:
+        yield "setup", line
+    yield "env", describe_env(node.start.env)
+    yield "start", describe_command(node.start)
+    for name, command in (("server", node.server), ("trainer", node.trainer)):
+        if command:
+            yield name, f"cd {quote(command.cwd)}; {describe_command(command)}"
+            yield "  env", describe_env(_beyond(command.env, node.start.env))
+    for name, files in file_groups(node).items():
+        if files:
+            named = name in ("own", "generated")
+            yield "files", f"{name}: {_files(files, list_them=named) if sizes else _names(files, list_them=named)}"
+    yield "logs", f"{node.run_dir}/logs: " + " ".join(log.rpartition("/")[2] for log in node.log_files)
+
+
+def _share(node: NodePlan) -> Iterator[str]:
+    if node.role != "worker":
+        yield node.role
+    if node.ranks:
+        yield f"ranks {_span(node.ranks)}  devices {_devices(node)}"
+    if node.parts:
+        yield f"parts {_span(node.parts)}"
+    if node.copies:
+        yield f"of them copies {_span(node.copies)}"
+    if node.home:
+        yield f"asks first {node.home}"
+    ports = [f"master {node.master_port}"] if node.ranks else []
+    ports += [f"graph service {node.service_port}"] if node.server else []
+    yield f"address {node.address}  ports {', '.join(ports)}"
+
+
+def _beyond(env: Mapping[str, str], common: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if common.get(name) != value}
+
+
+def _files(files: Sequence[PlannedFile], *, list_them: bool) -> str:
+    total = decimal(_total(files))
+    if not list_them:
+        return f"{count(len(files), 'file')}, {total}"
+    return ", ".join(f"{file.dest.rpartition('/')[2]} ({_size(file)})" for file in files) + f", {total}"
+
+
+def _names(files: Sequence[PlannedFile], *, list_them: bool) -> str:
+    return ", ".join(file.dest.rpartition("/")[2] for file in files) if list_them else count(len(files), "file")
+
+
+def _size(file: PlannedFile) -> str:
+    return decimal(file.bytes) if file.sha256 else "made at launch"
+
+
+def _word(word: str) -> str:
+    return str(word) if isinstance(word, Secret) else quote(word)
+
+
+def _devices(node: NodePlan) -> str:
+    return ",".join(map(str, node.devices)) or "CPU"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``0-3``, ``0,3-4``; ``-`` for none."""
+    return spans(numbers).replace("–", "-").replace(" ", "") or "-"
+
+
+def _heading(text: str) -> Text:
+    return Text(text, "bold")
+
+
+def _row(row: tuple[str, str]) -> Text:
+    return Text.assemble((f"  {row[0]:<11} ", "dim"), row[1])

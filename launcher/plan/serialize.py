@@ -1,0 +1,84 @@
+"""A plan as JSON: what ``--dry-run --json`` prints, and the ``run.json`` that is kept with a run.
+
+Both are made of a ``LaunchPlan`` by msgspec, field by field; a ``Secret`` becomes ``***``. ``run.json`` is the plan
+without the nodes' ``files``, the same on every node and in the operator's run folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from launcher.command import Secret
+from launcher.errors import FleetError
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, generated
+
+FORMAT, VERSION = "gnnfleet-run", 2
+
+_LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
+
+
+def to_json(plan: LaunchPlan) -> str:
+    """The complete plan as indented JSON, secrets as ``***``."""
+    return json.dumps(_builtins(plan), indent=1)
+
+
+def run_json(plan: LaunchPlan) -> str:
+    """``plan`` as the text of a ``run.json``."""
+    head = {"format": FORMAT, "version": VERSION, "run_id": plan.run_id}
+    values = _builtins(replace(plan, nodes=tuple(replace(node, files=()) for node in plan.nodes)))
+    text = json.dumps({**head, "plan": values})
+    if len(text) <= _LARGE:
+        return text + "\n"
+    packed = base64.b64encode(zlib.compress(json.dumps(values).encode())).decode()
+    return json.dumps({**head, "packed": packed}) + "\n"
+
+
+def read_run(text: str) -> LaunchPlan:
+    """The plan in the text of a ``run.json``, nodes with ``files=()``; raises FleetError when it is none."""
+    try:
+        values = json.loads(text)
+        kind = values.get("format"), values.get("version")
+    except (ValueError, AttributeError) as error:
+        raise FleetError(f"run.json is damaged: {error}") from None
+    if kind != (FORMAT, VERSION):
+        raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
+    try:
+        packed = values.get("packed")
+        plan = json.loads(zlib.decompress(base64.b64decode(packed))) if packed else values.get("plan")
+        return msgspec.convert(plan, LaunchPlan)
+    except (ValueError, TypeError, zlib.error) as error:
+        raise FleetError(f"run.json is damaged: {error}") from None
+
+
+def with_run_file(plan: LaunchPlan) -> LaunchPlan:
+    """``plan`` with the content of the ``run.json`` that each node gets."""
+    return with_content(plan, "run.json", run_json(plan))
+
+
+def with_content(plan: LaunchPlan, name: str, content: str) -> LaunchPlan:
+    """``plan`` with ``content`` in the file ``name`` of each node's run folder, where the node has such a file."""
+
+    def filled(node: NodePlan, file: PlannedFile) -> PlannedFile:
+        is_it = file.dest == f"{node.run_dir}/{name}"
+        return generated(file.dest, content, mode=file.mode, secret=file.secret) if is_it else file
+
+    nodes = (replace(node, files=tuple(filled(node, file) for file in node.files)) for node in plan.nodes)
+    return replace(plan, nodes=tuple(nodes))
+
+
+def _builtins(plan: LaunchPlan) -> dict[str, Any]:
+    """``plan`` as dicts, tuples, strings and numbers."""
+    values: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_plain)
+    return values
+
+
+def _plain(value: object) -> str:
+    """msgspec asks for what it does not know by itself: of all that plans hold, ``Secret``."""
+    assert isinstance(value, Secret), type(value)
+    return str(value)

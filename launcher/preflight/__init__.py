@@ -1,0 +1,1 @@
+"""Hosts → findings for the user and facts for the plan."""

@@ -1,0 +1,135 @@
+"""Everything else about a machine: tmux, limits, clock, names, ports, leases, leftovers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.config.roles import lead, serves
+from launcher.errors import node_label
+from launcher.plan.ports import master_candidates, service_candidates
+from launcher.preflight.finding import Finding, Survey, listed
+
+MAX_CLOCK_OFFSET = 5.0  #: seconds
+
+OLDEST_TMUX = (2, 1)  #: knows `=name` for a session of exactly that name
+
+_FILES_BASE, _FILES_PER_RANK = 256, 4
+
+
+def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
+    """Of one node."""
+    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _leftovers):
+        yield from check(survey, k)
+
+
+def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
+    version = survey.probes[k]["tmux"]
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if not version:
+        remedy = "`sudo apt-get install -y tmux` (or dnf, conda)"
+        yield survey.finding(k, "block", "tmux", "tmux is not installed", remedy)
+    elif numbers and numbers < OLDEST_TMUX:
+        oldest = ".".join(map(str, OLDEST_TMUX))
+        message = f"tmux {version} is too old; {oldest} or newer is needed"
+        yield survey.finding(k, "block", "tmux", message, "install a newer one (apt, dnf, or `conda install tmux`)")
+    else:
+        yield survey.finding(k, "ok", "tmux", f"tmux {version}")
+
+
+def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
+    there = survey.probes[k]["taken"]
+    if there:
+        message = f"the run id is taken: {there} exists"
+        yield survey.finding(k, "block", "run id", message, "take another --run-id, or end that run and remove it")
+
+
+def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
+    """Every rank is connected with every other, and with every graph server."""
+    needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
+    now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
+    if now >= needed:
+        return
+    if most >= needed:
+        remedy = f"add `ulimit -n {needed}` to `setup` of this node"
+    else:
+        remedy = f"raise `nofile` in /etc/security/limits.conf there (at most {most} are allowed), and log in again"
+    message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.world_size} processes"
+    yield survey.finding(k, "block", "open files", message, remedy)
+
+
+def _clock(survey: Survey, k: int) -> Iterator[Finding]:
+    offset = survey.clock_offsets[k]
+    if abs(offset) > MAX_CLOCK_OFFSET:
+        way = "ahead of" if offset > 0 else "behind"
+        message = f"clock is {abs(offset):.0f} s {way} this machine's"
+        yield survey.finding(
+            k, "warn", "clock", message, "nothing to do: times in logs are corrected for it; NTP would set it right"
+        )
+    else:
+        yield survey.finding(k, "ok", "clock", "clock agrees")
+
+
+def _names(survey: Survey, k: int) -> Iterator[Finding]:
+    """Names that the nodes are told to reach each other by."""
+    for name, address in survey.probes[k]["names"].items():
+        whose = [j for j, node in enumerate(survey.config.nodes) if node.address == name]
+        owner = whose[0] if whose else lead(survey.config)
+        setting = f"`address` of node{owner}" if whose else "`run.master_addr`"
+        remedy = f"set {setting} to an IP address, or add the name to /etc/hosts there"
+        if not address:
+            message = f"the name {name} of {node_label(owner, survey.host(owner))} does not resolve"
+            yield survey.finding(k, "block", "names", message, remedy)
+        elif address.startswith("127.") and survey.machine(k) != survey.machine(owner) and name != "localhost":
+            message = (
+                f"the name {name} of {node_label(owner, survey.host(owner))} resolves to {address}, which is itself"
+            )
+            yield survey.finding(k, "block", "names", message, remedy)
+
+
+def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
+    config = survey.config
+    if serves(config, k):
+        yield ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
+    if k == lead(config) and config.world_size:
+        yield ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
+
+
+def ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
+    """Whether at least one of ``candidates`` is free on node ``k``."""
+    busy: Mapping[str, str] = survey.probes[k]["busy_ports"]
+    if any(str(port) not in busy for port in candidates):
+        return survey.finding(k, "ok", check, f"{check} free")
+    holder = busy[str(candidates[0])] or "process unknown"
+    ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
+    how = f"is {holder}" if holder.startswith("held by") else f"in use ({holder})"
+    return survey.finding(k, "block", check, f"port {ports} {how}", f"end that, or set `{setting}` to another")
+
+
+def _leases(survey: Survey, k: int) -> Iterator[Finding]:
+    error = survey.probes[k]["lease_error"]
+    if error:
+        message = f"who holds devices and ports cannot be told: {error}"
+        yield survey.finding(k, "warn", "leases", message, "the run starts all the same")
+
+
+def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:
+    for run in survey.probes[k]["leftovers"]:
+        pids: list[Any] = run["pids"]
+        what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
+        message = f"{what} of run {run['run_id']} still there, though its supervisor is gone: {listed(run['commands'])}"
+        yield survey.finding(k, "warn", "leftovers", message, "", f"kill -KILL {' '.join(map(str, pids))}")
+
+
+def same_machine(survey: Survey) -> Iterator[Finding]:
+    """Nodes may share a machine, never a work folder."""
+    first: dict[tuple[Any, ...], int] = {}
+    for k in sorted(survey.probes):
+        probe = survey.probes[k]
+        place = tuple(probe[name] for name in ("hostname", "boot_id", "workdir", "workdir_id"))
+        j = first.setdefault(place, k)
+        if j != k:
+            other = node_label(j, survey.host(j))
+            message = f"same machine ({probe['hostname']}) and work folder {probe['workdir']} as {other}"
+            yield survey.finding(k, "block", "same machine", message, "give each node its own `workdir`, or drop one")

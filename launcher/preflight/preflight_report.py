@@ -1,0 +1,134 @@
+"""The preflight report: findings of all nodes, folded into one table."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from launcher.errors import PreflightRefused
+from launcher.plan.model import NodeFacts
+from launcher.preflight.finding import Finding
+from launcher.text import UNBOUNDED
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """All that was learned; ``facts`` holds the nodes that answered."""
+
+    facts: dict[int, NodeFacts] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def blocked(self) -> bool:
+        return any(finding.severity == "block" for finding in self.findings)
+
+    def refuse_if_blocked(self) -> None:
+        """Raises ``PreflightRefused`` that names each node with something in the way."""
+        if self.blocked:
+            lines = finding_lines([finding for finding in self.findings if finding.severity == "block"])
+            raise PreflightRefused("preflight refused the run:\n  " + "\n  ".join(lines))
+
+
+_STYLES = {"ok": "green", "warn": "yellow", "block": "bold red"}
+
+_TITLES = {"warn": "Worth a look:", "block": "What to do:"}
+
+_LOOP = 3  #: hosts with the same repair from which on it is one line with a loop
+
+
+def print_findings(report: PreflightReport, console: Console) -> None:
+    """One table of all findings, nodes with the same row folded, blocking ones last; then what to do."""
+    everyone = sorted({finding.node_rank for finding in report.findings} | set(report.facts))
+    table = Table("", "Check", "Nodes", "Finding", title="Preflight", title_justify="left", box=SIMPLE_HEAD)
+    for column in table.columns:
+        column.overflow = "fold"  # a fingerprint or a path is no use when its end is cut off
+    table.columns[2].max_width = 26 if console.width < UNBOUNDED else None
+    for (severity, check, message), findings in _rows(report.findings).items():
+        table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, nodes_of(findings, everyone), escape(message))
+    console.print(table)
+    for severity, title in _TITLES.items():
+        lines = list(_remedies([finding for finding in report.findings if finding.severity == severity], everyone))
+        if lines:
+            console.print(f"[{_STYLES[severity]}]{title}[/]")
+        for line in lines:
+            console.print(Text(line), soft_wrap=True)
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """One line for each finding, as in an error message; nodes with the same one folded."""
+    same: dict[tuple[str, str, str, str], list[Finding]] = {}
+    for one in findings:
+        same.setdefault((one.check, one.message, one.remedy, one.command), []).append(one)
+    return [nodes[0].line() if len(nodes) == 1 else _folded_line(nodes) for nodes in same.values()]
+
+
+def _folded_line(nodes: Sequence[Finding]) -> str:
+    commands = [f"`{line}`" for line in _commands(nodes)] if nodes[0].command else []
+    remedy = "; ".join([*filter(None, [nodes[0].remedy]), *commands])
+    return f"{node_ranges(_ranks(nodes))}: {nodes[0].message}" + (f" – {remedy}" if remedy else "")
+
+
+def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
+    """``all 64 nodes``, ``node3 (gnn4)``, or ranges of nodes; those left out are named when they are few."""
+    ranks = _ranks(findings)
+    if len(ranks) == 1:
+        return f"node{ranks[0]} ({findings[0].host})"
+    if ranks == list(everyone):
+        return "both nodes" if len(ranks) == 2 else f"all {len(ranks)} nodes"
+    there = node_ranges(ranks)
+    but = f"all but {node_ranges([k for k in everyone if k not in set(ranks)])}"
+    return min(there, but, key=len)
+
+
+def node_ranges(ranks: Sequence[int]) -> str:
+    """``node0–node7, node9`` for sorted node_ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"node{run[0]}" if len(run) == 1 else f"node{run[0]}–node{run[-1]}" for run in runs)
+
+
+def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Finding]]:
+    """Findings by (severity, check, message), blocking ones last, where the eye is."""
+    order = list(_STYLES)
+    ordered = sorted(findings, key=lambda finding: order.index(finding.severity))
+    rows: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in ordered:
+        rows.setdefault((finding.severity, finding.check, finding.message), []).append(finding)
+    return rows
+
+
+def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
+    """What to do, once for all nodes with the same; commands on lines of their own, to be copied whole."""
+    same: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        if finding.remedy or finding.command:
+            same.setdefault((finding.check, finding.remedy, finding.command), []).append(finding)
+    for (check, remedy, command), nodes in same.items():
+        yield f"  {nodes_of(nodes, everyone)}, {check}: {remedy}".rstrip(": ") + (":" if command else "")
+        if command:
+            yield from (f"    {line}" for line in _commands(nodes))
+
+
+def _commands(nodes: Sequence[Finding]) -> list[str]:
+    """The lines to paste: one loop over the hosts when only the host differs."""
+    ways = {node.login[:-1] for node in nodes}
+    hosts = list(dict.fromkeys(node.login[-1] for node in nodes if node.login))
+    if len(hosts) < _LOOP or len(ways) > 1:
+        return list(dict.fromkeys(node.paste() for node in nodes))
+    way, command = shlex.join(nodes[0].login[:-1]), shlex.quote(nodes[0].command)
+    return [f'for host in {shlex.join(hosts)}; do {way} "$host" {command}; done']
+
+
+def _ranks(findings: Sequence[Finding]) -> list[int]:
+    return sorted({finding.node_rank for finding in findings})

@@ -1,0 +1,62 @@
+"""Whether folders that ought to be one folder are: a file written by one node is looked for on the others."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from launcher.config.schema import ClusterConfig
+from launcher.errors import NodeError
+from launcher.fanout import on_nodes
+from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.text import spans
+from launcher.transport.rpc import NodeAgent
+
+_TIMEOUT = 60.0  # a network disk that sleeps
+
+
+def data_folder(config: ClusterConfig, k: int) -> str:
+    """The partition folder as node ``k`` sees it (mode verify)."""
+    return config.nodes[k].data_folder or config.data.folder
+
+
+class Sharing:
+    """One look at the partition folder of all nodes in ``agents``; those without it have a finding of their own."""
+
+    def __init__(self, survey: Survey, agents: Mapping[int, NodeAgent]):
+        there = [k for k in sorted(agents) if survey.probes[k]["manifest"]]
+        self.survey, self.agents = survey, {k: agents[k] for k in there}
+        self.name = f".gnnfleet-{secrets.token_hex(8)}"
+
+    def findings(self) -> Iterator[Finding]:
+        """One for each node; nothing where there is but one."""
+        if len(self.agents) < 2:
+            return
+        try:
+            yield from self._compared(*self.agents)
+        except NodeError as error:
+            first = next(iter(self.agents))
+            yield connect_finding(self.survey.config, first, error)
+
+    def _compared(self, first: int, *others: int) -> Iterator[Finding]:
+        wrote = self._call("write", first)
+        answers = on_nodes(others, lambda k: self._call("look", k), timeout=2 * _TIMEOUT)
+        self._call("remove", first)
+        same = [first, *(k for k in sorted(answers.values) if _same(wrote, answers.values[k]))]
+        apart = [k for k in others if k not in same]
+        surely = "one folder" if wrote["written"] else "one folder, as it seems (it cannot be written to)"
+        for k in same if len(same) > 1 else ():
+            yield self.survey.finding(k, "ok", "shared folder", f"{surely} on {spans(same, 'node')}")
+        for k in [first, *apart] if len(same) == 1 else apart:
+            text = "every node has its own partition folder" if len(same) == 1 else f"not the folder of node{first}"
+            yield self.survey.finding(k, "ok", "shared folder", f"{text}; parts are compared by digest")
+
+    def _call(self, op: str, k: int) -> dict[str, Any]:
+        request = {"op": op, "folder": data_folder(self.survey.config, k), "name": self.name}
+        reply: dict[str, Any] = self.agents[k].call("folders", request, _TIMEOUT)
+        return reply
+
+
+def _same(wrote: Mapping[str, Any], looked: Mapping[str, Any]) -> bool:
+    return bool(looked["seen"]) if wrote["written"] else wrote["identity"] == looked["identity"]

@@ -1,0 +1,107 @@
+"""What preflight asks the nodes (node/programs/probe.py's request), and what it makes of all answers: a Survey."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import ClusterConfig, node_workdir
+from launcher.node.programs.packages import size_of
+from launcher.plan.files import code_digest
+from launcher.plan.placement import run_dir, session_name
+from launcher.plan.ports import candidate_ports
+from launcher.preflight.finding import GraphSize, Survey
+
+
+@dataclass(frozen=True)
+class PartsHere:
+    """Parts that are on this machine already."""
+
+    fingerprint: str
+    graph: GraphSize
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """One preflight's questions; what they need from this machine's disk is read once."""
+
+    config: ClusterConfig
+    run_id: str = ""
+    code: str = ""  #: digest of our code
+    parts: PartsHere | None = None  #: on this machine, in mode sync
+
+    @classmethod
+    def about(cls, config: ClusterConfig, run_id: str = "") -> Inquiry:
+        """``run_id``: the run that is to be launched; its folder must be new on each node."""
+        parts = parts_here(config.data.folder) if config.makes_parts else None
+        return cls(config, run_id, code_digest(), parts)
+
+    def request(self, k: int, peer: str = "") -> dict[str, Any]:
+        """What node ``k`` is asked. ``peer``: an address others have, for a node reached over loopback."""
+        config, node, run_id = self.config, self.config.nodes[k], self.run_id
+        local = "127.0.0.1" if config.transport == "local" else ""
+        workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
+        return {
+            "address": node.address or local,
+            "peer": peer,
+            "workdir": workdir,
+            "run_dir": run_dir(workdir, run_id, k) if run_id else "",
+            "session": session_name(run_id, k) if run_id else "",
+            "ports": list(candidate_ports(config, k)),
+            "manifest": f"{parts}/manifest.json" if config.data.mode == "verify" and node.holds else "",
+            "devices": bool(node.devices),
+            "names": _names(config),
+            "code": self.code,
+            "parts": f"{workdir}/data/{self.parts.fingerprint}" if self.parts and node.holds else "",
+        }
+
+    def survey(
+        self,
+        probes: Mapping[int, Mapping[str, Any]],
+        clock_offsets: Mapping[int, float],
+        own_command: bool = False,
+        bytes_needed: Mapping[int, int] | None = None,
+    ) -> Survey:
+        """All answers, for ``findings.all_findings``. ``bytes_needed`` is what the plan stores on each node."""
+        graph = (
+            self.parts.graph
+            if self.parts
+            else next((_graph(probe["graph"]) for probe in probes.values() if probe["graph"]), None)
+        )
+        return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
+
+
+def probe_request(config: ClusterConfig, k: int, peer: str = "", run_id: str = "") -> dict[str, Any]:
+    """What node ``k`` is asked, for one node alone."""
+    return Inquiry.about(config, run_id).request(k, peer)
+
+
+def _names(config: ClusterConfig) -> list[str]:
+    """Host names that the nodes are told to reach each other by; addresses need no looking up."""
+    given = [config.run.master_addr, *(node.address for node in config.nodes)]
+    return [name for name in dict.fromkeys(given) if name and name != "auto" and not _is_ip(name)]
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _graph(found: Mapping[str, Any]) -> GraphSize:
+    return GraphSize(found["nodes"], found["row_bytes"])
+
+
+def parts_here(folder: str) -> PartsHere | None:
+    """None without any; a damaged manifest is told by whoever uses it."""
+    try:
+        manifest = json.loads((Path(folder).expanduser() / "manifest.json").read_text())
+        return PartsHere(manifest["fingerprint"], _graph(size_of(manifest)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

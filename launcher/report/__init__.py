@@ -1,0 +1,1 @@
+"""A run's folder → what came of the run, as values, text and HTML."""

@@ -1,0 +1,422 @@
+"""``gnnfleet compare``: runs side by side, as rows with a value for each run; reads run folders of this machine alone.
+
+FoundRun → RunFigures (one run) → Comparison (rows and notes) → ``compare_table`` or JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from launcher.config.loader import to_yaml
+from launcher.config.schema import ClusterConfig
+from launcher.hostlist import fold
+from launcher.plan.model import LaunchPlan
+from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.profile import milliseconds
+from launcher.report.run_folder import FoundRun
+from launcher.report.run_history import Entry, entry_of
+from launcher.report.verdict import seconds_words
+
+Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
+
+Section = Literal["run", "config", "results", "speed", "step", "loss", "accuracy", "versions"]
+
+_GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: keys that say which graph it is
+
+_GOES_ON = ("open", "running", "preparing")  #: states of a run whose end is not here
+
+_CUT = ("data.num_parts", "data.partition", "nodes.*.role", "nodes.*.host")  #: and how it is cut
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """What a run's folder tells. Mappings lack what is not known."""
+
+    entry: Entry
+    config: Mapping[str, Any]  #: by dotted key; of nodes ``nodes.*.procs``, told once where all are alike
+    own_command: str
+    parts: str  #: fingerprint of the parts it trained on; '' where it is not known
+    versions: Mapping[str, str]  #: by package, and ``code``, a digest
+    metrics: Metrics
+
+    @property
+    def run_id(self) -> str:
+        return self.entry.run_id
+
+    def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
+        """As rank 0 tells it; the loss is that of all ranks."""
+        lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
+        return {line["epoch"]: line[what] for line in lines if what in line and "epoch" in line}
+
+    def accuracy_by_epoch(self) -> dict[int, float]:
+        """On the val split."""
+        lines = (line for line in self.metrics.of_kind("eval") if line.get("split") == "val")
+        return {line["epoch"]: line["accuracy"] for line in lines if "accuracy" in line and "epoch" in line}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing of every run; None where a run does not tell."""
+
+    section: Section
+    title: str
+    values: tuple[Any, ...]
+    form: Form = "text"
+    better: Literal["more", "less", ""] = ""
+
+    @property
+    def best(self) -> tuple[int, ...]:
+        """Which runs have the best value, as far as it is shown; empty where there is nothing to choose from."""
+        known = {i: self._shown(value) for i, value in enumerate(self.values) if _is_finite(value)}
+        if not self.better or len(set(known.values())) < 2:
+            return ()
+        best = (max if self.better == "more" else min)(known.values())
+        return tuple(i for i, value in known.items() if value == best)
+
+    @property
+    def differs(self) -> bool:
+        """Whether two runs tell different things."""
+        return _unlike(value for value in self.values if value is not None)
+
+    def _shown(self, value: float) -> float:
+        digits = {"score": 4, "share": 2}.get(self.form)
+        return float(f"{value:.{2 if self.form == 'bytes' else 3}g}") if digits is None else round(value, digits)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs or more."""
+
+    runs: tuple[RunFigures, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
+
+    def of(self, section: Section) -> list[Row]:
+        return [row for row in self.rows if row.section == section]
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``: ``values`` in the order of ``runs``, ``best`` their indices."""
+        names = ("section", "title", "values", "best")
+        return {
+            "runs": [{"run_id": run.run_id, "folder": run.entry.folder} for run in self.runs],
+            "notes": list(self.notes),
+            "rows": [{name: getattr(row, name) for name in names} for row in self.rows],
+        }
+
+
+def figures_of(found: FoundRun) -> RunFigures:
+    """Read a run's folder; raises FleetError where a file in it is damaged."""
+    assert found.folder is not None, "only runs known here are compared"
+    files = sorted(found.folder.glob("logs/node*/metrics-rank*.jsonl")) or sorted(found.folder.glob("metrics.jsonl"))
+    return RunFigures(
+        entry_of(found.folder),
+        _read_by(_flat(found.config), own=found.own) if found.config else {},
+        " ".join(found.launch.own_command) if found.launch else "",
+        _parts_of(found.plan),
+        _versions(found.folder / "events.jsonl", found.plan),
+        read_metrics(files).analysed(),
+    )
+
+
+def compare(runs: Sequence[RunFigures]) -> Comparison:
+    """Put them side by side. Results are marked as better or worse only on one graph."""
+    differing = _differing(runs)
+    graphs_differ = any(_is_of(key, _GRAPH) for key in differing)
+    rows = [*_run_rows(runs), *differing.values(), *_result_rows(runs, marked=not graphs_differ)]
+    rows += [*_speed_rows(runs), *_step_rows(runs), *_epoch_rows(runs, marked=not graphs_differ)]
+    return Comparison(tuple(runs), (*rows, *_version_rows(runs)), tuple(_notes(runs, differing)))
+
+
+def _run_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    entries = [run.entry for run in runs]
+    yield Row("run", "state", tuple(entry.state for entry in entries))
+    yield from _told("run", "why", (_one_line(e.why) if e.state != "done" else None for e in entries))
+    yield Row("run", "took", tuple(entry.seconds for entry in entries), "seconds")
+    yield from _told("run", "size", (entry.size or None for entry in entries))
+    yield from _told("run", "from", (entry.resumed_from for entry in entries))
+    if any(run.own_command for run in runs):
+        yield Row("run", "command", tuple(run.own_command or "the bundled trainer" for run in runs))
+
+
+def _result_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
+    for split in ("test", "val"):
+        scores = (_scalar(run.metrics.result.get(f"{split}_accuracy")) for run in runs)
+        yield from _told("results", f"{split} accuracy", scores, "score", "more" if marked else "")
+    losses = (_last(run.by_epoch("loss")) for run in runs)
+    yield from _told("results", "last loss", losses, "score", "less" if marked else "")
+
+
+def _speed_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    """Without the first epoch, which compiles, where there is another."""
+    yield from _told("speed", "an epoch", (_mean_of(run.by_epoch("seconds")) for run in runs), "seconds", "less")
+    rates = (sum(run.metrics.throughput().values()) or None for run in runs)
+    yield from _told("speed", "seeds/s", rates, "rate", "more")
+    received = (run.metrics.profile and run.metrics.profile.remote_bytes for run in runs)
+    yield from _told("speed", "from other hosts, an epoch", received, "bytes", "less")
+    for title, name in (("others' rows cached", "hit_rate"), ("others' rows held", "held_rate")):
+        shares = (getattr(run.metrics.profile, name) if run.metrics.profile else None for run in runs)
+        yield from _told("speed", title, shares, "share", "more" if name == "hit_rate" else "")
+
+
+def _step_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    """Seconds of a step, means over ranks; kinds that take under 0.5 % everywhere are left out."""
+    profiles = [run.metrics.profile for run in runs]
+    yield from _told("step", "a step", (profile and profile.step_s for profile in profiles), "spent", "less")
+    for kind in dict.fromkeys(kind for profile in profiles if profile for kind in profile.spent):
+        if any(profile and profile.share[kind] >= 0.005 for profile in profiles):
+            yield Row("step", kind, tuple(profile and profile.spent[kind] for profile in profiles), "spent")
+
+
+def _epoch_rows(runs: Sequence[RunFigures], *, marked: bool) -> Iterator[Row]:
+    yield from _by_epoch("loss", [run.by_epoch("loss") for run in runs], "less" if marked else "")
+    yield from _by_epoch("accuracy", [run.accuracy_by_epoch() for run in runs], "more" if marked else "")
+
+
+def _by_epoch(
+    section: Section, curves: Sequence[Mapping[int, float]], better: Literal["more", "less", ""]
+) -> Iterator[Row]:
+    for epoch in sorted({epoch for curve in curves for epoch in curve}):
+        yield Row(section, str(epoch), tuple(curve.get(epoch) for curve in curves), "score", better)
+
+
+def _version_rows(runs: Sequence[RunFigures]) -> Iterator[Row]:
+    for package in dict.fromkeys(name for run in runs for name in run.versions):
+        yield from _told("versions", package, (run.versions.get(package) or None for run in runs))
+
+
+def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator[str]:
+    graph = [key for name in _GRAPH for key in differing if _is_of(key, [name])]
+    if graph:
+        yield f"not the same graph ({', '.join(graph)}): accuracies and losses say little about each other"
+    elif len({run.parts for run in runs if run.parts}) > 1 and not any(_is_of(key, _CUT) for key in differing):
+        yield "the same settings, but not the same parts: the graph's files, or what cut them, have changed in between"
+    if "train.seed" in differing:
+        seeds = ", ".join(str(value) for value in differing["train.seed"].values if value is not None)
+        yield f"different seeds (train.seed {seeds}): small differences may be chance"
+    lengths = {run.run_id: len(run.by_epoch("seconds")) for run in runs}
+    short = [run_id for run_id, epochs in lengths.items() if epochs == 1]
+    if short and max(lengths.values()) > 1:
+        yield f"{', '.join(short)}: one epoch only, so its times include compiling; those of longer runs do not"
+    for run in runs:
+        if run.entry.state != "done":
+            yield f"{run.run_id} is not done ({run.entry.state}): its figures are of what is here of it"
+        if not run.metrics.lines and run.entry.state in _GOES_ON:
+            yield f"{run.run_id}: no metrics are here; `gnnfleet collect {run.run_id}` brings what there is"
+
+
+def _differing(runs: Sequence[RunFigures]) -> dict[str, Row]:
+    """A row for each config key that is not the same in all that have a config."""
+    configs = [run.config for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = {key: Row("config", key, tuple(config.get(key) for config in configs)) for key in keys}
+    return {key: row for key, row in rows.items() if _unlike(c.get(key) for c in configs if _reads(c, key))}
+
+
+def _reads(config: Mapping[str, Any], key: str) -> bool:
+    """Whether the run that has ``config`` reads ``key``; not of a run without one."""
+    return bool(config) and (not key.startswith("train.") or any(name.startswith("train.") for name in config))
+
+
+def _unlike(values: Iterable[Any]) -> bool:
+    return len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
+
+
+def _flat(config: ClusterConfig) -> dict[str, Any]:
+    tree = yaml.safe_load(to_yaml(config))
+    nodes = tree.pop("nodes")
+    keys = dict.fromkeys(key for node in nodes for key in node)
+    return {f"nodes.*.{key}": _once([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
+
+
+def _read_by(config: Mapping[str, Any], *, own: bool) -> dict[str, Any]:
+    """Without what an own command does not read."""
+    return {key: value for key, value in config.items() if not (own and key.startswith("train."))}
+
+
+def _once(values: Sequence[Any]) -> Any:
+    """Of all nodes: the value they share, names as a range, else all of them."""
+    if not _unlike(values):
+        return values[0]
+    return fold(values) if all(isinstance(value, str) for value in values) else list(values)
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def _parts_of(plan: LaunchPlan | None) -> str:
+    """Parts that are sent lie in a folder named by their fingerprint."""
+    folders = (
+        [node.data_dir for node in plan.nodes if node.data_dir.startswith(f"{node.workdir}/data/")] if plan else []
+    )
+    return Path(folders[0]).name if folders else ""
+
+
+def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
+    """As preflight has found them; several of one package where nodes differ."""
+    found: dict[str, list[str]] = {}
+    for line in events.read_text(encoding="utf-8").splitlines() if events.is_file() else ():
+        event = _parsed(line)
+        for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
+            found.setdefault(name, []).append(str(version))
+    told = {name: ", ".join(dict.fromkeys(filter(None, versions))) for name, versions in sorted(found.items())}
+    return {name: text for name, text in told.items() if text} | ({"code": plan.code_digest[:12]} if plan else {})
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:  # cut short by a killed launcher
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+def _mean_of(by_epoch: Mapping[int, float]) -> float | None:
+    values = [value for _, value in sorted(by_epoch.items())]
+    counted = values[1:] or values
+    return sum(counted) / len(counted) if counted else None
+
+
+def _last(by_epoch: Mapping[int, float]) -> float | None:
+    return by_epoch[max(by_epoch)] if by_epoch else None
+
+
+def _scalar(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
+
+
+def _is_of(key: str, sections: Iterable[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _one_line(text: str) -> str | None:
+    return " ".join(text.split()) or None
+
+
+def _told(
+    section: Section,
+    title: str,
+    values: Iterable[Any],
+    form: Form = "text",
+    better: Literal["more", "less", ""] = "",
+) -> Iterator[Row]:
+    """A row, where any run tells something."""
+    row = Row(section, title, tuple(values), form, better)
+    if any(value is not None for value in row.values):
+        yield row
+
+
+_TITLES: dict[Section, str] = {
+    "config": "config, where it differs",
+    "results": "results",
+    "speed": "speed",
+    "step": "where a step's time goes",
+    "loss": "loss by epoch",
+    "accuracy": "val accuracy by epoch",
+    "versions": "versions, where they differ",
+}
+
+_STATES = {"done": "green", "failed": "red", "never started": "red", "damaged": "red"}
+
+_EPOCHS_SHOWN = 12
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Notes first, as they say how far to trust the rest."""
+    for note in comparison.notes:
+        console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
+    console.print(rendered(comparison))
+    for text in _alike(comparison):
+        console.print(Text(text), soft_wrap=True)
+
+
+def rendered(comparison: Comparison) -> Table:
+    """The table, at whatever width it is printed: long values are folded."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for run in comparison.runs:
+        table.add_column(escape(run.run_id), overflow="fold")
+    for row in comparison.of("run"):
+        table.add_row(row.title, *_cells(row))
+    for section, title in _TITLES.items():
+        rows = _shown(section, comparison.of(section))
+        if rows:
+            table.add_row()
+            table.add_row(Text(title, "bold"))
+        for shown in rows:
+            table.add_row("  …") if shown is None else table.add_row(f"  {escape(shown.title)}", *_cells(shown))
+    return table
+
+
+def _alike(comparison: Comparison) -> Iterator[str]:
+    """What all have in common is told in a line."""
+    if all(run.config for run in comparison.runs) and not comparison.of("config"):
+        yield "config: the same"
+    versions = comparison.of("versions")
+    same = ", ".join(f"{row.title} {next(filter(None, row.values))}" for row in versions if not row.differs)
+    if same:
+        yield f"the same versions of: {same}"
+    if any(row.best for row in comparison.rows):
+        yield "* best"
+
+
+def _shown(section: Section, rows: Sequence[Row]) -> list[Row | None]:
+    """Of many epochs the first and the last ones, None for those between; of versions those that differ."""
+    if section == "versions":
+        return [row for row in rows if row.differs]
+    if section in ("loss", "accuracy") and len(rows) > _EPOCHS_SHOWN + 1:
+        return [rows[0], None, *rows[-_EPOCHS_SHOWN:]]
+    return list(rows)
+
+
+def _cells(row: Row) -> Iterator[Text]:
+    for i, value in enumerate(row.values):
+        text = Text(_words(row, value), _STATES.get(str(value), "") if row.title == "state" else "")
+        yield Text(f"{text} *", "bold green") if i in row.best else text
+
+
+def _words(row: Row, value: Any) -> str:
+    if value is None:
+        return "–"
+    if row.form == "score":
+        return f"{value:.4f}"
+    if row.form == "seconds":
+        return f"{value:.2f} s" if value < 60 else seconds_words(value)
+    if row.form == "rate":
+        return f"{value:,.0f}"
+    if row.form == "bytes":
+        return decimal(round(value))
+    if row.form == "share":
+        return f"{value:.0%}"
+    return milliseconds(value) if row.form == "spent" else _text(value)
+
+
+def _text(value: Any) -> str:
+    """Of a config's value, as YAML has it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value).lower() if isinstance(value, bool) else "–" if value is None else str(value)

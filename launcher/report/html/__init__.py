@@ -1,0 +1,1 @@
+"""``report.html``: one page with charts for one run."""

@@ -1,0 +1,265 @@
+"""The charts of a report, as plotly figures: losses, accuracies, speeds, where the time goes, bytes between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from launcher.report.html.page import Chart
+from launcher.report.html.record import RunRecord
+from launcher.report.html.series import Point, Series, number
+from launcher.report.profile import Profile, rank_name
+
+_SINGLE = 12  # ranks that get a line each; more are a heat map
+
+_BAR = 22  # pixels of a row
+
+_EARLIER = "#9aa0a6"
+
+#: After Okabe and Ito, whose colours nearly everybody can tell apart; waiting for others is warm, own work cool.
+_KIND_COLOURS = {
+    "sample": "#f0e442",
+    "remote": "#d55e00",
+    "gather": "#e69f00",
+    "copy": "#cc79a7",
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    "reduce": "#b2182b",
+    "optimizer": "#009e73",
+    "other": "#9aa0a6",
+}
+
+_KIND_WORDS = {
+    "sample": "wait: sampling",
+    "remote": "wait: other hosts",
+    "gather": "wait: rows",
+    "copy": "copy to the device",
+    "reduce": "reduce gradients",
+}
+
+_SPLIT_COLOURS = {"train": "#009e73", "val": "#0072b2", "test": "#d55e00"}
+
+_BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers upon it can be read on any page
+
+Trace = Mapping[str, Any]
+
+
+def loss_chart(record: RunRecord) -> Chart | None:
+    """Loss by step and by epoch, after that of earlier runs up to where this one went on."""
+    own, begin = record.series, resumed_at(record)
+    data = [
+        _line("earlier run", thinned_before(_loss(one.series), begin), colour=_EARLIER) for one in record.earlier[-1:]
+    ]
+    data += [
+        _line("each step", own.step_loss, colour="#56b4e9", width=1),
+        _line("mean of the epoch", own.epoch_loss, colour="#0072b2", marks=True),
+    ]
+    layout = {"xaxis": {"title": {"text": "epochs"}}, "yaxis": {"title": {"text": "loss"}}, **_went_on(record)}
+    return _chart("loss", "Loss", data, layout)
+
+
+def accuracy_chart(record: RunRecord) -> Chart | None:
+    """Accuracy of each split by epoch."""
+    begin, data = resumed_at(record), []
+    for one in record.earlier[-1:]:
+        for split, points in one.series.accuracy.items():
+            before = [point for point in points if begin is None or point[0] <= begin]
+            data.append(_line(f"{split}, earlier run", before, colour=_EARLIER, marks=True))
+    for split, points in record.series.accuracy.items():
+        data.append(_line(split, points, colour=_SPLIT_COLOURS.get(split, "#cc79a7"), marks=True))
+    axis = {"title": {"text": "accuracy"}, "tickformat": ".1%"}
+    return _chart(
+        "accuracy", "Accuracy", data, {"xaxis": {"title": {"text": "epochs"}}, "yaxis": axis, **_went_on(record)}
+    )
+
+
+def speed_chart(record: RunRecord) -> Chart | None:
+    """Seeds per second of each rank by epoch; of many ranks a heat map."""
+    by_rank = _speeds(record.series)
+    title, axis = "Throughput of each rank", {"title": {"text": "epochs"}, "dtick": _ticks(by_rank.values())}
+    if len(by_rank) <= _SINGLE:
+        data = [
+            _line(rank_name(rank, record.node_of.get(rank)), points, marks=True) for rank, points in by_rank.items()
+        ]
+        if not any(len(points) > 1 for points in by_rank.values()):
+            return _seconds_speed(record) or _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
+        return _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
+    epochs = sorted({x for points in by_rank.values() for x, _ in points})
+    z = [[dict(points).get(epoch) for epoch in epochs] for points in by_rank.values()]
+    names = [rank_name(rank, record.node_of.get(rank)) for rank in by_rank]
+    bar = {"title": {"text": "seeds/s"}}
+    return Chart("speed", title, [_heat(epochs, names, z, bar)], {"xaxis": axis}, _height(len(names)))
+
+
+def _seconds_speed(record: RunRecord) -> Chart | None:
+    """Of the first epoch, by the clock."""
+    start = record.started
+    data = [
+        _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
+        for rank, points in list(record.series.speed.items())[:_SINGLE]
+    ]
+    axis = {"title": {"text": "seconds since the launch"}}
+    return _chart("speed", "Throughput of each rank", data, {"xaxis": axis, "yaxis": _seeds_axis()})
+
+
+def spent_chart(profile: Profile) -> Chart:
+    """A bar for each rank: milliseconds of a mean step by what the loop was at."""
+    names = [rank.name for rank in profile.ranks]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": _KIND_WORDS.get(kind, kind),
+            "y": names,
+            "x": [1000 * rank.spent[kind] for rank in profile.ranks],
+            "marker": {"color": _KIND_COLOURS.get(kind)},
+            "hovertemplate": "%{y}<br>%{x:.2f} ms",
+        }
+        for kind, share in profile.share.items()
+        if share >= 0.001
+    ]
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "milliseconds of a step"}},
+        "yaxis": {"autorange": "reversed", "type": "category"},
+        "legend": {"traceorder": "normal"},
+    }
+    return Chart("spent", "A mean step of each rank", data, layout, _height(len(names)) + 60)
+
+
+def pair_chart(
+    key: str, title: str, to: Sequence[str], of: Sequence[str], z: Sequence[Sequence[float | None]], unit: str
+) -> Chart:
+    """A heat map: a row for each node that asks, a column for each that is asked."""
+    texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
+    heat = {
+        **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),
+        "text": texts,
+    }
+    if len(to) <= _SINGLE:
+        heat["texttemplate"] = "%{text}"
+    heat["hovertemplate"] = "%{y} from %{x}: %{text}<extra></extra>"
+    layout = {
+        "xaxis": {"title": {"text": "from"}, "type": "category"},
+        "yaxis": {"title": {"text": "to"}, "type": "category", "autorange": "reversed"},
+    }
+    return Chart(key, title, [heat], layout, max(260, 120 + 34 * len(to)))
+
+
+def bars(key: str, title: str, names: Sequence[str], values: Sequence[float], axis: str) -> Chart:
+    """One bar for each name, upright."""
+    data = [{"type": "bar", "x": list(names), "y": list(values), "marker": {"color": "#0072b2"}, "showlegend": False}]
+    layout = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": axis}, "rangemode": "tozero"}}
+    return Chart(key, title, data, layout, 260)
+
+
+def resumed_at(record: RunRecord) -> float | None:
+    """Epochs that were done when this run went on from an earlier one; None when it did not, or has not begun."""
+    if record.found.launch is None or not record.found.launch.resumed_from:
+        return None
+    own = [number(line.get("epoch")) for line in record.series.epochs]
+    firsts = [epoch for epoch in own if epoch is not None]
+    return min(firsts) - 1 if firsts else None
+
+
+def thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
+    """Those not after ``end``; all where that is not known."""
+    return [point for point in points if end is None or point[0] <= end]
+
+
+def _loss(series: Series) -> tuple[Point, ...]:
+    return series.step_loss or series.epoch_loss
+
+
+def _went_on(record: RunRecord) -> dict[str, Any]:
+    """A line where this run went on."""
+    at = resumed_at(record)
+    if at is None:
+        return {}
+    line = {
+        "type": "line",
+        "x0": at,
+        "x1": at,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"dash": "dot", "color": _EARLIER},
+    }
+    note = {
+        "x": at,
+        "yref": "paper",
+        "y": 1,
+        "text": "went on here",
+        "showarrow": False,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
+    return {"shapes": [line], "annotations": [note]}
+
+
+def _speeds(series: Series) -> dict[int, list[Point]]:
+    """Rank → (epoch, seeds/s)."""
+    found: dict[int, list[Point]] = {}
+    for line in series.epochs:
+        epoch, speed = number(line.get("epoch")), number(line.get("seeds_per_s"))
+        if epoch is not None and speed is not None:
+            found.setdefault(int(line["rank"]), []).append((epoch, speed))
+    return {rank: found[rank] for rank in sorted(found)}
+
+
+def _seeds_axis() -> dict[str, Any]:
+    return {"title": {"text": "seeds/s"}, "rangemode": "tozero"}
+
+
+def _ticks(curves: Any) -> int | None:
+    """Whole epochs only, where there are few."""
+    return 1 if max((len(points) for points in curves), default=0) <= 10 else None
+
+
+def _chart(key: str, title: str, data: Sequence[Trace], layout: Mapping[str, Any]) -> Chart | None:
+    drawn = [trace for trace in data if len(trace["x"])]
+    return Chart(key, title, drawn, layout) if drawn else None
+
+
+def _line(name: str, points: Sequence[Point], *, colour: str = "", width: float = 2, marks: bool = False) -> Trace:
+    trace: dict[str, Any] = {
+        "type": "scatter",
+        "name": name,
+        "mode": "lines+markers" if marks and len(points) <= 100 else "lines",
+        "x": [round(x, 4) for x, _ in points],
+        "y": [float(f"{y:.6g}") for _, y in points],
+        "line": {"width": width} | ({"color": colour} if colour else {}),
+    }
+    if len(points) == 1:
+        trace["mode"] = "markers"
+    return trace
+
+
+def _heat(
+    x: Sequence[Any], y: Sequence[str], z: Sequence[Sequence[float | None]], bar: Mapping[str, Any]
+) -> dict[str, Any]:
+    most = max((value for row in z for value in row if value is not None), default=0)
+    scale = {"colorscale": _BYTES_SCALE, "zmin": 0, "zmax": most or 1, "xgap": 2, "ygap": 2}
+    return {
+        "type": "heatmap",
+        "x": list(x),
+        "y": list(y),
+        "z": [list(row) for row in z],
+        "colorbar": {"thickness": 10, **bar},
+        **scale,
+    }
+
+
+def _short(value: float, unit: str) -> str:
+    from rich.filesize import decimal
+
+    return f"{value:.0%}" if unit == "share" else decimal(round(value))
+
+
+def _height(rows: int) -> int:
+    return max(200, 130 + _BAR * rows)
+
+
+def all_of(charts: Sequence[Chart | None]) -> Iterator[Chart]:
+    """Those that have something to draw."""
+    return (chart for chart in charts if chart is not None)

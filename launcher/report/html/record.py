@@ -1,0 +1,155 @@
+"""All that a report tells of a run, read from its folder on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import FleetError
+from launcher.report.html.series import Series, read_series
+from launcher.report.metrics import metrics_lines
+from launcher.report.outcome import Outcome
+from launcher.report.profile import Analysis, analyse
+from launcher.report.run_folder import FoundRun, known_here, read_folder
+
+LOG_LINES = 60  #: last lines of a log that are shown
+
+_LOG_BYTES = 1 << 16
+
+_ANCESTORS = 20  # earlier runs that are looked for
+
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run as its folder tells it; whatever is missing there is missing here."""
+
+    found: FoundRun
+    series: Series
+    analysis: Analysis  #: of its metrics; empty for an earlier run
+    events: tuple[Event, ...]  #: in order of time
+    outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run goes on
+    first: Outcome | None  #: the first cause
+    log: tuple[str, ...] = ()  #: last lines of the log of ``first``
+    manifest: Mapping[str, Any] | None = None  #: of the partition folder, where it is on this machine as it was sent
+    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one went on from, oldest first, as far as they are here
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """result.json; empty while the run goes on."""
+        return self.found.result or {}
+
+    @property
+    def state(self) -> str:
+        """done, failed, interrupted; running while there is no end."""
+        return str(self.result.get("state") or "running")
+
+    @property
+    def folder(self) -> Path:
+        assert self.found.folder is not None
+        return self.found.folder
+
+    @property
+    def started(self) -> float:
+        """Seconds since the epoch: the launch, or else the first event."""
+        times = [float(event["t"]) for event in self.events[:1]]
+        return self.found.launch.started if self.found.launch else min(times, default=0.0)
+
+    @property
+    def node_of(self) -> dict[int, int]:
+        """node_rank by rank."""
+        plan = self.found.plan
+        return {rank: node.node_rank for node in plan.nodes for rank in node.ranks} if plan else {}
+
+
+def read_record(folder: Path, *, runs_dirs: Sequence[Path] = ()) -> RunRecord:
+    """What ``folder`` tells; raises FleetError when a file in it is damaged, or its metrics cannot be analysed."""
+    found = read_folder(folder)
+    topology = found.plan.topology.choice if found.plan else ""
+    analysis = analyse(_metrics_files(folder), topology, own=found.own)
+    return _read(found, analysis, folder, runs_dirs, _ANCESTORS)
+
+
+def _metrics_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("logs/node*/metrics-rank*.jsonl"))
+
+
+def _read(
+    found: FoundRun, analysis: Analysis, folder: Path, runs_dirs: Sequence[Path], ancestors: int
+) -> RunRecord:  # fmt: skip
+    result = found.result or {}
+    outcomes = (
+        tuple(filter(None, (_outcome(one) for node in result["nodes"] for one in node["outcomes"]))) if result else ()
+    )
+    first = _outcome(result.get("first_failure"))
+    return RunRecord(
+        found,
+        read_series(metrics_lines(_metrics_files(folder))),
+        analysis,
+        tuple(sorted(_events(folder / "events.jsonl"), key=lambda event: float(event["t"]))),
+        outcomes,
+        first,
+        _last_lines(folder / first.log_name) if first else (),
+        _manifest(found),
+        _earlier(found, [folder.parent, *runs_dirs], ancestors),
+    )
+
+
+def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tuple[RunRecord, ...]:
+    before = found.launch.resumed_from if found.launch else None
+    folder = known_here(before, runs_dirs) if before and ancestors else None
+    if folder is None or folder == found.folder:
+        return ()
+    try:
+        record = _read(read_folder(folder), Analysis(), folder, runs_dirs, ancestors - 1)
+    except FleetError:  # an earlier run's damage is no matter of this one
+        return ()
+    return (*record.earlier, record)
+
+
+def _outcome(values: Any) -> Outcome | None:
+    """From result.json; None where it is none, or of another version."""
+    if not isinstance(values, Mapping):
+        return None
+    known = {one.name: values[one.name] for one in fields(Outcome) if one.name in values}
+    try:
+        return Outcome(**{**known, "traceback": tuple(known["traceback"]), "tail": tuple(known["tail"])})
+    except (KeyError, TypeError):
+        return None
+
+
+def _events(path: Path) -> Iterator[Event]:
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+                float(event["t"])
+            except (ValueError, KeyError, TypeError):  # cut short
+                continue
+            yield event
+
+
+def _last_lines(path: Path) -> tuple[str, ...]:
+    if not path.is_file():
+        return ()
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    return tuple(deque(text.splitlines(), LOG_LINES))
+
+
+def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
+    """The one that was sent, if it still lies where it was read from."""
+    if found.plan is None or found.config is None or not found.plan.manifest:
+        return None
+    source = Path(found.config.data.folder).expanduser() / "manifest.json"
+    data = source.read_bytes() if source.is_file() else b""
+    return dict(json.loads(data)) if hashlib.sha256(data).hexdigest() == found.plan.manifest else None

@@ -1,0 +1,371 @@
+"""From what is known of a run to the sections of its report."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import yaml
+from rich.filesize import decimal
+
+from launcher.report.first_failure import aftermath_of
+from launcher.report.html.charts import (
+    accuracy_chart,
+    all_of,
+    bars,
+    loss_chart,
+    pair_chart,
+    resumed_at,
+    speed_chart,
+    spent_chart,
+)
+from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, Table, Tone, Words
+from launcher.report.html.record import RunRecord
+from launcher.report.html.series import number
+from launcher.report.html.timeline import timeline_chart
+from launcher.report.profile import Profile, RankTraffic
+from launcher.report.verdict import from_here
+from launcher.text import count, spans
+
+Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (node that asked, node that was asked) → what came
+
+
+def traffic_blocks(record: RunRecord) -> Iterator[Block]:
+    """Heat maps where the ranks told whom they asked, and a table by rank."""
+    ranks, plan = record.analysis.traffic, record.found.plan
+    if not any(rank.sums["remote_bytes"] for rank in ranks):
+        return
+    pairs = pairs_of(ranks)
+    if pairs and plan:
+        yield from _maps(pairs, plan.serving)
+    yield _by_rank(ranks)
+    yield from _predicted(record.analysis.profile)
+
+
+def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
+    """Sums over the ranks of each node, all epochs."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for rank in ranks:
+        for host, values in rank.by_host.items() if rank.node is not None else ():
+            sums = found.setdefault((rank.node or 0, host), {})
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
+    return found
+
+
+def _predicted(profile: Profile | None) -> Iterator[Block]:
+    if profile is None or profile.predicted is None:
+        return
+    text = f"Predicted before the first epoch: {decimal(round(profile.predicted))} an epoch"
+    bare = profile.predicted_without_cache
+    text += f", {decimal(round(bare))} without the cache" if bare is not None else ""
+    yield Words((f"{text}{f', {profile.why_less}' if profile.why_less else ''}.",))
+
+
+def _maps(pairs: Pairs, serving: str) -> Iterator[Block]:
+    """``serving``: the cluster that was asked, where it is not the run's own nodes."""
+    asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
+    to, of = [f"node{i}" for i in asking], [f"{serving}/node{j}" if serving else f"node{j}" for j in asked]
+    sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
+    yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
+    hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
+    if any(value is not None for row in hits for value in row):
+        yield pair_chart(
+            "hits", "Of the rows that other nodes own, those cached or held here, all epochs", to, of, hits, "share"
+        )
+
+
+def _hits(pair: Mapping[str, float] | None) -> float | None:
+    if pair is None or not pair["remote_rows"]:
+        return None
+    return (pair["cached_rows"] + pair["held_rows"]) / pair["remote_rows"]
+
+
+def _by_rank(ranks: Iterable[RankTraffic]) -> Table:
+    rows = tuple(
+        (
+            rank.name,
+            decimal(round(rank.sums["remote_bytes"])),
+            _share(rank.sums["remote_rows"], rank.sums["rows"]),
+            _share(rank.sums["cached_rows"], rank.sums["remote_rows"]),
+            _share(rank.sums["held_rows"], rank.sums["remote_rows"]),
+            _share(
+                rank.sums["remote_rows"] - rank.sums["cached_rows"] - rank.sums["held_rows"], rank.sums["remote_rows"]
+            ),
+        )
+        for rank in ranks
+    )
+    columns = ("rank", "#bytes received", "#rows that others own", "#of those cached", "#of those held", "#asked for")
+    return Table(columns, rows, "All epochs")
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+_TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad", "interrupted": "warn"}
+
+_WORDS = {"interrupted": "stopped"}
+
+
+def report_page(record: RunRecord) -> ReportPage:
+    """The page; sections that have nothing to tell are left out."""
+    sections = (
+        Section("cause", "First cause", tuple(_cause(record))),
+        Section("training", "Training", tuple(_training(record))),
+        Section("time", "Where the time goes", tuple(_time(record))),
+        Section("traffic", "Between nodes", tuple(traffic_blocks(record))),
+        Section("parts", "Partition", tuple(_parts(record))),
+        Section("events", "What happened when", tuple(_events(record))),
+        Section("nodes", "Nodes", tuple(_nodes(record))),
+        Section("config", "Configuration and versions", tuple(_config(record))),
+    )
+    state = _WORDS.get(record.state, record.state)
+    told = tuple(section for section in sections if section.blocks)
+    return ReportPage(record.found.run_id, state, _headline(record), tuple(_facts(record)), told)
+
+
+def _headline(record: RunRecord) -> str:
+    if record.first is not None:
+        return record.first.sentence
+    by = record.result.get("stopped_by")
+    if record.state == "interrupted":
+        return f"stopped by {by}" if by else "interrupted"
+    if record.state == "failed":
+        notes = record.result.get("notes") or ["no process left word of why"]
+        return str(notes[0])
+    return _resumed_words(record)
+
+
+def _resumed_words(record: RunRecord) -> str:
+    launch = record.found.launch
+    if launch is None or not launch.resumed_from:
+        return ""
+    at = resumed_at(record)
+    after = f" after epoch {at:.0f}" if at is not None else ""
+    here = "" if record.earlier else " (not on this machine, so its curves are missing here)"
+    return f"went on from {launch.resumed_from}{after}{here}"
+
+
+def _facts(record: RunRecord) -> Iterator[Fact]:
+    result, metrics = record.result, record.result.get("metrics") or {}
+    yield Fact("state", _WORDS.get(record.state, record.state), _TONES.get(record.state, ""))
+    last = {split: points[-1][1] for split, points in record.series.accuracy.items() if points}
+    for split in ("test", "val"):
+        value = number(metrics.get(f"{split}_accuracy")) or last.get(split)
+        if value is not None:
+            yield Fact(f"{split} accuracy", f"{value:.4f}")
+    if record.series.epoch_loss:
+        yield Fact("loss", f"{record.series.epoch_loss[-1][1]:.4f}")
+    if record.series.epochs_done:
+        yield Fact("epochs", _epochs(record))
+    if result:
+        yield Fact("seconds", f"{float(result['seconds']):,.1f}")
+    if record.found.plan:
+        plan = record.found.plan
+        yield Fact("on", f"{count(len(plan.nodes), 'node')}, {count(plan.world_size, 'rank')}")
+    speeds = [value for each in (metrics.get("seeds_per_s") or {}).values() if (value := number(each)) is not None]
+    if speeds:
+        yield Fact("seeds/s", f"{sum(speeds):,.0f}")
+    if record.started:
+        yield Fact("launched", time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started)))
+
+
+def _epochs(record: RunRecord) -> str:
+    config = record.found.config
+    total = f" of {config.train.epochs}" if config and not record.found.own else ""
+    return f"{record.series.epochs_done}{total}"
+
+
+def _cause(record: RunRecord) -> Iterator[Block]:
+    first = record.first
+    if first is not None:
+        aftermath = aftermath_of(first, [one for one in record.outcomes if one != first])
+        yield Words((f"{first.sentence}{aftermath.lead}",), "bad")
+        if first.last_lines:
+            yield Lines("what it left", "\n".join(first.last_lines))
+        if aftermath.lines:
+            yield Words(aftermath.lines)
+        if not record.log:
+            yield Words((f"{first.log_name} is empty, or not here.",))
+        else:
+            yield Lines(f"{first.log_name}, last {count(len(record.log), 'line')}", "\n".join(record.log), folded=True)
+    elif record.state in ("failed", "interrupted"):
+        yield Words((_headline(record),), _TONES[record.state])
+    notes = tuple(map(str, record.result.get("notes") or ()))
+    if notes:
+        yield Words(tuple(f"note: {note}" for note in notes), "warn")
+    if record.state in ("failed", "interrupted"):
+        yield from _next(record)
+
+
+def _next(record: RunRecord) -> Iterator[Block]:
+    told = from_here(record.found).next
+    if told:
+        yield Lines("to go on", "\n".join(told))
+
+
+def _training(record: RunRecord) -> Iterator[Block]:
+    words = _resumed_words(record)
+    if words:
+        yield Words((words,))
+    drawn = list(all_of([loss_chart(record), accuracy_chart(record), speed_chart(record)]))
+    yield from drawn
+    if not record.series.epochs and record.state != "running":
+        yield Words((_no_epochs(record, bool(drawn)),))
+
+
+def _no_epochs(record: RunRecord, drawn: bool) -> str:
+    if not record.found.own:
+        return "No epoch was finished: the curves are those of single steps." if drawn else (
+            "No epoch was finished, so there are no curves."
+        )  # fmt: skip
+    if drawn:
+        return (
+            "The script tells its steps, not its epochs: a point is the mean over ranks of the steps that they told "
+            "last, at most one a second each. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
+        )
+    return "The script has told neither steps nor epochs (trainer.StepLog does), so there are no curves."
+
+
+def _time(record: RunRecord) -> Iterator[Block]:
+    profile = record.analysis.profile
+    if profile is None:
+        return
+    epochs = f"{'epoch' if len(profile.epochs) == 1 else 'epochs'} {spans(profile.epochs)}"
+    so_far = "" if profile.whole or record.state != "running" else " so far"
+    yield spent_chart(profile)
+    yield Words((f"Means over {epochs}{so_far}.", *profile.advice))
+
+
+def _parts(record: RunRecord) -> Iterator[Block]:
+    manifest, plan = record.manifest, record.found.plan
+    if manifest is None:
+        if plan and plan.num_parts:
+            yield Words((f"{count(plan.num_parts, 'part')}; their folder is not on this machine (any more).",))
+        return
+    try:
+        yield from _described(manifest)
+    except (KeyError, TypeError, ValueError, IndexError):  # of another version
+        yield Words(("The manifest of the parts could not be read.",), "warn")
+
+
+def _described(manifest: Mapping[str, Any]) -> Iterator[Block]:
+    parts = int(manifest["num_parts"])
+    nodes = [_sizes(kind["offsets"]) for kind in manifest["nodes"].values()]
+    edges = [_sizes(kind["offsets"]) for kind in manifest["edges"].values()]
+    size = [0] * parts
+    for file in manifest["files"]:
+        top = str(file["path"]).partition("/")[0]
+        if top.startswith("part"):
+            size[int(top[4:])] += int(file["bytes"])
+    rows = tuple(
+        (str(p), f"{sum(n[p] for n in nodes):,}", f"{sum(e[p] for e in edges):,}", decimal(size[p]))
+        for p in range(parts)
+    )
+    cut, balance = float(manifest["edge_cut"]), float(manifest["balance"])
+    by = f"{manifest['dataset']}, cut by {manifest['algorithm']}, seed {manifest['seed']}"
+    yield Words(
+        (f"{by}: {cut:.1%} of the edges are between parts; the largest has {balance:.2f} times the mean of nodes.",)
+    )
+    if parts > 1:
+        names = [f"part {p}" for p in range(parts)]
+        yield bars("part-nodes", "Nodes of each part", names, [sum(n[p] for n in nodes) for p in range(parts)], "nodes")
+        yield bars("part-edges", "Edges of each part", names, [sum(e[p] for e in edges) for p in range(parts)], "edges")
+    yield Table(("#part", "#nodes", "#edges", "#on disk"), rows)
+
+
+def _sizes(offsets: list[int]) -> list[int]:
+    return [int(end) - int(begin) for begin, end in zip(offsets, offsets[1:], strict=False)]
+
+
+def _events(record: RunRecord) -> Iterator[Block]:
+    yield from all_of([timeline_chart(record)])
+    told = tuple(f"{finding.get('kind')}: {finding.get('text')}" for finding in record.result.get("findings", ()))
+    if told:
+        yield Words(told, "warn")
+    rows = tuple(_event_row(record, event) for event in record.events[-200:])
+    if rows:
+        text = "\n".join(f"{t:>9}  {where:<14} {what}" for t, where, what in rows)
+        yield Lines(f"last {count(len(rows), 'event')}", text, folded=True)
+
+
+def _event_row(record: RunRecord, event: Mapping[str, Any]) -> tuple[str, str, str]:
+    k, name = event.get("node_rank"), event.get("name")
+    where = "launcher" if k is None else f"node{k}" + (f"/{name}" if name else "")
+    known = ("t", "kind", "node_rank", "name", "pid", "pgid", "rank")
+    rest = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in known and value not in (None, ""))
+    return f"+{float(event['t']) - record.started:.1f} s", where, f"{event.get('kind')}{f'  {rest}' if rest else ''}"
+
+
+def _nodes(record: RunRecord) -> Iterator[Block]:
+    plan = record.found.plan
+    if plan is None:
+        return
+    rows = tuple(
+        (
+            str(node.node_rank),
+            node.target,
+            node.role,
+            spans(node.ranks) if node.ranks else "–",
+            ", ".join(map(str, node.devices)) or "CPU",
+            spans(node.parts) if node.parts else "–",
+            "; ".join(one.reason for one in record.outcomes if one.node_rank == node.node_rank and one.failed)
+            or _ended(record),
+        )
+        for node in plan.nodes
+    )
+    yield Table(("#node", "host", "role", "ranks", "devices", "parts", "ended"), rows)
+
+
+def _ended(record: RunRecord) -> str:
+    return "well" if record.state == "done" else "running" if record.state == "running" else "stopped"
+
+
+def _config(record: RunRecord) -> Iterator[Block]:
+    launch = record.found.launch
+    if launch is not None:
+        command = shlex.join(launch.argv)
+        yield Lines("command", f"cd {shlex.quote(launch.cwd)}\n{command}")
+    versions = [event for event in record.events if event.get("kind") == "versions"]
+    if versions:
+        yield _versions(versions)
+    path = record.folder / "config.yml"
+    if path.is_file():
+        yield Lines(
+            "config as it was used", _without_env(path.read_text(encoding="utf-8", errors="replace")), folded=True
+        )
+    if record.result:
+        text = json.dumps(record.result.get("metrics") or {}, indent=1)
+        yield Lines("figures (result.json)", text, folded=True)
+
+
+def _versions(events: list[Mapping[str, Any]]) -> Table:
+    """A column for each set of nodes that have the same."""
+    told = [(spans(sorted(map(int, event.get("nodes", ())))), dict(event.get("versions") or {})) for event in events]
+    names = sorted({name for _, versions in told for name in versions})
+    rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in told)) for name in names)
+    return Table(("package", *(f"node {nodes}" for nodes, _ in told)), rows, "Versions")
+
+
+def _without_env(text: str) -> str:
+    """What ``env`` sets may be secret, and reports are sent around."""
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return ""
+    return yaml.safe_dump(_masked(tree), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _masked(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_masked(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: dict.fromkeys(value, "***") if key == "env" and isinstance(value, dict) else _masked(value)
+        for key, value in tree.items()
+    }

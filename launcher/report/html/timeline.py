@@ -1,0 +1,191 @@
+"""What happened when: stages of the launch, life of each process, and what was told meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.report.html.page import Chart
+from launcher.report.html.record import RunRecord
+
+_ROWS = 48  # processes that get a row each; of more, nodes do
+
+_COLOURS = {"ended": "#009e73", "failed": "#d55e00", "stopped": "#9aa0a6", "running": "#56b4e9", "stage": "#0072b2"}
+
+_WORDS = {"stage": "launcher"}
+
+#: Events that are marks, and their words.
+_MARKS = {
+    "server-ready": "graph server ready",
+    "server-compiles": "graph server compiles its kernels",
+    "line-lost": "line lost",
+    "line-back": "line back",
+    "node-lost": "node lost",
+    "start-failed": "could not start",
+    "server-restart": "graph server started again",
+    "interrupted": "interrupted",
+    "detached": "launcher detached",
+    "given-up": "given up",
+}
+
+_BAD = frozenset({"node-lost", "start-failed", "line-lost", "nan", "stall", "given-up"})
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasted; seconds since the launch."""
+
+    row: str
+    begin: float
+    end: float
+    state: str  #: ended, failed, stopped, running, stage
+    words: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened."""
+
+    row: str
+    at: float
+    words: str
+    bad: bool
+
+
+def timeline_chart(record: RunRecord) -> Chart | None:
+    """A row for the launcher and each process (or node), marks for what was told."""
+    spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
+    if not spans:
+        return None
+    rows = list(dict.fromkeys(span.row for span in spans)) + [mark.row for mark in marks]
+    rows = list(dict.fromkeys(rows))
+    data = [_bars(state, [span for span in spans if span.state == state]) for state in _COLOURS]
+    data += [_points("told", [mark for mark in marks if not mark.bad], "#e69f00")]
+    data += [_points("trouble", [mark for mark in marks if mark.bad], "#d55e00")]
+    layout = {
+        "barmode": "overlay",
+        "xaxis": {"title": {"text": "seconds since the launch"}},
+        "yaxis": {"type": "category", "categoryorder": "array", "categoryarray": rows[::-1]},
+        "hovermode": "closest",
+    }
+    return Chart("timeline", "Timeline", [trace for trace in data if trace["y"]], layout, 150 + 24 * len(rows))
+
+
+def _stages(record: RunRecord) -> Iterator[Span]:
+    stages = [event for event in record.events if event.get("kind") == "stage"]
+    times = [_since(record, event) for event in stages]
+    ends = [*times[1:], _end(record)][: len(times)]  # none, where the run was collected on another machine
+    for event, begin, end in zip(stages, times, ends, strict=True):
+        if event.get("stage") != "end":
+            yield Span("launcher", begin, max(begin, end), "stage", str(event.get("stage")))
+
+
+def _lives(record: RunRecord) -> Iterator[Span]:
+    """Of all processes; by our clock where the run has ended, else by the nodes' own."""
+    lives = list(_ended(record)) or list(_begun(record))
+    if len(lives) <= _ROWS:
+        yield from sorted(lives, key=lambda span: _order(span.row))
+        return
+    by_node: dict[str, list[Span]] = {}
+    for span in lives:
+        by_node.setdefault(span.row.partition("/")[0], []).append(span)
+    for row in sorted(by_node, key=_order):
+        spans = by_node[row]
+        worst = next((span for span in spans if span.state == "failed"), spans[0])
+        yield Span(row, min(s.begin for s in spans), max(s.end for s in spans), worst.state, worst.words)
+
+
+def _ended(record: RunRecord) -> Iterator[Span]:
+    for outcome in record.outcomes:
+        if outcome.started and outcome.ended:
+            state = "failed" if outcome.failed and not outcome.stopped else "stopped" if outcome.stopped else "ended"
+            row = f"node{outcome.node_rank}/{outcome.name}"
+            begin, end = outcome.started - record.started, outcome.ended - record.started
+            yield Span(row, begin, end, state, outcome.reason)
+
+
+def _begun(record: RunRecord) -> Iterator[Span]:
+    open_spans: dict[str, float] = {}
+    for event in record.events:
+        row = f"node{event.get('node_rank')}/{event.get('name')}"
+        if event.get("kind") == "process-start":
+            open_spans[row] = _since(record, event)
+        elif event.get("kind") == "process-exit" and row in open_spans:
+            state = "failed" if event.get("failed") else "stopped" if event.get("stopped") else "ended"
+            yield Span(row, open_spans.pop(row), _since(record, event), state, state)
+    for row, begin in open_spans.items():
+        yield Span(row, begin, max(begin, _end(record)), "running", "running")
+
+
+def _marks(record: RunRecord) -> Iterator[Mark]:
+    for event in record.events:
+        kind = str(event.get("kind"))
+        if kind in _MARKS:
+            more = event.get("why") or event.get("reason") or event.get("text") or ""
+            words = _MARKS[kind] + (f": {more}" if more else "")
+            yield Mark(_row(record, event), _since(record, event), words, kind in _BAD)
+    for finding in record.result.get("findings", ()):
+        kind = str(finding.get("kind"))
+        yield Mark(_row(record, finding), _since(record, finding), f"{kind}: {finding.get('text')}", kind in _BAD)
+    if record.first and record.first.ended:
+        row = f"node{record.first.node_rank}/{record.first.name}"
+        yield Mark(row, record.first.ended - record.started, f"first cause: {record.first.sentence}", True)
+
+
+def _row(record: RunRecord, event: Mapping[str, Any]) -> str:
+    k, rank, name = event.get("node_rank"), event.get("rank"), event.get("name")
+    if k is None:
+        return "launcher"
+    if rank is not None:
+        return f"node{k}/rank{rank}"
+    return f"node{k}/{name or ('server' if str(event.get('kind')).startswith('server') else 'node')}"
+
+
+def _since(record: RunRecord, event: Mapping[str, Any]) -> float:
+    return float(event["t"]) - record.started
+
+
+def _end(record: RunRecord) -> float:
+    """When the run ended, or the last sign of it."""
+    told = [_since(record, event) for event in record.events]
+    lines = [points[-1][0] - record.started for points in record.series.speed.values() if points]
+    return max([*told, *lines, 0.0])
+
+
+def _order(row: str) -> tuple[int, str, int]:
+    node, _, name = row.partition("/")
+    digits = "".join(filter(str.isdigit, name))
+    return int("".join(filter(str.isdigit, node)) or 0), name.rstrip("0123456789"), int(digits or 0)
+
+
+def _bars(state: str, spans: Iterable[Span]) -> dict[str, Any]:
+    spans = list(spans)
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": _WORDS.get(state, state),
+        "y": [span.row for span in spans],
+        "base": [round(span.begin, 3) for span in spans],
+        "x": [round(max(0.05, span.end - span.begin), 3) for span in spans],
+        "text": [span.words if state == "stage" else "" for span in spans],
+        "textposition": "inside",
+        "insidetextanchor": "start",
+        "customdata": [[span.words, round(span.end - span.begin, 2)] for span in spans],
+        "hovertemplate": "%{y}: %{customdata[0]}<br>%{customdata[1]} s<extra></extra>",
+        "marker": {"color": _COLOURS[state], "line": {"width": 1, "color": "rgba(128,128,128,0.4)"}},
+    }
+
+
+def _points(name: str, marks: Iterable[Mark], colour: str) -> dict[str, Any]:
+    marks = list(marks)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [round(mark.at, 3) for mark in marks],
+        "y": [mark.row for mark in marks],
+        "customdata": [mark.words for mark in marks],
+        "hovertemplate": "%{x:.1f} s: %{customdata}<extra></extra>",
+        "marker": {"color": colour, "size": 11, "symbol": "diamond", "line": {"width": 1, "color": "#fff"}},
+    }

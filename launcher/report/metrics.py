@@ -1,0 +1,123 @@
+"""A run's metrics lines, read from the run folder and merged over nodes."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.report.outcome import Outcome
+from launcher.report.profile import Profile, analyse
+
+_BLOCK = 1 << 16  # bytes of a metrics file read at once
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics lines of all ranks but the steps, in order of time (see docs/ARCHITECTURE.md). A long run has many
+    millions of steps: they stay in ``files``."""
+
+    lines: tuple[Mapping[str, Any], ...] = ()
+    files: tuple[Path, ...] = ()  #: of all ranks, whole
+    profile: Profile | None = None  #: where their time went; None where they do not tell, or before ``analysed``
+
+    def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
+        return [line for line in self.lines if line.get("kind") == kind]
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """The last ``result`` line; empty when the run did not get there."""
+        found = self.of_kind("result")
+        return found[-1] if found else {}
+
+    def analysed(self) -> Metrics:
+        """With ``profile``; raises FleetError when the analysis fails."""
+        return replace(self, profile=analyse(self.files).profile)
+
+    def summary(self) -> dict[str, Any]:
+        """For result.json: accuracies, epoch times, where the time went, and each rank's mean seeds per second."""
+        result = {key: value for key, value in self.result.items() if key not in ("t", "kind", "rank")}
+        result |= {"profile": dict(self.profile.summary)} if self.profile else {}
+        speed = {str(rank): round(value, 1) for rank, value in self.throughput().items()}
+        return {**result, "seeds_per_s": speed} if speed else result
+
+    def throughput(self) -> dict[int, float]:
+        """Mean seeds per second of each rank over its epochs; the first, which compiles, left out if it can be.
+
+        Ranks take every step together, so an epoch lasts from when the last of them begins it: the others wait for
+        rank 0, which evaluates and saves in between.
+        """
+        by_rank: dict[int, list[Mapping[str, Any]]] = {}
+        lasted: dict[int, float] = {}
+        for line in self.of_kind("epoch"):
+            by_rank.setdefault(line["rank"], []).append(line)
+            lasted[line["epoch"]] = min(line["seconds"], lasted.get(line["epoch"], line["seconds"]))
+        found = {}
+        for rank, epochs in sorted(by_rank.items()):
+            counted = epochs[1:] or epochs
+            seconds = sum(lasted[line["epoch"]] for line in counted)
+            found[rank] = sum(line["seeds"] for line in counted) / seconds if seconds else 0.0
+        return found
+
+    def counted_epochs(self) -> list[int]:
+        """Those that ``throughput`` goes by, ascending."""
+        epochs = sorted({line["epoch"] for line in self.of_kind("epoch")})
+        return epochs[1:] or epochs
+
+
+def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    nodes: dict[int, dict[str, Any]] = {}
+    for outcome in outcomes:
+        node = nodes.setdefault(
+            outcome.node_rank, {"node_rank": outcome.node_rank, "host": outcome.host, "outcomes": []}
+        )
+        node["outcomes"].append(outcome.to_json())
+    return [nodes[node_rank] for node_rank in sorted(nodes)]
+
+
+class _Line(NamedTuple):
+    t: float
+    text: bytes
+    values: Mapping[str, Any]
+
+
+def read_metrics(files: Iterable[Path]) -> Metrics:
+    """Merge metrics files by time; a last line cut short by a killed writer is left out."""
+    files = tuple(files)
+    lines = tuple(line.values for line in _merged(files) if line.values.get("kind") != "step")
+    return Metrics(lines, files)
+
+
+def metrics_lines(files: Iterable[Path]) -> Iterator[Mapping[str, Any]]:
+    """All lines, file by file."""
+    return (line.values for file in files for line in _lines_of(file))
+
+
+def _merged(files: Iterable[Path]) -> Iterator[_Line]:
+    return heapq.merge(*map(_lines_of, files), key=attrgetter("t"))
+
+
+def _lines_of(file: Path) -> Iterator[_Line]:
+    for text in _texts(file):
+        try:
+            values = json.loads(text)
+            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
+        except (ValueError, TypeError, AttributeError):  # cut short, or an own script's
+            continue
+
+
+def _texts(file: Path) -> Iterator[bytes]:
+    """Its lines; it is not kept open, as there may be more ranks than files a program may open."""
+    offset = 0
+    while True:
+        with file.open("rb") as opened:
+            opened.seek(offset)
+            lines = opened.readlines(_BLOCK)
+            offset = opened.tell()
+        if not lines:
+            return
+        yield from lines

@@ -1,0 +1,257 @@
+"""What came of a run: the report as a value, its files, and the text a user reads at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from launcher.errors import FleetError
+from launcher.files import appearing, write_whole
+from launcher.plan.model import NodePlan
+from launcher.report.first_failure import aftermath_of
+from launcher.report.metrics import Metrics, _by_node, _merged
+from launcher.report.outcome import Outcome
+from launcher.report.profile import print_profile
+from launcher.text import count, spans
+
+_TAIL = 1 << 14  # bytes from the end of a metrics file that hold a line
+
+_SHOWN = 8  # files
+
+
+def last_loss(files: Iterable[Path]) -> str:
+    """``last loss: 0.4123, mean of 4 ranks (epoch 3, step 12 of 12)`` by each rank's last step line; '' without any."""
+    lines = [line for line in map(_last_step, files) if line]
+    if not lines:
+        return ""
+    loss = sum(line["loss"] for line in lines) / len(lines)
+    last = max(lines, key=lambda line: (line["epoch"], line["step"]))
+    at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
+    mean = f", mean of {count(len(lines), 'rank')}" if len(lines) > 1 else ""
+    return f"last loss told: {loss:.4f}{mean} ({at})"
+
+
+def output_lines(folder: Path) -> Iterator[str]:
+    """The files under ``folder``/output with their sizes."""
+    top = folder / "output"
+    found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
+    if found:
+        yield f"output: {count(len(found), 'file')} in {top}"
+    for path in found[:_SHOWN]:
+        yield f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}"
+    if len(found) > _SHOWN:
+        yield f"  and {len(found) - _SHOWN:,} more"
+
+
+def _last_step(file: Path) -> Mapping[str, Any]:
+    """The last whole step line; {} without one that tells a loss, as of a file that is not there."""
+    if not file.is_file():
+        return {}
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _TAIL))
+        texts = opened.read().splitlines()
+    return next(filter(None, map(_step, reversed(texts))), {})
+
+
+def _step(text: bytes) -> Mapping[str, Any]:
+    try:
+        line = json.loads(text)
+    except ValueError:  # cut short, or not from its beginning
+        return {}
+    known = isinstance(line, dict) and line.get("kind") == "step"
+    return line if known and all(_is_number(line.get(name)) for name in ("epoch", "step", "loss")) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
+    """What ``--exclude`` takes for those of ``nodes`` whose node_rank is in ``away``: their hosts, or logins where a
+    host has other nodes too; () when nobody would be left."""
+    others = [node for node in nodes if node.node_rank not in away]
+    if not others:
+        return ()
+    staying, taken = {node.host for node in others}, {node.target for node in others}
+    lost = [node for node in nodes if node.node_rank in away]
+    names = (node.host if node.host not in staying else node.target for node in lost)
+    return tuple(name for name in dict.fromkeys(names) if name not in taken)
+
+
+def resume_command(run: str, exclude: Collection[str] = ()) -> str:
+    """``gnnfleet resume RUN --exclude HOST``."""
+    return " ".join([f"gnnfleet resume {run}", *(f"--exclude {name}" for name in exclude)])
+
+
+RunState = Literal["done", "failed", "interrupted", "detached"]
+
+_EXIT_STATUS: Mapping[RunState, int] = {"done": 0, "failed": 1, "interrupted": 130, "detached": 0}
+
+_EPOCHS_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A finished run."""
+
+    run_id: str
+    state: RunState
+    outcomes: tuple[Outcome, ...]
+    first_failure: Outcome | None
+    metrics: Metrics
+    seconds: float
+    folder: Path
+    notes: tuple[str, ...] = field(default=())  #: what could not be collected, or may still run
+    findings: tuple[Mapping[str, Any], ...] = field(default=())  #: of the nodes: nan, stall, straggler
+    stopped_by: str = ""  #: who asked for the end, as ``alice@laptop (gnnfleet stop)``
+    out_of_reach: tuple[str, ...] = ()  #: hosts that nobody could reach in the end, as ``--exclude`` names them
+
+    @property
+    def exit_status(self) -> int:
+        """Of a failed run the highest of all processes that failed by themselves, as Slurm has it."""
+        own = [outcome.own_status for outcome in self.outcomes] if self.state == "failed" else []
+        return max([_EXIT_STATUS[self.state], *own])
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of result.json."""
+        return {
+            "run_id": self.run_id,
+            "state": self.state,
+            "exit_status": self.exit_status,
+            "seconds": round(self.seconds, 3),
+            "nodes": _by_node(self.outcomes),
+            "first_failure": self.first_failure.to_json() if self.first_failure else None,
+            "stopped_by": self.stopped_by,
+            "findings": [dict(finding) for finding in self.findings],
+            "metrics": self._summary(),
+            "notes": list(self.notes),
+        }
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint, if one has come here."""
+        path = self.folder / "checkpoints" / "last.pt"
+        return path if path.exists() else None
+
+    def _summary(self) -> dict[str, Any]:
+        """The metrics' own, with the checkpoint as it lies here instead of on its node."""
+        summary = self.metrics.summary()
+        return summary | ({"checkpoint": str(self.checkpoint)} if self.checkpoint else {})
+
+    def write(self) -> None:
+        """Write result.json and metrics.jsonl, each whole."""
+        with appearing(self.folder / "metrics.jsonl") as out:
+            out.writelines(line.text for line in _merged(self.metrics.files))
+        write_whole(self.folder / "result.json", json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _analysed(report: RunReport) -> RunReport:
+    try:
+        return replace(report, metrics=report.metrics.analysed())
+    except FleetError as error:
+        return replace(report, notes=(*report.notes, str(error)))
+
+
+def print_report(report: RunReport, console: Console) -> None:
+    """The closing text: results, or what failed first and why."""
+    if report.state == "done":
+        _print_done(report, console)
+    elif report.state == "interrupted":
+        by = f" by {report.stopped_by}" if report.stopped_by else ""
+        told = "" if by else "; every node was told to stop"
+        word = "Stopped" if by else "Interrupted"
+        console.print(Text(f"\n{word}{by} after {report.seconds:.0f} s{told}.", "bold yellow"), soft_wrap=True)
+    else:
+        _print_failure(report, console)
+    for finding in report.findings:
+        if not finding.get("stop"):  # one that ended the run leads the report
+            console.print(Text(f"{finding['kind']}: {finding['text']}", "yellow"), soft_wrap=True)
+    if report.checkpoint:
+        again = resume_command(report.run_id, report.out_of_reach)
+        go_on = "" if report.state == "done" else f"; to go on from it: {again}"
+        console.print(Text(f"checkpoint: {report.checkpoint}{go_on}"), soft_wrap=True)
+    for note in report.notes:
+        console.print(Text(f"note: {note}", "yellow"), soft_wrap=True)
+    if (report.folder / "report.html").exists():
+        console.print(Text(f"report: {report.folder / 'report.html'}"), soft_wrap=True)
+    console.print(Text(f"run folder: {report.folder}"), soft_wrap=True)
+
+
+def _print_done(report: RunReport, console: Console) -> None:
+    console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
+    epochs = [line for line in report.metrics.of_kind("epoch") if line["rank"] == 0]
+    if epochs:
+        console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
+    elif last := last_loss(report.metrics.files):
+        console.print(Text(last, "bold"))
+    throughput = report.metrics.throughput()
+    if throughput:
+        told = _throughput_table(throughput, report.outcomes, report.metrics.counted_epochs())
+        console.print(told, soft_wrap=True)
+    if report.metrics.profile:
+        print_profile(report.metrics.profile, console)
+    result = report.metrics.result
+    for split in ("test", "val"):
+        if result.get(f"{split}_accuracy") is not None:
+            console.print(Text(f"{split} accuracy: {result[f'{split}_accuracy']:.4f}", "bold"))
+    for line in output_lines(report.folder):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
+    val = {line["epoch"]: line["accuracy"] for line in evals if line["split"] == "val"}
+    table = Table("epoch", "seconds", "loss", "val accuracy", title=None, box=None, pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    skipped = max(0, len(epochs) - _EPOCHS_SHOWN)
+    for line in epochs[:1] if skipped else []:
+        table.add_row(*_epoch_row(line, val))
+        table.add_row("…", "", "", "")
+    for line in epochs[skipped + 1 :] if skipped else epochs:
+        table.add_row(*_epoch_row(line, val))
+    return table
+
+
+def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float]) -> tuple[str, str, str, str]:
+    accuracy = val.get(line["epoch"])
+    shown = f"{accuracy:.4f}" if accuracy is not None else "–"
+    return str(line["epoch"]), f"{line['seconds']:.2f}", f"{line['loss']:.4f}", shown
+
+
+def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
+    """node_rank by rank."""
+    return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
+
+
+def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome], epochs: Sequence[int]) -> Text:
+    node_of = _nodes_of(outcomes)
+    text = Text("throughput: ")
+    parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
+    text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
+    which = f"{'epoch' if len(epochs) == 1 else 'epochs'} {spans(epochs)}"
+    return text.append(f" seeds/s; all together {sum(throughput.values()):,.0f} (mean of {which})")
+
+
+def _print_failure(report: RunReport, console: Console) -> None:
+    first = report.first_failure
+    console.print()
+    if first is None:
+        console.print(Text("The run failed, and no process left word of why.", "bold red"))
+        return
+    aftermath = aftermath_of(first, report.outcomes)
+    console.print(Text(f"The run failed: {first.sentence}{aftermath.lead}", "bold red"), soft_wrap=True)
+    for line in first.last_lines:
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    log = report.folder / first.log_name
+    if log.exists():
+        console.print(Text(f"log: {log}"), soft_wrap=True)
+    for line in aftermath.lines:
+        console.print(Text(line, "dim"), soft_wrap=True)

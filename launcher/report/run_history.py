@@ -1,0 +1,194 @@
+"""``gnnfleet runs``: what was run, when, on what, and what came of it; reads files of this machine alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from launcher.errors import FleetError, UsageError
+from launcher.report.run_folder import (
+    BEFORE_NODES,
+    FoundRun,
+    LaunchFile,
+    _given_folder,
+    began,
+    known_runs,
+    read_folder,
+    read_plan,
+    read_result,
+    registry_folder,
+)
+from launcher.report.verdict import result_words, seconds_words
+from launcher.text import Column, FittedTable, count
+
+_LISTED = 6
+
+
+def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
+    """The run meant by ``run`` (None: the newest); raises UsageError when there is none, or several."""
+    if run is not None and "/" in run.rstrip("/"):
+        return read_folder(_given_folder(Path(run).expanduser()))
+    known = known_runs(runs_dirs)
+    if not known:
+        raise UsageError(_none_known(run, runs_dirs))
+    if run is None:
+        return read_folder(known[0])
+    wanted = run.rstrip("/")
+    how, names = matching([folder.name for folder in known], wanted)
+    close = [folder for folder in known if folder.name in names]
+    if len(close) == 1:
+        return read_folder(close[0])
+    if not close:
+        raise UsageError(f"no run `{run}` is known here; the newest are {_names(known)} (`gnnfleet runs` lists all)")
+    if not how:
+        raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {_paths(close)}")
+    raise UsageError(
+        f"`{run}` {how} the ids of {len(close)} runs; give more of it, or its last letters. Newest:\n{_listed(close)}"
+    )
+
+
+def matching(ids: Sequence[str], wanted: str) -> tuple[str, list[str]]:
+    """Those of ``ids`` that are ``wanted``, else that begin with it, else end, else hold it; and which, as a verb: it
+    ``begins``, ``ends``, ``is in`` them, '' where it is all of one."""
+    ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+        ("", lambda one: one == wanted),
+        ("begins", lambda one: one.startswith(wanted)),
+        ("ends", lambda one: one.endswith(wanted)),
+        ("is in", lambda one: wanted in one),
+    )
+    found = ((how, [one for one in ids if fits(one)]) for how, fits in ways)
+    return next(((how, names) for how, names in found if names), ("", []))
+
+
+def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
+    places = ", ".join(map(str, [*runs_dirs, registry_folder()]))
+    wanted = f"run `{run}` is not" if run else "no run is"
+    return (
+        f"{wanted} known on this machine (looked in {places}); "
+        "for one that was launched elsewhere give its cluster file: --config cluster.yml"
+    )
+
+
+def _names(folders: Sequence[Path]) -> str:
+    more = ", …" if len(folders) > _LISTED else ""
+    return ", ".join(folder.name for folder in folders[:_LISTED]) + more
+
+
+def _listed(folders: Sequence[Path]) -> str:
+    """A line for each of the newest, with its state."""
+    pass
+
+    newest = folders[:_LISTED]
+    width = max(len(folder.name) for folder in newest)
+    lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
+    return "\n".join([*lines, *(["  …"] if len(folders) > _LISTED else [])])
+
+
+def _paths(folders: Sequence[Path]) -> str:
+    return ", ".join(str(folder) for folder in folders[:_LISTED])
+
+
+_STYLES = {"done": "green", "failed": "red", "never started": "red", "interrupted": "yellow"}
+
+_COLUMNS = (
+    Column("when", 6),
+    Column("run", 9),
+    Column("config", 2, cut_to=12),
+    Column("size", 3),
+    Column("state", 8),
+    Column("took", 5, right=True),
+    Column("result", 7, cut_to=20),
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of the past, or one that may still go on."""
+
+    run_id: str
+    folder: str
+    when: float  #: launched, seconds since the epoch
+    config: str  #: as given to the launch; '' when it was launched elsewhere
+    size: str  #: ``3 nodes × 6 ranks``
+    state: str
+    seconds: float | None
+    test_accuracy: float | None
+    why: str  #: why it ended, in one line
+    resumed_from: str | None
+
+
+def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
+    """All runs known here, the newest first."""
+    return [entry_of(folder) for folder in known_runs(runs_dirs)[:limit]]
+
+
+def entry_of(folder: Path) -> Entry:
+    """What a run's folder tells of it; what is damaged is said in the entry."""
+    try:
+        launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
+    except (FleetError, OSError) as error:
+        return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, None, str(error), None)
+    state, why = _state(launch, result, has_plan=bool(size))
+    return Entry(
+        run_id=launch.run_id if launch else folder.name,
+        folder=str(folder),
+        when=began(folder),
+        config=launch.config if launch else "",
+        size=size,
+        state=state,
+        seconds=result.get("seconds") if result else None,
+        test_accuracy=(result or {}).get("metrics", {}).get("test_accuracy"),
+        why=why,
+        resumed_from=launch.resumed_from if launch else None,
+    )
+
+
+def to_json(entries: Sequence[Entry]) -> str:
+    """For ``--json``: a list, the newest first."""
+    return json.dumps([asdict(entry) for entry in entries], indent=1)
+
+
+def rendered(entries: Sequence[Entry]) -> FittedTable:
+    """A line per run, cut where the terminal ends."""
+    return FittedTable(_COLUMNS, [_row(entry) for entry in entries])
+
+
+def _row(entry: Entry) -> tuple[Text | str, ...]:
+    took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
+    state = Text(entry.state, _STYLES.get(entry.state, "bold"))
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
+    config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
+    return when, entry.run_id, config, entry.size or "–", state, took, Text(" ".join(entry.why.split()))
+
+
+def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
+    """Without asking any node: those that may still run are left to ``gnnfleet status``."""
+    if result is not None and result["state"] != "detached":
+        by = f"stopped by {result['stopped_by']}" if result.get("stopped_by") else ""
+        return result["state"], by or result_words(result) or _first_note(result)
+    if launch is None:
+        return "open", "collected while it ran; gnnfleet status tells more"
+    if launch.alive():
+        return ("running" if launch.stage in ("train", "collect", "end") else "preparing"), ""
+    if launch.alive() is False and (launch.stage in BEFORE_NODES or (launch.stage == "end" and not has_plan)):
+        return "never started", f"its launcher ended during {launch.stage}"
+    gone = "detached" if launch.detached else "its launcher is gone"
+    return "open", f"{gone}; gnnfleet status {launch.run_id} tells how it is"
+
+
+def _size(folder: Path) -> str:
+    plan = read_plan(folder)
+    if plan is None:
+        return ""
+    nodes = count(len(plan.nodes), "node")
+    return f"{nodes} serving" if plan.serve_only else f"{nodes} × {count(plan.world_size, 'rank')}"
+
+
+def _first_note(result: dict[str, Any]) -> str:
+    return next(iter(result.get("notes") or ()), "")

@@ -1,0 +1,1 @@
+"""Carries a plan out: launches, monitors and ends a run."""

@@ -1,0 +1,347 @@
+"""A launch, from config to report: each stage is one function with a value of its own type."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from launcher.command import Secret
+from launcher.config.loader import to_yaml
+from launcher.config.roles import ServingCluster, carried_out
+from launcher.config.schema import ClusterConfig
+from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
+from launcher.files import write_whole
+from launcher.plan.build import make_plan, new_token, offline_plan, with_service_key
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.partition import check_train_seeds, ensure_parts
+from launcher.plan.render import print_placement
+from launcher.plan.serialize import run_json, with_run_file
+from launcher.preflight.preflight import run_preflight
+from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings
+from launcher.report.events import EventLog
+from launcher.report.metrics import Metrics
+from launcher.report.report import RunReport, RunState
+from launcher.report.run_folder import LaunchFile, Stage, clear, register, user_at_host
+from launcher.run.interrupts import Interrupts
+from launcher.run.lifecycle import Going, View, conduct
+from launcher.run.options import LaunchOptions, choose_run_id, run_folder
+from launcher.run.tmux_session import start_session
+from launcher.sync.progress import transfer_progress
+from launcher.sync.push import sync
+from launcher.sync.verify_parts import verify
+from launcher.text import count
+from launcher.transport import Opened, close_all, connect_all
+from launcher.transport.base import Transport
+
+
+@dataclass
+class Attachment:
+    """The serving cluster that a run attaches to, and the key that lets the run in."""
+
+    serving: ServingCluster
+    key: Secret  #: text of the clients' service.key; '' where nothing is encrypted
+    check_reachable: Callable[[LaunchPlan, Mapping[int, Transport]], list[str]]  #: notes; raises PreflightRefused
+    stays: bool = False  #: the run goes on when its launcher leaves
+
+
+#: Opens the serving cluster to the run of this id for the time of a ``with`` block.
+Attach = Callable[[str], AbstractContextManager[Attachment]]
+
+
+class Job:
+    """What all stages of one launch share; its folder says at any moment how far the launch has got."""
+
+    def __init__(self, config: ClusterConfig, options: LaunchOptions, run_id: str, console: Console):
+        self.config, self.options, self.run_id, self.console = config, options, run_id, console
+        self.folder = run_folder(config, run_id)
+        self.file = LaunchFile.mine(
+            run_id,
+            config.name,
+            config=str(options.config),
+            own_command=options.own_command,
+            overrides=options.overrides,
+            resumed_from=options.resumed_from,
+        )
+        self.started = self.file.started
+        self.notes: tuple[str, ...] = ()  #: why nothing was launched, in more words than the error's
+        self.events = self._open_folder()
+
+    def _open_folder(self) -> EventLog:
+        """What others need comes first; with launch.json they see that there is this launch."""
+        try:
+            clear(self.folder)
+            write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
+            if why := register(self.run_id, self.folder):
+                self.say(why, "yellow")
+            self.file.write(self.folder)
+            return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
+        except OSError as error:
+            raise UsageError(
+                f"the run's folder cannot be made: {error.filename or self.folder}: {error.strerror}; "
+                "choose another place with --runs-dir (or `run.runs_dir`)"
+            ) from None
+
+    def at(self, stage: Stage, *, detached: bool = False) -> None:
+        """Write down that ``stage`` begins."""
+        self.file = self.file.at(stage, detached=detached)
+        try:
+            self.file.write(self.folder)
+        except OSError as error:  # a full disk here is no reason to end a run elsewhere
+            self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
+        self.events.add("stage", stage=stage)
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file without which nobody could come back to the run."""
+        try:
+            write_whole(self.folder / name, text, private=True)
+        except OSError as error:
+            raise FleetError(
+                f"{self.folder / name} cannot be written: {error.strerror}; nothing has been started. Make room there, "
+                "or choose another place with --runs-dir (or `run.runs_dir`)"
+            ) from None
+
+    def say(self, text: str, style: str = "") -> None:
+        self.console.print(Text(text, style), soft_wrap=True)
+
+    def give_up(self, state: RunState, why: str, exit_status: int) -> None:
+        """The launch ends without a run to report on."""
+        self.events.add("given-up", stage=self.file.stage, reason=why)
+        if not (self.folder / "result.json").exists():
+            seconds = time.time() - self.started
+            report = RunReport(self.run_id, state, (), None, Metrics(), seconds, self.folder, self.notes or (why,))
+            values = {**report.to_json(), "exit_status": exit_status}
+            try:
+                write_whole(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
+            except OSError as error:
+                self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
+        self.at("end")
+
+
+def launch(config: ClusterConfig, options: LaunchOptions, console: Console, attach: Attach | None = None) -> RunReport:
+    """Launch ``config``, follow the run to its end, bring everything here, and report. ``attach``: of a run that reads
+    its graph from a serving cluster.
+
+    Raises FleetError for what goes wrong before anything runs on the nodes; after that the report says what
+    happened. With ``options.detach`` it returns once the first step has trained.
+    """
+    run_id = choose_run_id(config, options.run_id)
+    # a mistake in the command, or in parts that are here, shows before any connection
+    draft = offline_plan(config, run_id, options.own_command, to_train=True)
+    job = Job(carried_out(config), options, run_id, console)
+    with Interrupts() as interrupts, closing(job.events):
+        try:
+            with attach(run_id) if attach else nullcontext() as attached, connected(job) as attempts:
+                facts, transports = passed_preflight(job, attempts, draft)
+                plan = final_plan(job, facts, attached)
+                if attached:
+                    open_ways(job, attached, plan, transports)
+                report = carry_out(job, plan, facts, transports, interrupts)
+                if attached:
+                    attached.stays = report.state == "detached"
+        except KeyboardInterrupt:
+            job.give_up("interrupted", interrupts.meaning, Interrupted.exit_status)
+            raise Interrupted(interrupts.meaning) from None
+        except OutOfReach:
+            job.at("train", detached=True)
+            raise
+        except FleetError as error:
+            job.give_up("failed", str(error), error.exit_status)
+            raise
+    return report
+
+
+@contextmanager
+def connected(job: Job) -> Iterator[dict[int, Transport | TransportError]]:
+    """A line to every node, or why there is none; closed in the end."""
+    job.events.add("stage", stage="connect")
+    job.say(f"run {job.run_id}: connecting to {count(len(job.config.nodes), 'node')}")
+    attempts = connect_all(job.config)
+    try:
+        yield attempts
+    finally:
+        close_all(attempts)
+
+
+def passed_preflight(
+    job: Job, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, anew: bool = True
+) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
+    """What preflight learned; raises PreflightRefused when a finding stands against the run. ``anew``: there must be
+    nothing of the run on its nodes yet."""
+    job.at("preflight")
+    need = {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
+    report = run_preflight(
+        job.config,
+        attempts,
+        own_command=bool(job.options.own_command),
+        bytes_needed=need,
+        run_id=job.run_id if anew else "",
+    )
+    noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
+    if noteworthy:
+        print_findings(replace(report, findings=tuple(noteworthy)), job.console)
+    job.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
+    if job.options.as_json:
+        report.refuse_if_blocked()  # with what stands in the way, as the table is not part of the JSON
+    if report.blocked:
+        nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
+        raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
+    job.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
+    record_versions(job.events, report.facts)
+    return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
+
+
+def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
+    """What packages the nodes have, once for all that have the same."""
+    alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for k, fact in sorted(facts.items()):
+        alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
+    for versions, nodes in alike.items():
+        events.add("versions", nodes=nodes, versions=dict(versions))
+
+
+def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+    """See that all nodes reach the servers of the cluster that the run attaches to; raises PreflightRefused."""
+    for note in attached.check_reachable(plan, transports):
+        job.say(f"note: {note}", "yellow")
+
+
+def final_plan(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
+    """The plan that is carried out, parts made and secrets drawn."""
+    job.at("partition")
+    manifest = ensure_parts(job.config, job.console) if job.config.makes_parts else None
+    if manifest is not None and not job.options.own_command:
+        check_train_seeds(job.config, manifest)
+    plan = make_plan(
+        job.config,
+        run_id=job.run_id,
+        code_digest=code_digest(),
+        facts=facts,
+        own_command=job.options.own_command,
+        manifest=manifest,
+        token=new_token(),
+        operator=user_at_host(),
+        serving=attached.serving if attached else None,
+    )
+    return with_run_file(with_service_key(plan, attached.key if attached else None))
+
+
+def carry_out(
+    job: Job,
+    plan: LaunchPlan,
+    facts: Mapping[int, NodeFacts],
+    transports: Mapping[int, Transport],
+    interrupts: Interrupts,
+) -> RunReport:
+    """Apply the plan: bring files, start, follow, collect, report."""
+    print_placement(plan, job.console)
+    job.keep("run.json", run_json(plan))
+    interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
+    job.at("sync")
+    bring_files(job, plan, transports)
+    going = Going(
+        plan,
+        transports,
+        job.config.run,
+        job.folder,
+        job.started,
+        View(job.console, job.config.run.on_interrupt, job.options.plain),
+        job.events,
+        epochs=None if job.options.own_command else job.config.train.epochs,
+        offsets={k: fact.clock_offset for k, fact in facts.items()},
+        at_stage=job.at,
+    )
+    report = start_and_conduct(job, going, interrupts)
+    job.at("train" if report.state == "detached" else "end", detached=report.state == "detached")
+    return report
+
+
+def start_and_conduct(job: Job, going: Going, interrupts: Interrupts) -> RunReport:
+    """Start every node, and stay with the run to its end or as long as is wanted."""
+    plan = going.plan
+    where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
+    job.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
+    job.at("start")
+
+    def start(node: NodePlan) -> None:
+        start_session(going.transports[node.node_rank], node, start_timeout=going.run.start_timeout)
+
+    return conduct(
+        going,
+        interrupts,
+        starts={node.node_rank: partial(start, node) for node in plan.nodes},
+        leave_when_trained=job.options.detach,
+        own_command=bool(job.options.own_command),
+    )
+
+
+def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+    """Send what the plan sends; in mode verify, check the parts where they are."""
+    if job.config.data.mode == "verify" and not job.config.data.serving:
+        checked = verify(plan, transports)
+        if not job.options.own_command and not plan.serve_only:
+            check_train_seeds(job.config, checked.manifest)
+        job.say(f"verified {checked.files} files, {decimal(checked.bytes)}, in place")
+        job.events.add("verified", files=checked.files, bytes=checked.bytes)
+    labels = {node.node_rank: node.label for node in plan.nodes}
+    with transfer_progress(job.console, labels) as progress:
+        report = sync(plan, transports, progress, connect_timeout=job.config.run.connect_timeout)
+    need = sum(file.bytes for node in plan.nodes for file in node.files)
+    packed = " (code packed)" if report.bytes_sent + report.bytes_present < need else ""
+    told = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
+    job.say(f"synced {decimal(need)} of files: {told}")
+    for node in report.nodes:
+        job.events.add(
+            "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds
+        )
+
+
+def bytes_needed(draft: LaunchPlan) -> dict[int, int]:
+    """What the plan stores on each node, as far as the parts are there already."""
+    return {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
+
+
+def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
+    """Check every node, print what was found; 0 when a launch (of servers alone: a serve) could go on, else 3."""
+    config, draft = _drafted(config, options)
+    attempts = connect_all(config)
+    try:
+        report = _checked(config, draft, options, attempts)
+    finally:
+        close_all(attempts)
+    print_findings(report, console)
+    if options.as_json:
+        click.echo(json.dumps(asdict(report), indent=1))
+    return 3 if report.blocked else 0
+
+
+def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
+    """The same over lines that are open already."""
+    config, draft = _drafted(config, options)
+    return _checked(config, draft, options, attempts)
+
+
+def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ClusterConfig, LaunchPlan]:
+    serve_only = not config.world_size
+    config = carried_out(config, serve_only=serve_only)
+    return config, offline_plan(config, options.run_id or "check", options.own_command, serve_only=serve_only)
+
+
+def _checked(config: ClusterConfig, draft: LaunchPlan, options: LaunchOptions, attempts: Opened) -> PreflightReport:
+    return run_preflight(
+        config,
+        attempts,
+        own_command=bool(options.own_command),
+        bytes_needed=bytes_needed(draft),
+        run_id=options.run_id or "",
+    )

@@ -1,0 +1,210 @@
+"""What the user sees while a run goes on: log lines with their origin, and below them, on a terminal, the board."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from launcher.plan.model import LaunchPlan
+from launcher.run.live_state import Board
+from launcher.run.live_table import render
+
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
+
+_COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
+
+_EVERY = 5.0  # seconds between progress lines where there is no live view
+
+_NOT_SHOWN = ("supervisor", "server", "runners", "start")  # for when they fail; events come as words of our own
+
+_TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
+
+_HOLD = 3.0  # seconds a traceback is held back: if it ends the run, the report leads with the one that matters
+
+_REFRESH = 0.5  # seconds between two pictures of the live view
+
+_BATCH = 0.1  # seconds of log lines that are printed at once above it
+
+_SHARE = 0.7  # of the terminal's height that the live view may take
+
+Metric = Mapping[str, Any]
+
+
+def without_stamp(line: str) -> str:
+    """A log line without the time stamp that the rank runner put before it."""
+    return _STAMP.sub("", line, count=1)
+
+
+class LiveLog:
+    """Prints lines whole and shows the board; all methods may be called from several threads.
+
+    ``plain``: no live view, but a line of progress every few seconds, as where there is no terminal.
+    """
+
+    def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
+        self.console = console
+        self.board = board or Board.of(plan)
+        self.alive = console.is_terminal and not plain  #: a live view stands below the lines
+        self.question: tuple[str, ...] = ()  #: lines below the live view
+        names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
+        self._width = max(len(name) for name in [*names, "node0/rank0"])
+        self._lock = threading.RLock()
+        self._last_progress = self._last_picture = self._last_print = 0.0
+        self._quiet = False
+        self._held: dict[tuple[int, str], _Held] = {}
+        self._waiting: list[Text] = []
+        self._picture: list[Text] = []
+        self._live = Live(_Below(self), console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveLog:
+        if self.alive:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._print_waiting()
+        self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line of the launcher's own."""
+        with self._lock:
+            self._print_waiting()
+            self.console.print(Text(text, style), soft_wrap=True)
+
+    def ask(self, lines: Sequence[str]) -> None:
+        """Show a question: below the live view, or else as lines; none takes it away."""
+        with self._lock:
+            self.question = tuple(lines)
+            if self.alive:
+                self._refresh(time.monotonic())
+            else:
+                for line in lines:
+                    self.say(line, "bold")
+
+    def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
+        """New lines of a node's ``logs/<name>.log`` or ``metrics-rank<r>.jsonl``."""
+        if file.startswith("metrics-"):
+            for metric in parsed(lines):
+                self.metric(metric)
+        elif file.startswith("logs/"):
+            name = file[len("logs/") : -len(".log")]
+            if name not in _NOT_SHOWN:
+                self.process_lines(node_rank, name, [without_stamp(line) for line in lines])
+
+    def process_lines(self, node_rank: int, name: str, lines: Sequence[str]) -> None:
+        """Print ``node0/rank1 | text`` for each line; a traceback and what follows it wait a moment."""
+        with self._lock:
+            if self._quiet:
+                return
+            source = node_rank, name
+            first = next((i for i, line in enumerate(lines) if _TRACEBACK.match(line)), len(lines))
+            if source in self._held:
+                self._held[source].lines += lines
+                return
+            if first < len(lines):
+                self._held[source] = _Held(time.monotonic() + _HOLD, list(lines[first:]))
+            self._print(source, lines[:first])
+
+    def metric(self, metric: Metric) -> None:
+        """Take in one metrics line: steps are folded into the board."""
+        with self._lock:
+            self.board.metric(metric)
+            now = time.monotonic()
+            if metric.get("kind") == "step" and not self.alive and not self._quiet and self.board.stepping():
+                if now - self._last_progress >= _EVERY:
+                    self._last_progress = now
+                    self.say(self.board.in_one_line())
+
+    def tick(self, *, all_of_them: bool = False) -> None:
+        """To be called now and then: prints tracebacks that did not end the run, and draws the board anew."""
+        with self._lock:
+            now = time.monotonic()
+            for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
+                self._print(source, self._held.pop(source).lines)
+            if self._waiting and (all_of_them or now - self._last_print >= _BATCH):
+                self._print_waiting()
+            if self.alive and now - self._last_picture >= _REFRESH:
+                self._refresh(now)
+
+    def quiet(self) -> None:
+        """The run is being stopped: what processes say from now on is in their logs only."""
+        with self._lock:
+            self._print_waiting()
+            self._quiet = True
+            self._held.clear()
+
+    def picture(self) -> list[Text]:
+        """The board as last drawn: printing a line above it must not cost drawing it anew."""
+        return self._picture
+
+    def _refresh(self, now: float) -> None:
+        width, height = self.console.size
+        room = max(3, int(height * _SHARE))
+        self._picture = render(self.board, width, room, now, self.question)
+        self._last_picture = now
+        self._live.refresh()
+
+    def _print(self, source: tuple[int, str], lines: Sequence[str]) -> None:
+        if not lines:
+            return
+        node_rank, name = source
+        prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
+        if not self.console.is_terminal:
+            self.console.file.write("".join(f"{prefix}{line}\n" for line in lines))
+            self.console.file.flush()
+            return
+        colour = _COLOURS[node_rank % len(_COLOURS)]
+        self._waiting += [Text(prefix, colour) + Text.from_ansi(_CONTROL.sub("", line)) for line in lines]
+        if not self.alive:
+            self._print_waiting()
+
+    def _print_waiting(self) -> None:
+        """One piece of output for many lines, as each one moves the live view."""
+        with self._lock:
+            if self._waiting:
+                self._last_print = time.monotonic()
+                block, self._waiting = Text("\n").join(self._waiting), []
+                self.console.print(block, soft_wrap=True)
+
+
+class _Below:
+    """What ``rich.live`` draws."""
+
+    def __init__(self, log: LiveLog):
+        self.log = log
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.log.picture()
+
+
+@dataclass
+class _Held:
+    until: float  #: monotonic seconds
+    lines: list[str]
+
+
+def parsed(lines: Iterable[str]) -> list[Metric]:
+    """Metrics lines that are JSON objects; an own script may have written others."""
+    found: list[Metric] = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -1,0 +1,221 @@
+"""What is known of a running run, node by node and rank by rank, as the nodes have told it last."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.node.supervisor.vitals import largest
+from launcher.plan.model import LaunchPlan
+from launcher.text import count
+
+Metric = Mapping[str, Any]
+
+_RATE_AFTER = 3.0  # seconds of steps before the time left is worth guessing
+
+OLD_HEARTBEAT = 5.0  #: seconds after which a node's silence is worth a look
+
+
+@dataclass
+class RankRow:
+    """The last step of one rank; None where nothing is known."""
+
+    rank: int
+    node_rank: int
+    epoch: int | None = None
+    step: int | None = None  #: counted from 0
+    steps: int | None = None  #: of this epoch
+    loss: float | None = None
+    seeds_per_s: float | None = None
+    remote_share: float | None = None  #: of the rows gathered, 0 to 1
+    most: str = ""  #: what takes most of a step, as ``forward 41%``
+    t: float = -math.inf  #: of the line, by its node's clock
+    ended: str = ""  #: 'done' or 'failed'
+
+    def take(self, metric: Metric) -> None:
+        """A ``step`` line, or what a node's state says of the last one; older ones and odd values are passed over."""
+        t = _number(metric.get("t"))
+        if t is not None and t < self.t:
+            return
+        self.t = self.t if t is None else t
+        for name in ("epoch", "step", "steps"):
+            value = metric.get(name)
+            setattr(self, name, value if isinstance(value, int) else None)
+        for name in ("loss", "seeds_per_s", "remote_share"):
+            setattr(self, name, _number(metric.get(name)))
+        self.most = most_of(metric)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(epoch, step), to compare; nothing known comes first."""
+        return self.epoch if self.epoch is not None else -1, self.step if self.step is not None else -1
+
+
+@dataclass
+class NodeRow:
+    """How one node is."""
+
+    node_rank: int
+    host: str
+    ranks: tuple[int, ...]
+    state: str = "starting"
+    heard: float | None = None  #: monotonic seconds of the last heartbeat
+    line: str = ""  #: why its line is down; '' while it stands
+    over: bool = False
+    left: bool = False  #: the run goes on without it
+
+    def age(self, now: float) -> float | None:
+        """Seconds since its last heartbeat; None before the first and after the end."""
+        return None if self.heard is None or self.over else max(0.0, now - self.heard)
+
+
+@dataclass
+class Board:
+    """All nodes and ranks of a run. ``epochs`` of it are wanted in all; None: not known."""
+
+    run_id: str
+    nodes: dict[int, NodeRow]
+    ranks: dict[int, RankRow]
+    epochs: int | None = None
+    began: float = field(default_factory=time.monotonic)
+    findings: list[str] = field(default_factory=list)  #: texts, the newest last
+    suspects: set[int] = field(default_factory=set)  #: node_ranks that findings name
+    _first: tuple[float, float] | None = None  # (monotonic, fraction done) at the first step seen
+
+    @staticmethod
+    def of(plan: LaunchPlan, epochs: int | None = None, elapsed: float = 0.0) -> Board:
+        """An empty one for ``plan``, begun ``elapsed`` seconds ago."""
+        nodes = {node.node_rank: NodeRow(node.node_rank, node.target, node.ranks) for node in plan.nodes}
+        ranks = {rank: RankRow(rank, node.node_rank) for node in plan.nodes for rank in node.ranks}
+        return Board(plan.run_id, nodes, ranks, epochs, time.monotonic() - elapsed)
+
+    def state(self, node_rank: int, state: Mapping[str, Any]) -> None:
+        """A heartbeat: ``state.json``."""
+        node = self.nodes[node_rank]
+        node.heard, node.state, node.line = time.monotonic(), str(state["state"]), ""
+        for rank, metric in (state.get("ranks") or {}).items():
+            self.metric({"kind": "step", **metric, "rank": int(rank)})
+
+    def metric(self, metric: Metric) -> None:
+        """A metrics line; those of kinds and ranks it does not know are passed over."""
+        row = self.ranks.get(metric.get("rank", -1))
+        if row is None or metric.get("kind") != "step":
+            return
+        row.take(metric)
+        if self._first is None and (done := self.fraction()) is not None:
+            self._first = time.monotonic(), done
+
+    def finding(self, finding: Mapping[str, Any]) -> None:
+        """One of the supervisors' findings."""
+        self.findings.append(f"{finding['kind']}: {finding['text']}")
+        self.suspects.add(finding["node_rank"])
+        if finding["kind"] in ("client-lost", "server-lost"):
+            self.nodes[finding["node_rank"]].left = True
+
+    def line_lost(self, node_rank: int, why: str) -> None:
+        """The line to a node is down."""
+        self.nodes[node_rank].line = why
+
+    def line_back(self, node_rank: int) -> None:
+        """It stands again."""
+        self.nodes[node_rank].line = ""
+
+    def rank_ended(self, rank: int, *, failed: bool) -> None:
+        """A rank has exited."""
+        self.ranks[rank].ended = "failed" if failed else "done"
+
+    def ended(self, node_rank: int, state: str) -> None:
+        """A node has told its result, or is lost."""
+        node = self.nodes[node_rank]
+        node.state, node.over, node.line = state, True, ""
+
+    def going(self) -> list[RankRow]:
+        """All ranks but those that the run goes on without."""
+        return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
+
+    def stepping(self) -> list[RankRow]:
+        """Ranks that have told a step."""
+        return [row for row in self.going() if row.step is not None]
+
+    def slowest(self) -> RankRow | None:
+        """The rank that is furthest behind."""
+        return min(self.stepping(), key=lambda row: row.place, default=None)
+
+    def fraction(self) -> float | None:
+        """How much of all epochs is done, by the slowest rank."""
+        row = self.slowest()
+        if row is None or not self.epochs or row.epoch is None or row.step is None or not row.steps:
+            return None
+        return min(1.0, (row.epoch - 1 + (row.step + 1) / row.steps) / self.epochs)
+
+    def seconds_left(self, now: float) -> float | None:
+        """At the pace since the first step seen; None while that cannot be said."""
+        done = self.fraction()
+        if done is None or self._first is None:
+            return None
+        since, at_first = now - self._first[0], done - self._first[1]
+        return (1.0 - done) * since / at_first if since > _RATE_AFTER and at_first > 0 else None
+
+    def seeds_per_s(self) -> float:
+        """Of all ranks together."""
+        return sum(row.seeds_per_s or 0.0 for row in self.going())
+
+    def loss(self) -> float | None:
+        """Mean over ranks that have told one."""
+        return mean(row.loss for row in self.going())
+
+    def severity(self, node_rank: int, now: float) -> int:
+        """How much a node deserves a look: 0 most, 3 least."""
+        node = self.nodes[node_rank]
+        if node.state in ("failed", "lost") or any(self.ranks[rank].ended == "failed" for rank in node.ranks):
+            return 0
+        if node.line or node.state == "restarting" or (node.age(now) or 0.0) > OLD_HEARTBEAT:
+            return 1
+        return 2 if node_rank in self.suspects else 3
+
+    def in_one_line(self) -> str:
+        """All ranks together: where the slowest is, the mean loss, the sum of seeds per second."""
+        row, loss = self.slowest(), self.loss()
+        if row is None:
+            return "no step yet" if self.ranks else "serving"
+        shown = "" if loss is None else f"  loss {loss:.4f}"
+        told = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.going())} ranks"
+        return f"{self.at(row)}{shown}  {told}"
+
+    def at(self, row: RankRow) -> str:
+        """``epoch 2 step 17/50``."""
+        step = (row.step or 0) + 1
+        return f"epoch {row.epoch} step {step}" + (f"/{row.steps}" if row.steps else "")
+
+    def what_runs(self) -> str:
+        """``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``: for questions."""
+        running = [node for node in self.nodes.values() if not (node.over or node.left)]
+        text = count(len(running), "node")
+        if not self.ranks:
+            return f"{text}, serving"
+        text += f", {count(sum(len(node.ranks) for node in running), 'rank')}"
+        row = self.slowest()
+        if row is None:
+            return f"{text}; no step yet"
+        of_epochs = f" of {self.epochs}" if self.epochs else ""
+        of_steps = f" of {row.steps}" if row.steps else ""
+        return f"{text}; epoch {row.epoch}{of_epochs}, step {(row.step or 0) + 1}{of_steps}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def most_of(metric: Metric) -> str:
+    """``forward 41%``, by a metrics line or by what a node's state says of it; '' where that tells nothing."""
+    most = largest(metric.get("spent")) or metric.get("most")
+    return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

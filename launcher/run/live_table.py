@@ -1,0 +1,211 @@
+"""The board as lines of a terminal: fitted to its width and height, the nodes that need a look first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from launcher.run.live_state import OLD_HEARTBEAT, Board, NodeRow, RankRow, mean
+from launcher.text import spans
+
+_GAP = "  "
+
+_FINDINGS = 2  # lines of findings
+
+_STYLES = ("bold red", "yellow", "yellow", "")  # by severity
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row as texts."""
+
+    node: str
+    host: str
+    ranks: str
+    state: str
+    epoch: str
+    step: str
+    speed: str
+    loss: str
+    most: str
+    remote: str
+    heartbeat: str
+    severity: int
+
+
+@dataclass(frozen=True)
+class Column:
+    """A title, a text of each line, and when to leave it out: those of the lowest ``worth`` go first."""
+
+    title: str
+    text: Callable[[Line], str]
+    worth: int
+    left: bool = False
+
+
+_COLUMNS = (
+    Column("node", lambda line: line.node, 9, left=True),
+    Column("host", lambda line: line.host, 1, left=True),
+    Column("rank", lambda line: line.ranks, 8),
+    Column("state", lambda line: line.state, 9, left=True),
+    Column("epoch", lambda line: line.epoch, 6),
+    Column("step", lambda line: line.step, 7),
+    Column("seeds/s", lambda line: line.speed, 4),
+    Column("loss", lambda line: line.loss, 5),
+    Column("mostly", lambda line: line.most, 2),
+    Column("remote", lambda line: line.remote, 2),
+    Column("heard", lambda line: line.heartbeat, 3),
+)
+
+
+def render(board: Board, width: int, height: int, now: float, question: Sequence[str] = ()) -> list[Text]:
+    """At most ``height`` lines of at most ``width`` columns; ``now`` in monotonic seconds."""
+    below = [Text(f"! {text}", "yellow") for text in board.findings[-_FINDINGS:]]
+    below += [Text(text, "bold") for text in question]
+    room = max(1, height - 2 - len(below))
+    lines = [Text(header(board, now), "bold"), *_table(*_lines(board, now, room), width), *below]
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+        line.truncate(width, overflow="ellipsis")
+    return lines[: max(1, height)]
+
+
+def header(board: Board, now: float) -> str:
+    """Run id, time, where the slowest rank is, speed of all, time left."""
+    words = [board.run_id, clock(now - board.began)]
+    row = board.slowest()
+    if row is not None:
+        words += [f"epoch {_of(row.epoch, board.epochs)} step {_of((row.step or 0) + 1, row.steps)}"]
+        words += [f"{board.seeds_per_s():,.0f} seeds/s"]
+    left = board.seconds_left(now)
+    if left is not None:
+        words.append(f"about {clock(left)} left")
+    return " · ".join(words)
+
+
+def clock(seconds: float) -> str:
+    """``3:05``, ``1:00:05``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
+    """A line per rank where that fits, else one per node, else the nodes most worth a look; and what is left out."""
+    nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
+    if sum(max(1, len(node.ranks)) for node in nodes) <= room:
+        return [line for node in sorted(nodes, key=_node_rank) for line in _rank_lines(board, node, now)], ""
+    if len(nodes) <= room:
+        return [_node_line(board, node, now) for node in sorted(nodes, key=_node_rank)], ""
+    shown, rest = nodes[: room - 1], nodes[room - 1 :]
+    return [_node_line(board, node, now) for node in shown], _rest(board, rest)
+
+
+def _node_rank(node: NodeRow) -> int:
+    return node.node_rank
+
+
+def _rank_lines(board: Board, node: NodeRow, now: float) -> list[Line]:
+    """The node's name stands in its first line only."""
+    rows = [board.ranks[rank] for rank in node.ranks]
+    if not rows:
+        return [_node_line(board, node, now)]
+    lines = [_line(board, node, [row], now) for row in rows]
+    return [lines[0], *(_nameless(line) for line in lines[1:])]
+
+
+def _nameless(line: Line) -> Line:
+    return Line("", "", *(getattr(line, name) for name in list(Line.__dataclass_fields__)[2:]))
+
+
+def _node_line(board: Board, node: NodeRow, now: float) -> Line:
+    return _line(board, node, [board.ranks[rank] for rank in node.ranks], now)
+
+
+def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
+    """One line for some of a node's ranks: its slowest one's place, the sum of speeds, mean loss and share."""
+    stepping = [row for row in rows if row.step is not None]
+    slowest = min(stepping, key=lambda row: row.place, default=None)
+    age = node.age(now)
+    return Line(
+        node=f"node{node.node_rank}",
+        host=node.host,
+        ranks=spans([row.rank for row in rows]),
+        state=_state(node, rows, age),
+        epoch=_of(slowest.epoch, board.epochs) if slowest else "",
+        step=_of((slowest.step or 0) + 1, slowest.steps).rjust(2 * len(str(slowest.steps)) + 1) if slowest else "",
+        speed=_shown(_sum([row.seeds_per_s for row in stepping]), "{:,.0f}"),
+        loss=_shown(mean(row.loss for row in stepping), "{:.4f}"),
+        most=slowest.most if slowest else "",
+        remote=_shown(mean(row.remote_share for row in stepping), "{:.0%}"),
+        heartbeat="" if age is None else f"{age:.0f} s",
+        severity=board.severity(node.node_rank, now),
+    )
+
+
+def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
+    if node.line:
+        return "line lost"
+    if age is not None and age > OLD_HEARTBEAT:
+        return "silent"
+    ended = {row.ended for row in rows}
+    if "failed" in ended:
+        return "failed"
+    return "done" if ended == {"done"} else node.state
+
+
+def _rest(board: Board, nodes: list[NodeRow]) -> str:
+    """``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
+    states = sorted({node.state for node in nodes})
+    rows = [board.ranks[rank] for node in nodes for rank in node.ranks if board.ranks[rank].step is not None]
+    slowest = min(rows, key=lambda row: row.place, default=None)
+    where = f", {board.at(slowest)} or further" if slowest else ""
+    return f"… {len(nodes)} more nodes: {', '.join(states)}{where}"
+
+
+def _table(lines: list[Line], rest: str, width: int) -> list[Text]:
+    """Titles and lines in columns as wide as they must be; the least worth are left out until they fit."""
+    columns = [column for column in _COLUMNS if any(column.text(line) for line in lines)]
+    while _width(columns, lines) > width and len(columns) > 1:
+        columns.remove(min(columns, key=lambda column: column.worth))
+    widths = [_column_width(column, lines) for column in columns]
+    titles = [column.title for column in columns]
+    table = [Text(_joined(columns, titles, widths), "dim")]
+    for line in lines:
+        cells = [column.text(line) for column in columns]
+        table.append(Text(_joined(columns, cells, widths), _STYLES[line.severity]))
+    return [*table, *([Text(rest, "dim")] if rest else [])]
+
+
+def _joined(columns: list[Column], cells: list[str], widths: list[int]) -> str:
+    padded = (
+        cell.ljust(width) if column.left else cell.rjust(width)
+        for column, cell, width in zip(columns, cells, widths, strict=True)
+    )
+    return _GAP.join(padded).rstrip()
+
+
+def _column_width(column: Column, lines: list[Line]) -> int:
+    return max([len(column.title), *(len(column.text(line)) for line in lines)])
+
+
+def _width(columns: list[Column], lines: list[Line]) -> int:
+    return sum(_column_width(column, lines) for column in columns) + len(_GAP) * (len(columns) - 1)
+
+
+def _of(number: int | None, total: int | None) -> str:
+    return "" if number is None else f"{number}/{total}" if total else str(number)
+
+
+def _shown(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return form.format(value) if math.isfinite(value) else str(value)
+
+
+def _sum(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

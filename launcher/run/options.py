@@ -1,0 +1,146 @@
+"""What the command line asks for, as a value; and the run ids it may name."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.config.consistency import is_run_id
+from launcher.config.importers.base import (
+    FLAG_KEYS,
+    NODES_ONLY,
+    Flags,
+    dataset_overrides,
+    environment_overrides,
+    node_overrides,
+)
+from launcher.config.schema import ClusterConfig
+from launcher.errors import UsageError
+from launcher.report.run_folder import never_ran
+from launcher.text import count
+
+if TYPE_CHECKING:
+    from launcher.config.importers.base import Foreign
+
+#: Option of the command line → config key it sets.
+SHORT_KEYS: Mapping[str, str] = {
+    "name": "name",
+    "epochs": "train.epochs",
+    "batch_size": "train.batch_size",
+    "num_neighbors": "train.fanouts",
+    "num_training_procs": "nodes.*.procs",
+    "resume": "train.resume",
+    "master_addr": "run.master_addr",
+    "master_port": "run.master_port",
+    "runs_dir": "run.runs_dir",
+    "on_interrupt": "run.on_interrupt",
+    "serving": "data.serving",
+}
+
+#: Short options that say nothing to a command of one's own.
+TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """One invocation."""
+
+    config: Path
+    overrides: tuple[str, ...] = ()  #: ``key=value``
+    include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.config.host_filter``; none: all
+    exclude: tuple[str, ...] = ()
+    run_id: str | None = None
+    own_command: tuple[str, ...] = ()
+    as_json: bool = False
+    verbose: bool = False
+    plain: bool = False  #: no live view
+    detach: bool = False  #: return once the first step has trained
+    resumed_from: str | None = None  #: id of the run that this one goes on from
+    flags: Flags = Flags()  #: what other launchers' files are accompanied by
+
+    def choose(self, config: ClusterConfig) -> ClusterConfig:
+        """The hosts and devices that ``--include`` and ``--exclude`` leave."""
+        from launcher.config.host_filter import filtered
+
+        return filtered(config, self.include, self.exclude)
+
+
+def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
+    """The ``key=value`` texts of short options that were given: other hosts and another graph come before those of
+    ``--set``, the others after."""
+    nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
+    environment = environment_overrides(values.get("venv"), values.get("conda"))
+    dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
+    keys = {**SHORT_KEYS, **FLAG_KEYS}
+    short = (f"{key}={values[name]}" for name, key in keys.items() if values.get(name) not in (None, ""))
+    return (*nodes, *dataset, *sets, *environment, *short)
+
+
+def read_config(options: LaunchOptions) -> ClusterConfig:
+    """The config file with the command line's changes and choice of hosts; a file of another launcher is read as ours,
+    which is said on stderr. Raises ConfigError and UsageError."""
+    from launcher.config.importers.detect import read_foreign
+    from launcher.config.loader import load_config
+
+    foreign = read_foreign(options.config, options.flags)
+    if foreign is None:
+        return load_config(options.config, options.overrides, options.choose)
+    overrides, notes = foreign_overrides(options, foreign)
+    config = load_config(options.config, overrides, options.choose, foreign)
+    for line in (f"{options.config}: taken for {foreign.kind} ({count(len(config.nodes), 'host')})", *notes):
+        print(line, file=sys.stderr, flush=True)
+    return config
+
+
+def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The command line as the foreign launcher means it, and notes about it."""
+    from launcher.config.loader import overridden, world_size
+
+    overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]
+    flags = options.flags
+    if flags.master_addr in ("0.0.0.0", "localhost", "127.0.0.1"):
+        overrides = [word for word in overrides if word != f"run.master_addr={flags.master_addr}"]
+        notes.append(f"note: --master_addr {flags.master_addr} is no address for others; it is found by preflight")
+    batch = f"train.batch_size={flags.batch_size}"
+    if foreign.batch_per_process and flags.batch_size is not None and flags.batch_size.isdecimal():
+        overrides = [word for word in overrides if word != batch]
+        tree = overridden(options.config, overrides, foreign, lambda problem: None)
+        processes = world_size(tree, options.choose)
+        whole = int(flags.batch_size) * max(1, processes)
+        overrides.append(f"train.batch_size={whole}")
+        notes.append(
+            f"note: --batch_size {flags.batch_size} is per process there; over all {processes} processes it is {whole}"
+        )
+    return tuple(overrides), tuple(notes)
+
+
+def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
+    """The run id asked for, or ``<name>-YYYYmmdd-HHMMSS-xxxx``; refuses unusable and used ones. One whose launch was
+    refused or interrupted before anything ran can be used again."""
+    if wanted is None:
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
+        return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    check_run_id(wanted, "--run-id")
+    folder = run_folder(config, wanted)
+    if folder.exists() and not never_ran(folder):
+        raise UsageError(f"--run-id {wanted}: {folder} exists already; choose another id")
+    return wanted
+
+
+def check_run_id(wanted: str, option: str) -> None:
+    """Raises UsageError where ``wanted``, given by ``option``, cannot be the id of a run."""
+    if not is_run_id(wanted):
+        raise UsageError(
+            f"{option} {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
+        )
+
+
+def run_folder(config: ClusterConfig, run_id: str) -> Path:
+    """Where this run's files are kept on this machine."""
+    return Path(config.run.runs_dir).expanduser() / run_id

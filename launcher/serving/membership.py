@@ -1,0 +1,217 @@
+"""The nodes of a serving cluster, from its config file and from what it is already: pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from launcher.command import Secret
+from launcher.config.roles import Standing, serving_config
+from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.errors import TransportError, UsageError
+from launcher.plan.build import make_plan, new_token, with_service_key
+from launcher.plan.files import code_digest
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated, target_text
+from launcher.plan.partition import ensure_parts
+from launcher.plan.placement import node_login
+from launcher.plan.serialize import with_run_file
+from launcher.report.run_folder import user_at_host
+from launcher.serving.cluster_state import NodeThere, ServeJob, read_described
+from launcher.transport.base import Transport
+
+Lines = Mapping[int, Transport | TransportError]
+
+
+@dataclass(frozen=True)
+class Standings:
+    """A serving cluster before anything is changed: its nodes as wanted, lines to them, and how they are."""
+
+    roster: Roster
+    lines: Lines
+    plan: LaunchPlan | None = None  #: None: there is none of that name
+    seen: Mapping[int, NodeThere] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Nodes whose supervisor works."""
+        return tuple(k for k, one in self.seen.items() if one.view.alive)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Nodes of the cluster that cannot be asked."""
+        return tuple(k for k, one in self.seen.items() if one.view.unreachable and one.view.node.parts)
+
+    @property
+    def stands(self) -> bool:
+        """Whether something of it runs, or may run where nobody can look."""
+        return bool(self.alive or self.away)
+
+    @property
+    def to_start(self) -> tuple[int, ...]:
+        """Nodes that are new, or in reach and dead."""
+        roster = self.roster
+        skip = {*self.alive, *self.away, *roster.gone, *roster.absent}
+        return tuple(k for k in range(len(roster.config.nodes)) if k not in skip)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """All nodes of a serving cluster in node_rank order: those it has keep their numbers, new ones come behind."""
+
+    config: ClusterConfig
+    joined: tuple[int, ...] = ()  #: have no parts yet
+    gone: tuple[int, ...] = ()  #: hold parts, but the config file lists them no more
+    absent: tuple[int, ...] = ()  #: were taken out before
+
+
+def wanted_cluster(config: ClusterConfig) -> ClusterConfig:
+    """What ``gnnfleet serve`` makes of a config file; raises UsageError where nothing in it can serve."""
+    if config.data.serving is not None:
+        raise UsageError(
+            f"data.serving: this config attaches to serving cluster {config.data.serving}, and one that serves holds "
+            "the graph itself; leave that key out and name a data.dataset"
+        )
+    if not any(node.holds for node in config.nodes):
+        raise UsageError("nothing to serve from: every node is a client; give the hosts of the graph `role: server`")
+    return serving_config(replace(config, run=replace(config.run, on_client_loss="stop")))
+
+
+def first_roster(wanted: ClusterConfig) -> Roster:
+    """Of a cluster that begins."""
+    return Roster(wanted, tuple(range(len(wanted.nodes))))
+
+
+def roster_of(plan: LaunchPlan, known: ClusterConfig | None, wanted: ClusterConfig) -> Roster:
+    """Of the cluster that ``plan`` has made, now that ``wanted`` is asked for; ``known``: by which it was made.
+
+    A node is known by its login, several on one machine by their order.
+    """
+    names = _numbered([target_text(node_login(wanted, node)) for node in wanted.nodes])
+    left = dict(zip(names, wanted.nodes, strict=True))
+    nodes: list[NodeConfig] = []
+    joined: list[int] = []
+    gone: list[int] = []
+    absent: list[int] = []
+    for node, name in zip(plan.nodes, _numbered([node.target for node in plan.nodes]), strict=True):
+        listed = left.pop(name, None)
+        nodes.append(listed or _config_of(node, known))
+        if not node.parts:
+            (joined if listed else absent).append(node.node_rank)
+        elif listed is None:
+            gone.append(node.node_rank)
+    joined += range(len(nodes), len(nodes) + len(left))
+    config = replace(wanted, nodes=(*nodes, *left.values()), data=replace(wanted.data, num_parts=plan.num_parts))
+    return Roster(config, tuple(joined), tuple(gone), tuple(absent))
+
+
+def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Equal names told apart by their order."""
+    seen: Counter[str] = Counter()
+    numbered = []
+    for name in names:
+        numbered.append((name, seen[name]))
+        seen[name] += 1
+    return numbered
+
+
+def _config_of(node: NodePlan, known: ClusterConfig | None) -> NodeConfig:
+    """How a node that the file lists no more was reached."""
+    if known is not None and node.node_rank < len(known.nodes):
+        return known.nodes[node.node_rank]
+    if node.login is None:
+        return NodeConfig("localhost", role="server")
+    return NodeConfig(node.login.host, node.login.port, node.login.user, role="server")
+
+
+def shares(held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts: int) -> dict[int, tuple[int, ...]]:
+    """Parts of each node: ``held`` stay; who joined gets copies, as many as the average holder, those with the fewest
+    holders first."""
+    holders = [parts for parts in held.values() if parts]
+    many = max(1, round(sum(map(len, holders)) / max(1, len(holders))))
+    copies = Counter(part for parts in holders for part in parts)
+    given: dict[int, tuple[int, ...]] = dict(held)
+    for node_rank in joined:
+        rarest = sorted(range(num_parts), key=lambda part: (copies[part], part))[:many]
+        copies.update(rarest)
+        given[node_rank] = tuple(sorted(rarest))
+    return given
+
+
+def too_few(held: Mapping[int, tuple[int, ...]], gone: Sequence[int], config: ClusterConfig) -> tuple[int, ...]:
+    """Parts that fewer nodes hold, those in ``gone`` not counted, than ``config`` wants."""
+    copies = Counter(part for node_rank, parts in held.items() if node_rank not in gone for part in parts)
+    return tuple(part for part in sorted(copies) if copies[part] < config.data.replicas)
+
+
+def only_holders(held: Mapping[int, tuple[int, ...]], gone: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Of each node in ``gone``: the parts that no node beside those in ``gone`` holds; none for most."""
+    rest = {part for node_rank, parts in held.items() if node_rank not in gone for part in parts}
+    last = {node_rank: tuple(part for part in held[node_rank] if part not in rest) for node_rank in gone}
+    return {node_rank: parts for node_rank, parts in last.items() if parts}
+
+
+def final_plan(
+    job: ServeJob, found: Standings, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
+) -> LaunchPlan:
+    """The whole cluster: nodes that run as they were planned, those to start made anew."""
+    job.at("partition")
+    config = found.roster.config
+    manifest = ensure_parts(config, job.console) if config.makes_parts else None
+    plan = make_plan(
+        _addressed(found, facts),
+        run_id=job.run_id,
+        code_digest=code_digest(),
+        facts=facts,
+        manifest=manifest,
+        token=new_token(),
+        operator=user_at_host(),
+        serve_only=True,
+        standing=_standing(found, held),
+    )
+    return with_run_file(with_service_key(_with_kept(plan, found, facts), service_key(found)))
+
+
+def _with_kept(plan: LaunchPlan, found: Standings, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
+    """``plan`` with the nodes that are not started now as they are; they get to know of the others."""
+    old = {node.node_rank: node for node in found.plan.nodes if node.node_rank not in facts} if found.plan else {}
+    cluster = text_of(plan, "cluster.json")
+    nodes = [_kept(old[node.node_rank], node.parts, cluster) if node.node_rank in old else node for node in plan.nodes]
+    return replace(plan, nodes=tuple(nodes))
+
+
+def _kept(node: NodePlan, parts: tuple[int, ...], cluster: str) -> NodePlan:
+    files = generated(f"{node.run_dir}/cluster.json", cluster), PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
+    return replace(node, parts=parts, files=files)
+
+
+def _standing(found: Standings, held: Mapping[int, tuple[int, ...]]) -> Standing | None:
+    """What stays as it is."""
+    if found.plan is None:
+        return None
+    versions = [found.plan.version]
+    for one in found.seen.values():
+        if "cluster.json" in one.files:
+            versions.append(read_described(one.files["cluster.json"], one.view.node.label).version)
+    ports = {node.node_rank: node.service_port for node in found.plan.nodes if node.parts and node.service_port}
+    parts = {k: () if k in found.roster.gone else parts for k, parts in held.items()}
+    return Standing(max(versions) + 1, parts, ports)
+
+
+def _addressed(found: Standings, facts: Mapping[int, NodeFacts]) -> ClusterConfig:
+    """The config with the addresses that preflight once found for nodes that are not looked at now."""
+    if found.plan is None:
+        return found.roster.config
+    known = {node.node_rank: node.address for node in found.plan.nodes if node.node_rank not in facts}
+    nodes = [replace(node, address=known.get(k, node.address)) for k, node in enumerate(found.roster.config.nodes)]
+    return replace(found.roster.config, nodes=tuple(nodes))
+
+
+def service_key(found: Standings) -> Secret:
+    """The cluster's key pair, which all its servers share; '' when there is none yet."""
+    return Secret(next((one.files["service.key"] for one in found.seen.values() if "service.key" in one.files), ""))
+
+
+def text_of(plan: LaunchPlan, name: str) -> str:
+    """A file that is the same on all nodes, as the plan has it."""
+    return next(file.content for file in plan.nodes[0].files if file.dest.endswith(f"/{name}"))

@@ -1,0 +1,211 @@
+"""Start graph servers and wait until they serve; when one does not, nothing is left of those that were started."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from launcher.command import Command
+from launcher.config.schema import RunConfig
+from launcher.errors import FleetError, TransportError
+from launcher.fanout import on_nodes
+from launcher.manage.node_views import if_there, look_at, was_absent
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.report.run_folder import user_at_host
+from launcher.report.verdict import NodeView
+from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
+from launcher.serving.cluster_state import NodeThere, remove_files
+from launcher.transport.base import Transport
+
+_EVERY = 0.5  # seconds between two looks
+
+_SLACK = 15.0  # seconds a supervisor may take beyond start_timeout to say that it failed
+
+_STOP = 5.0
+
+_ENDED = "state.json result.json team.json server.ready server_stats.json control outcomes procs clients".split()
+
+_NO_FILES = ("--only", "")
+
+
+def clear_node(node: NodePlan, line: Transport, *, keeps_key: bool) -> None:
+    """End what a dead supervisor has left, and remove what would be taken for news of the next one."""
+    words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
+    program = f"{node.code_dir}/launcher/node/control.py"
+    done = line.run(if_there(node, (program, *words, "--why", "gnnfleet serve")), timeout=_STOP + STOP_EXTRA)
+    if done.returncode and not was_absent(done):
+        said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
+        raise FleetError(f"{node.label}: what is left of its last graph server cannot be ended: {' '.join(said[-1:])}")
+    names = _ENDED if keeps_key else [*_ENDED, "service.key"]
+    remove_files(line, [f"{node.run_dir}/{name}" for name in names])
+
+
+def bring_up(plan: LaunchPlan, lines: Mapping[int, Transport], run: RunConfig) -> None:
+    """Start all nodes of ``plan``, whose files are there, and return when all serve.
+
+    Raises FleetError with the first cause; no node of ``plan`` is left running then, nor after Ctrl-C.
+    """
+    nodes = {node.node_rank: node for node in plan.nodes}
+    try:
+        on_nodes(nodes, lambda k: start_session(lines[k], nodes[k], start_timeout=run.start_timeout)).or_raise()
+        _await_serving(nodes, lines, time.monotonic() + run.start_timeout + _SLACK)
+    except BaseException as error:
+        left = _stop_all(nodes, lines, run.grace)
+        if left and isinstance(error, FleetError):
+            raise FleetError(f"{error}\n" + "\n".join(left)) from error
+        raise
+
+
+def _await_serving(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], deadline: float) -> None:
+    waiting = set(nodes)
+    while waiting:
+        views = on_nodes(waiting, lambda k: look_at(nodes[k], lines[k], _NO_FILES)).or_raise()
+        ended = [view for view in views.values() if view.result is not None or view.lost]
+        if ended:
+            raise FleetError(_why_ended(min(ended, key=_when), lines))
+        waiting = {k for k, view in views.items() if view.word != "serving"}
+        if waiting and time.monotonic() > deadline:
+            late = ", ".join(nodes[k].label for k in sorted(waiting))
+            raise FleetError(f"{late}: no graph server there, and no word of why; see {_log(nodes[min(waiting)])}")
+        if waiting:
+            time.sleep(_EVERY)
+
+
+def _when(view: NodeView) -> float:
+    cause: Mapping[str, Any] = (view.result or {}).get("cause") or {}
+    return float(cause.get("t", view.now)) - view.offset
+
+
+def _why_ended(view: NodeView, lines: Mapping[int, Transport]) -> str:
+    """The node's own words, and the last of its graph server."""
+    result = view.result or {}
+    why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
+    tail = [line for one in result.get("outcomes", ()) if one["name"] == "server" for line in one["tail"]]
+    said = "".join(f"\n  {line}" for line in tail[-12:])
+    return f"{view.node.label}: {why}{said}\nits log: {_log(view.node)}"
+
+
+def _log(node: NodePlan) -> str:
+    where = "" if node.login is None else f"{node.target}:"
+    return f"{where}{node.run_dir}/logs/server.log"
+
+
+def _stop_all(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], grace: float) -> list[str]:
+    """What may go on running, in words."""
+
+    def stop(k: int) -> None:
+        asked = {"by": user_at_host(), "why": "gnnfleet serve"}
+        report = stop_session(lines[k], nodes[k], timeout=grace + STOP_EXTRA, **asked)
+        if not report.stopped:
+            raise FleetError(f"still running: {', '.join(report.leftovers)}")
+
+    errors = on_nodes(nodes, stop).errors
+    return [f"{nodes[k].label} may still run: {error}. {how_to_stop(nodes[k])}" for k, error in errors.items()]
+
+
+Lines = Mapping[int, Transport | TransportError]
+
+_TOLD = ("run.json", "cluster.json")  # the last one is what servers look at
+
+
+def tell_others(plan: LaunchPlan, lines: Lines, but: Sequence[int]) -> list[str]:
+    """Give the nodes that go on (all but those) the plan as it is now; of those that do not get it, why."""
+    others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in but}
+
+    def tell(k: int) -> None:
+        line = lines[k]
+        if isinstance(line, TransportError):
+            raise line
+        for name in _TOLD:
+            file = next(file for file in others[k].files if file.dest.endswith(f"/{name}"))
+            line.write(file.content.encode(), file.dest, mode=file.mode)
+
+    errors = on_nodes(others, tell).errors
+    return [
+        f"{others[k].label} has not been told of the change ({_reason(error)}); when it can be reached, serve again"
+        for k, error in sorted(errors.items())
+    ]
+
+
+def stop_gone(
+    nodes: Mapping[int, NodePlan], lines: Lines, there: Mapping[int, NodeThere], gone: Sequence[int], grace: float
+) -> list[str]:
+    """Stop the nodes that were taken out; of those that may still run, why."""
+
+    def stop(k: int) -> None:
+        line = lines[k]
+        if isinstance(line, TransportError):
+            raise line
+        report = stop_session(line, nodes[k], timeout=grace + STOP_EXTRA, by=user_at_host(), why="gnnfleet serve")
+        if not report.stopped:
+            raise FleetError(f"still running: {', '.join(report.leftovers)}")
+
+    alive = [k for k in gone if there[k].view.alive or there[k].view.unreachable]
+    errors = on_nodes(alive, stop).errors
+    return [
+        f"{nodes[k].label} was taken out, but may still run: {_reason(error)}. {how_to_stop(nodes[k])}"
+        for k, error in sorted(errors.items())
+    ]
+
+
+def _reason(error: Exception) -> str:
+    return error.message if isinstance(error, TransportError) else str(error)
+
+
+_TIMEOUT = 30.0
+
+#: $1 file, $2 who, $3 run folder. Exit status 9: somebody else's turn, with who on stdout; 8: a supervisor works there,
+#: as its heartbeat of each second shows. A file left by a dead launcher counts for an hour.
+_TAKE = """
+mkdir -p -- "$(dirname -- "$1")" && find "$1" -mmin +60 -delete 2>/dev/null
+if ! (set -C; printf %s "$2" >"$1") 2>/dev/null; then
+  [ -e "$1" ] || exit 1
+  cat -- "$1"; exit 9
+fi
+[ ! -e "$3/result.json" ] && beat=$(stat -c %Y "$3/state.json" 2>/dev/null) || exit 0
+[ $(($(date +%s) - beat)) -gt 4 ] || { rm -- "$1"; exit 8; }
+"""
+
+_TAKEN, _STARTED = 9, 8
+
+
+@contextmanager
+def own_turn(plan: LaunchPlan, lines: Mapping[int, Transport]) -> Iterator[None]:
+    """Nobody else starts the nodes of ``plan`` meanwhile; raises FleetError when somebody does, or just has."""
+    nodes = {node.node_rank: node for node in plan.nodes}
+    taken: set[int] = set()
+
+    def take(k: int) -> None:
+        _take(nodes[k], lines[k], plan.run_id)
+        taken.add(k)
+
+    try:
+        on_nodes(nodes, take).or_raise()
+        yield
+    finally:
+        on_nodes(taken, lambda k: _give_back(nodes[k], lines[k]))
+
+
+def _file(node: NodePlan) -> str:
+    return f"{node.run_dir}.starting"
+
+
+def _take(node: NodePlan, line: Transport, name: str) -> None:
+    done = line.run(Command(("bash", "-c", _TAKE, "bash", _file(node), user_at_host(), node.run_dir)), timeout=_TIMEOUT)
+    if done.returncode == _STARTED:
+        raise FleetError(f"{node.label}: its graph server has been started meanwhile; serve again")
+    if done.returncode == _TAKEN:
+        who = done.stdout.decode("utf-8", "replace").strip().splitlines()[-1:] or ["somebody"]
+        raise FleetError(
+            f"{node.label}: {who[0]} is starting serving cluster {name} at this moment; when that is done, serve again "
+            f"(should it have died: remove {_file(node)} there)"
+        )
+    if done.returncode:
+        raise FleetError(f"{node.label}: {_file(node)} cannot be written: {done.stderr.decode('utf-8', 'replace')}")
+
+
+def _give_back(node: NodePlan, line: Transport) -> None:
+    with suppress(TransportError, FleetError):  # then it counts no more in an hour
+        remove_files(line, [_file(node)])

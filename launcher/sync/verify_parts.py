@@ -1,0 +1,133 @@
+"""Mode verify: the parts are on the nodes already; see that they are whole, and the same for all."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import RemoteFileError, SyncError
+from launcher.fanout import on_nodes
+from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.partition import PartFile, PartitionFiles, parse_manifest
+from launcher.sync.push import ask_files, hash_time
+from launcher.transport.base import Transport
+
+_SHOWN = 12
+
+_WORDS = {
+    "missing": "is missing",
+    "partial": "is missing (an unfinished transfer lies beside it)",
+    "different": "differs from the manifest",
+}
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """All nodes hold the same manifest, and each its own parts, the shared files, and the edges of all parts where the
+    plan wants them everywhere."""
+
+    manifest: PartitionFiles
+    files: int  #: checked, over all nodes
+    bytes: int
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+
+def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
+    """Check digests in place, all nodes at once; raises SyncError that names each node, host and file."""
+    nodes = {node.node_rank: node for node in plan.nodes if node.parts}
+    raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
+    _all_have_one(list(nodes.values()), raw)
+    manifests = {k: _parsed(nodes[k], text) for k, text in raw.items() if text is not None}
+    _all_the_same(plan, manifests)
+    replicated = plan.topology.replicated
+    wanted = {k: manifest.of_parts(nodes[k].parts, replicated=replicated) for k, manifest in manifests.items()}
+    answers = on_nodes(nodes, lambda k: _wrong_files(nodes[k], transports[k], wanted[k])).or_raise()
+    wrong = [line for k in sorted(answers) for line in answers[k]]
+    if wrong:
+        more = [f"… and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        remedy = "Bring these files over again, or make the partition anew, then launch again"
+        raise SyncError("\n".join([*wrong[:_SHOWN], *more, remedy]))
+    files = [file for k in wanted for file in wanted[k]]
+    return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
+
+
+def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / "manifest.json"
+        try:
+            transport.download(f"{node.data_dir}/manifest.json", here)
+        except RemoteFileError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+        return here.read_bytes()
+
+
+def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) -> None:
+    missing = [node for node in nodes if raw[node.node_rank] is None]
+    if len(missing) == len(nodes):
+        raise SyncError(
+            f"no node has a manifest.json in {nodes[0].data_dir}. With data.mode verify nothing is made at "
+            "launch: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
+            "or use data.mode sync"
+        )
+    if missing:
+        lines = [f"{node.label}: no {node.data_dir}/manifest.json" for node in missing]
+        raise SyncError(
+            "\n".join([*lines, "Mount the folder there, or give its path there as `data_folder` of the node"])
+        )
+
+
+def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
+    try:
+        return parse_manifest(raw, node.data_dir)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
+
+
+def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:
+    first, *others = (node for node in plan.nodes if node.parts)
+    common = manifests[first.node_rank]
+    if common.num_parts != plan.num_parts:
+        raise SyncError(
+            f"{first.label}: {first.data_dir} holds {common.num_parts} parts, the config asks for "
+            f"{plan.num_parts}; set data.num_parts, or make the partition anew"
+        )
+    for node in others:
+        if manifests[node.node_rank].files[-1].sha256 != common.files[-1].sha256:
+            raise SyncError(
+                f"{node.label}: {node.data_dir}/manifest.json is another than {first.label} has "
+                f"({first.data_dir}/manifest.json); the nodes must hold parts of one and the same partition"
+            )
+
+
+def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ...]) -> list[str]:
+    entries: list[dict[str, Any]] = [
+        {"path": f"{node.data_dir}/{file.path}", "bytes": file.bytes, "sha256": file.sha256} for file in files
+    ]
+    request = {"op": "inventory", "files": entries, "folders": []}
+    found = ask_files(transport, node, request, hash_time(files))["files"]
+    gone = _missing_folders(found, node.data_dir)
+    lines = [f"{node.label}: {folder} is missing, with all its {count} files" for folder, count in gone.items()]
+    wrong = [state for state in found if state["state"] != "present" and _top(state, node.data_dir) not in gone]
+    return lines + [f"{node.label}: {state['path']} {state['error'] or _WORDS[state['state']]}" for state in wrong]
+
+
+def _top(state: Mapping[str, Any], data_dir: str) -> str:
+    """``<data_dir>/part1`` for the state of a file in there."""
+    return f"{data_dir}/{state['path'].removeprefix(f'{data_dir}/').partition('/')[0]}"
+
+
+def _missing_folders(found: Iterable[Mapping[str, Any]], data_dir: str) -> dict[str, int]:
+    """Folders of parts of which no file is there, and how many files that is."""
+    states: dict[str, list[str]] = {}
+    for state in found:
+        states.setdefault(_top(state, data_dir), []).append(state["state"])
+    return {top: len(all_of) for top, all_of in states.items() if len(all_of) > 1 and set(all_of) == {"missing"}}

@@ -1,0 +1,95 @@
+"""Who imports whom in a checkout, read from the source: modules, packages, and circles among them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+PACKAGES = ("launcher", "trainer")
+
+
+@dataclass(frozen=True)
+class Module:
+    """One Python file."""
+
+    name: str  #: dotted; of a package's ``__init__.py`` the package's
+    path: Path
+
+    @cached_property
+    def body(self) -> list[ast.stmt]:
+        return ast.parse(self.path.read_text()).body
+
+    @property
+    def package(self) -> str:
+        """The package whose folder holds the file."""
+        return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
+
+
+def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[str, Module]:
+    """Every module of ``packages`` by dotted name."""
+    found = {}
+    for path in sorted(path for package in packages for path in (repository / package).rglob("*.py")):
+        words = path.relative_to(repository).with_suffix("").parts
+        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        found[name] = Module(name, path)
+    return found
+
+
+def imported(module: Module, known: Collection[str], at_import: bool = False) -> Iterator[str]:
+    """Dotted names that ``module`` imports: a module among ``known`` where it is one, else as written.
+
+    Imports inside functions count as well, and those for type checkers, unless ``at_import``. Raises ``ValueError`` for
+    a relative import.
+    """
+    body = [node for node in module.body if not at_import or _runs_at_import(node)]
+    for node in (inner for outer in body for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or not node.module:
+                raise ValueError(f"{module.path}:{node.lineno}: relative import")
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in known else node.module for name in names)
+
+
+def _runs_at_import(node: ast.stmt) -> bool:
+    checking_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return not checking_only and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """Which modules each module imports when it is imported."""
+    return {
+        name: {other for other in imported(module, modules, at_import=True) if other in modules and other != name}
+        for name, module in modules.items()
+    }
+
+
+def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """From which other packages the files of each package import, imports inside functions included."""
+    graph: dict[str, set[str]] = {module.package: set() for module in modules.values()}
+    for module in modules.values():
+        others = {modules[name].package for name in imported(module, modules) if name in modules}
+        graph[module.package] |= others - {module.package}
+    return graph
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Groups of two or more names that reach each other (strongly connected components), the largest first."""
+    reached = {name: _reached(graph, name) for name in graph}
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
+    return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
+
+
+def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    """Names at the end of a way of one step or more."""
+    found: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found

@@ -1,0 +1,46 @@
+""".ci/run: in which order, and what it makes of slow tests that fail or that time does not suffice for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CUT_OFF = "!!!!!! xdist.dsession.Interrupted: session-timeout: 2000.0 sec exceeded !!!!!!"
+FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
+
+
+def ci(folder: Path, make: str) -> tuple[int, list[str], str]:
+    """Status, `make` calls and last line of .ci/run where ``make`` (a script; $1 is the target) is called instead."""
+    shutil.copytree(REPOSITORY / ".ci", folder / ".ci")
+    (folder / "make").write_text(f'#!/bin/sh\necho "$*" >> {folder}/calls\ncase $1 in\n{make}\nesac\n')
+    (folder / "make").chmod(0o755)
+    env = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run([folder / ".ci/run"], env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, (folder / "calls").read_text().splitlines(), (done.stdout.splitlines() or [""])[-1]
+
+
+@pytest.mark.parametrize(
+    ("slow", "status", "last"),
+    [
+        pytest.param("echo 90 passed", 0, "slow tests passed", id="pass"),
+        pytest.param(f"echo '{FAILED}'; exit 2", 1, "slow tests failed", id="fail"),
+        pytest.param(f"echo '{CUT_OFF}'; exit 2", 0, "were cut off by time", id="cut off"),
+        pytest.param(f"echo '{FAILED}'; echo '{CUT_OFF}'; exit 2", 1, "slow tests failed", id="fail, then cut off"),
+        pytest.param("exit 124", 0, "were cut off by time", id="killed"),
+        pytest.param("exit 3", 1, "ended with status 3", id="internal error"),
+    ],
+)
+def test_slow_tests(tmp_path: Path, slow: str, status: int, last: str) -> None:
+    returned, calls, said = ci(tmp_path, f"test-slow) {slow};;")
+    assert (returned, last in said) == (status, True), said
+    assert calls[:2] == ["check", "test"] and calls[2].startswith("test-slow ARGS=--session-timeout=4")
+
+
+@pytest.mark.parametrize(("target", "calls"), [("check", ["check"]), ("test", ["check", "test"])])
+def test_check_and_tests_come_first_and_may_not_fail(tmp_path: Path, target: str, calls: list[str]) -> None:
+    assert ci(tmp_path, f"{target}) exit 2;;")[:2] == (2, calls)

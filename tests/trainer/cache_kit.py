@@ -1,0 +1,97 @@
+"""Hosts of a partition in one process: each with its own parts, asking the others directly, a thread for each rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from trainer.core.batch_cost import Cost
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.store.part_store import open_parts
+
+
+class Owner:
+    """What asks a host's graph, without a network."""
+
+    def __init__(self, part_ids: Sequence[int], local: LocalGraph):
+        self.part_ids, self.name, self._local = tuple(part_ids), f"host of {part_ids}", local
+
+    def submit_sample(self, requests: Any) -> Any:
+        return _answer(self._local.sample_hops(requests))
+
+    def submit_gather(self, requests: Any) -> Any:
+        return _answer(self._local.gather(requests))
+
+
+def _answer(value: Any) -> Any:
+    return SimpleNamespace(result=lambda timeout=None: value)
+
+
+@dataclass
+class _Meeting:
+    size: int
+    values: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size, timeout=60)
+        self.values = [None] * self.size
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Ranks that are threads."""
+
+    rank: int
+    meeting: _Meeting
+
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
+    def gather(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        found = list(self.meeting.values)
+        self.meeting.barrier.wait()
+        return found
+
+    def agree(self, work: Callable[[], Any]) -> Any:
+        result = work()
+        self.meeting.barrier.wait()
+        return result
+
+
+def together(size: int, work: Callable[[Threads], Any]) -> list[Any]:
+    """``work`` of every rank, each in a thread."""
+    meeting = _Meeting(size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, meeting)), range(size)))
+
+
+def hosts(folder: Any, num_parts: int, topology: str = "partitioned", **options: Any) -> list[Graph]:
+    """Host p has part p; one rank on each. ``options`` of each ``DistGraph``."""
+    locals_ = [LocalGraph(open_parts(folder, [part])) for part in range(num_parts)]
+    layout = RankLayout(num_parts, tuple((part,) for part in range(num_parts)))
+    graphs = []
+    for own in range(num_parts):
+        store = open_parts(folder, [own], topology)
+        others = {part: Owner([part], locals_[part]) for part in range(num_parts) if part != own}
+        graphs.append(Graph(store, DistGraph(LocalGraph(store), others, **options), placed=layout))
+    return graphs
+
+
+def loader_of(graph: Graph, rank: int, fanouts: Any, batch: int, **options: Any) -> BatchLoader:
+    return BatchLoader(graph, LoaderSettings("train", fanouts, batch, **options), rank, graph.layout)
+
+
+def received(loader: BatchLoader, epoch: int = 1) -> Cost:
+    """What an epoch's batches took."""
+    return Cost.total(loader.sample(share).cost for share in loader.shares(epoch))

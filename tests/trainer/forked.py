@@ -1,0 +1,122 @@
+"""Processes forked from one that has imported torch, torch_geometric and the trainer, which takes others seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_PRELOADED = ["torch_geometric.loader", "torch_geometric.nn", "trainer.train.job", "trainer.service.serve"]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOADED)
+_outputs = tempfile.TemporaryDirectory(prefix="gnnfleet-forked-")
+
+
+class Forked:
+    """A started process, with what tests use of ``subprocess.Popen``; its stdout and stderr go to one file.
+
+    ``env`` is its whole environment. Torch computes with one thread. What it calls or runs finds torch_geometric,
+    NumPy and Numba imported: a test of imports, or of variables that these read, starts an interpreter of its own.
+    """
+
+    def __init__(self, work: Callable[..., None], args: Sequence[Any], env: Mapping[str, str], cwd: Path = REPOSITORY):
+        handle, self._output = tempfile.mkstemp(dir=_outputs.name)
+        os.close(handle)
+        life = (work, tuple(args), dict(env), cwd, self._output)
+        self._process = _context.Process(target=_live, args=life, daemon=True)
+        _start_server()
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None until it has ended; minus the signal's number where one has killed it."""
+        return self._process.exitcode
+
+    @property
+    def output(self) -> str:
+        """What it has written until now."""
+        return Path(self._output).read_text()
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout: float = 120) -> int:
+        """Its exit status; ``subprocess.TimeoutExpired`` after so many seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(["python"], timeout)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float = 120) -> tuple[str, None]:
+        """Wait for its end; its output."""
+        self.wait(timeout)
+        return self.output, None
+
+
+def fork(words: Sequence[str], env: Mapping[str, str], cwd: Path = REPOSITORY) -> Forked:
+    """Start what ``python *words`` would run: ``-c CODE``, ``-m MODULE`` or a script, and their arguments."""
+    return Forked(_run, (list(words),), env, cwd)
+
+
+def _start_server() -> None:
+    """The process that is forked finds the modules that this one finds, and starts no threads."""
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _live(work: Callable[..., None], args: tuple[Any, ...], env: dict[str, str], cwd: Path, output: str) -> None:
+    """The whole life of the forked process."""
+    handle = os.open(output, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    import torch
+
+    torch.set_num_threads(1)
+    work(*args)
+
+
+def _run(words: list[str]) -> None:
+    first, *rest = words
+    sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(":") if folder]
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")

@@ -1,0 +1,264 @@
+"""Which rows of other hosts a host caches, and whether its ranks then receive what was predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_kit import hosts, loader_of, received, together
+from test_cluster_train import start, two_nodes
+from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
+from trainer.core.remote_access import CacheSize
+from trainer.core.schema import HOMO_NODE
+from trainer.loader import cache_policy
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
+from trainer.loader.cache_fill import fill_cache
+from trainer.loader.cache_policy import RowCounts, most_requested
+from trainer.loader.open import Graph, open_graph
+from trainer.loader.seed_order import RankLayout
+from trainer.train.setup import batch_plan
+
+SKEWED = {"num_nodes": 12_000, "avg_degree": 8, "skew": 2.1, "train": 0.2, "num_features": 16}
+FANOUTS, BATCH = (8, 4), 200
+HETERO_FANOUTS = {
+    ("paper", "cites", "paper"): (4, 3),
+    ("author", "writes", "paper"): (2, -1),
+    ("paper", "rev_writes", "author"): (0, 3),
+}
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parts(tmp_path_factory.mktemp("skewed"), 2, **SKEWED)
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"num_nodes": 6000, "all_features": True, "train": 0.3}
+    return write_parts(tmp_path_factory.mktemp("typed"), 2, "synthetic-hetero", **options)
+
+
+def filled(folder, topology, size, tmp_path, fanouts=FANOUTS, wire_rows="stored", **options):
+    """Every rank's prediction, and its loader on a graph with a cache."""
+    graphs = hosts(folder, 2, topology, wire_rows=wire_rows)
+    loaders = [loader_of(graph, rank, fanouts, BATCH, **options) for rank, graph in enumerate(graphs)]
+
+    def work(ranks):
+        graph, node = graphs[ranks.rank], f"h{ranks.rank}"
+        plan, limit = batch_plan(graph, loaders[ranks.rank]), CacheSize.parse(size)
+        return fill_cache(graph.access, graph.store, plan, node, limit, tmp_path / node, ranks)
+
+    return [found.prediction for found in together(2, work)], loaders
+
+
+def visited(loader, of, epochs):
+    """How often each node was in a batch."""
+    counts = np.zeros(loader.graph.manifest.nodes[of].num_nodes)
+    for share in (share for epoch in epochs for share in loader.shares(epoch)):
+        counts[loader.sampler.subgraph(loader._seed_set(share), share.key).nodes[of].ids] += 1
+    return counts
+
+
+def cached_slots(loader, of):
+    return loader.graph.access._cache.types[of].slots
+
+
+def remote_of(loader, of):
+    begin, end = loader.graph.store.books[of].range_of(loader.rank)
+    return np.r_[0:begin, end : loader.graph.manifest.nodes[of].num_nodes]
+
+
+@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+@pytest.mark.parametrize("options", [{}, {"replace": True}], ids=["plain", "with replacement"])
+def test_the_rows_chosen_are_those_that_later_batches_request(skewed, tmp_path, topology, options) -> None:
+    """In epochs that were not counted they have nearly as many hits as the best choice would have had."""
+    (prediction, _), loaders = filled(skewed, topology, "10%", tmp_path, **options)
+    real, remote = visited(loaders[0], HOMO_NODE, range(101, 107)), remote_of(loaders[0], HOMO_NODE)
+    chosen = np.flatnonzero(cached_slots(loaders[0], HOMO_NODE) >= 0)
+    assert np.isin(chosen, remote).all() and len(chosen) == prediction.cache_rows == round(0.1 * len(remote))
+    best = np.sort(real[remote])[::-1][: len(chosen)]
+    assert real[chosen].sum() > 0.93 * best.sum()
+
+
+def test_rows_of_every_type_are_counted(typed, tmp_path) -> None:
+    found, loaders = filled(typed, "partitioned", "20%", tmp_path, HETERO_FANOUTS, target="paper")
+    for prediction, loader in zip(found, loaders, strict=True):
+        assert received(loader).remote_bytes == prediction.remote_bytes < 0.9 * prediction.remote_bytes_without_cache
+    for of in ("paper", "author"):
+        real, remote = visited(loaders[0], of, range(101, 103)), remote_of(loaders[0], of)
+        chosen = np.flatnonzero(cached_slots(loaders[0], of) >= 0)
+        assert len(chosen) and real[chosen].mean() > 1.3 * real[remote].mean(), of
+
+
+@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+@pytest.mark.parametrize("size", ["0", "10%", "200KB"])
+def test_what_was_predicted_is_received(skewed, tmp_path, topology, size) -> None:
+    found, loaders = filled(skewed, topology, size, tmp_path)
+    for prediction, loader in zip(found, loaders, strict=True):
+        assert received(loader).remote_bytes == prediction.remote_bytes
+        loader.graph.access.use_cache(loader.graph.access._cache)  # lets go of the rows held
+        assert received(loader, epoch=101).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.1)
+        assert prediction.presampled == prediction.steps == 12
+    assert not list(tmp_path.glob("*/*")), "files are left"
+
+
+def test_a_cache_saves_bytes_and_changes_no_batch(skewed, tmp_path) -> None:
+    (with_cache, *_), loaders = filled(skewed, "replicated", "10%", tmp_path)
+    (without, *_), plain = filled(skewed, "replicated", "0", tmp_path)
+    assert with_cache.remote_bytes_without_cache == pytest.approx(without.remote_bytes)
+    ours, theirs = received(loaders[0]), received(plain[0])
+    assert ours.remote_bytes < 0.75 * theirs.remote_bytes
+    assert ours.cached_rows == pytest.approx(with_cache.hit_rate * ours.remote_rows, rel=0.1)
+    share = next(iter(loaders[0].shares(2)))
+    one, other = (loader.sample(share).rows[HOMO_NODE] for loader in (loaders[0], plain[0]))
+    assert all(np.array_equal(one[name], other[name]) for name in ("x", "orig_id"))
+
+
+@pytest.mark.parametrize("fanouts", [(2,), (8, 4), (15, 10, 5)], ids=str)
+def test_a_larger_cache_never_brings_more_bytes(tmp_path, monkeypatch, fanouts) -> None:
+    """Also where a batch visits most of the graph, so that held rows alone save much."""
+    monkeypatch.setattr(cache_policy, "MOST_STEPS", 12)
+    folder = write_parts(tmp_path, 2, **{**SKEWED, "num_nodes": 4000})
+    brought = []
+    for size in ("0", "3%", "10%", "30%", "100%"):
+        (prediction, _), loaders = filled(folder, "replicated", size, tmp_path, fanouts=fanouts)
+        brought.append(received(loaders[0]).remote_bytes)
+        assert brought[-1] == prediction.remote_bytes  # all steps are presampled
+    assert brought == sorted(brought, reverse=True) and brought[-1] == 0
+
+
+@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+@pytest.mark.parametrize("size", ["0", "10%"])
+def test_some_steps_tell_of_the_others(skewed, tmp_path, monkeypatch, topology, size) -> None:
+    monkeypatch.setattr(cache_policy, "MOST_STEPS", 8)  # of 12
+    found, loaders = filled(skewed, topology, size, tmp_path)
+    for prediction, loader in zip(found, loaders, strict=True):
+        assert received(loader).remote_bytes == pytest.approx(prediction.remote_bytes, rel=0.07)
+        assert prediction.presampled == 8
+
+
+@pytest.mark.parametrize("wire_rows", ["float16", "int8"])
+def test_rounded_rows_are_predicted_as_they_travel(skewed, tmp_path, monkeypatch, wire_rows) -> None:
+    monkeypatch.setattr(cache_policy, "MOST_STEPS", 12)
+    for topology in ("partitioned", "replicated"):
+        stored, _ = filled(skewed, topology, "10%", tmp_path)
+        rounded, _ = filled(skewed, topology, "10%", tmp_path, wire_rows=wire_rows)
+        assert rounded[0].cache_bytes == stored[0].cache_bytes
+        assert rounded[0].hit_rate == stored[0].hit_rate
+        if topology == "replicated":  # else ids travel, too
+            width = {"float16": 32, "int8": 20}[wire_rows]
+            assert rounded[0].remote_bytes == pytest.approx(stored[0].remote_bytes * width / 64)
+        assert rounded[0].remote_bytes < stored[0].remote_bytes
+
+
+def counts(**given):
+    return {of: RowCounts(np.array(ids), np.array(found)) for of, (ids, found) in given.items()}
+
+
+def chosen_ids(found, row_bytes, budget, others=()):
+    chosen = most_requested(found, row_bytes, budget, lambda of: np.array(others))
+    return {of: ids.tolist() for of, ids in chosen.items()}
+
+
+def test_rows_are_chosen_by_requests_per_byte_within_the_budget() -> None:
+    found = counts(a=([3, 5, 7], [5, 1, 2]), b=([0, 4], [9, 4]))
+    assert chosen_ids(found, {"a": 10, "b": 40}, 60) == {"a": [3, 7], "b": [0]}
+    assert chosen_ids(found, {"a": 10, "b": 40}, 9) == {"a": [], "b": []}
+    assert chosen_ids(found, {"a": 10}, 25) == {"a": [3, 7]}
+    assert chosen_ids({}, {"a": 10}, 25) == {}
+
+
+def test_of_rows_requested_equally_often_the_first_are_chosen() -> None:
+    found = counts(a=([2, 6, 8], [1, 1, 1]), b=([1], [1]))
+    assert chosen_ids(found, {"a": 10, "b": 10}, 20) == {"a": [2, 6], "b": []}
+
+
+def test_rows_not_requested_so_far_fill_what_is_left_of_the_budget() -> None:
+    found = counts(a=([2, 6], [1, 1]))
+    assert chosen_ids(found, {"a": 10, "b": 10}, 45, others=[1, 2, 5, 6, 9]) == {"a": [1, 2, 5, 6]}
+    assert chosen_ids(found, {"a": 10, "b": 10}, 10**6, others=[1, 2, 5, 6, 9]) == {"a": [1, 2, 5, 6, 9]}
+
+
+def test_one_host_has_nothing_to_cache(skewed, tmp_path) -> None:
+    plan = batch_plan(hosts(skewed, 2)[0], loader_of(hosts(skewed, 2)[0], 0, FANOUTS, BATCH))
+    with open_graph(skewed) as alone:
+        fill = lambda ranks: fill_cache(alone.access, alone.store, plan, "h", CacheSize(0.1), tmp_path, ranks)  # noqa: E731
+        assert together(1, fill) == [None]
+
+
+def test_ranks_of_a_host_share_what_its_first_presamples_and_clients_take_part(skewed, tmp_path) -> None:
+    """Ranks 0 and 1 on host 0, 2 on host 1; rank 3 is a client, which has no part and asks graph servers."""
+    first, again, other = hosts(skewed, 2)[0], hosts(skewed, 2)[0], hosts(skewed, 2)[1]
+    client = Graph(dataclasses.replace(first.store, parts={}), None)
+    graphs, nodes = [first, again, other, client], ["h0", "h0", "h1", "h2"]
+    layout, sampled = RankLayout(4, ((0, 1), (2,))), []
+
+    def work(ranks):
+        graph, rank = graphs[ranks.rank], ranks.rank
+        if graph is client:
+            plan = None
+        else:
+            loader = BatchLoader(graph, LoaderSettings("train", FANOUTS, BATCH), rank, layout)
+            plan = batch_plan(graph, loader)
+            plan = dataclasses.replace(plan, requests=lambda epoch: sampled.append(rank) or loader.requests(epoch))
+        return fill_cache(graph.access, graph.store, plan, nodes[rank], CacheSize(0.1), tmp_path / nodes[rank], ranks)
+
+    found = together(4, work)
+    assert found[0].prediction == found[1].prediction != found[2].prediction and found[3] is None
+    assert set(sampled) == {0, 2}
+    rows = [graph.access._cache.num_rows for graph in (first, again)]
+    assert rows == [found[0].prediction.cache_rows] * 2
+
+
+OWN_SCRIPT = """
+import sys
+import torch.distributed as dist, trainer
+dist.init_process_group("gloo")
+parts, cluster, key = sys.argv[1:]
+rank = dist.get_rank()
+for size in ("0", "10%"):
+    graph = trainer.open(parts.replace("NODE", str(rank)), part=rank, cluster=cluster, node_rank=rank, key_file=key)
+    expected = graph.cache_rows([8, 4], batch_size=100, size=size)
+    loader = trainer.DistNeighborLoader(graph, [8, 4], "train", batch_size=100, shuffle=True)
+    for batch in loader:
+        pass
+    print("RESULT", size, round(expected.remote_bytes), loader.cost.remote_bytes, expected.cache_rows)
+    graph.close()
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_of_ones_own_on_two_hosts(tmp_path) -> None:
+    options = {**SKEWED, "num_nodes": 6000}
+    with two_nodes(tmp_path, **options) as nodes:
+        port = free_port()
+        words = ["-c", OWN_SCRIPT, str(tmp_path / "nodeNODE"), str(nodes[0].cluster), str(nodes[0].key_file)]
+        processes = [start_script(words, rank, 2, port) for rank in (0, 1)]
+        for ended in [finish(process) for process in processes]:
+            assert ended.returncode == 0, ended.output
+            lines = [line.split()[1:] for line in ended.output.splitlines() if line.startswith("RESULT")]
+            (_, expected0, received0, rows0), (_, expected10, received10, rows10) = lines
+            assert int(rows0) == 0 and int(rows10) > 100
+            assert int(received10) < 0.9 * int(received0)  # ids of edges are most of it
+            assert int(received0) == pytest.approx(int(expected0), rel=0.1)
+            assert int(received10) == pytest.approx(int(expected10), rel=0.1)
+
+
+@pytest.mark.slow
+def test_training_tells_what_it_expects_and_what_it_received(tmp_path) -> None:
+    with two_nodes(tmp_path, **SKEWED) as nodes:
+        run_dir = tmp_path / "run"
+        jobs = lambda node: [command_line(node.job(run_dir, fanouts=FANOUTS, batch_size=BATCH, epochs=2))]  # noqa: E731
+        first, _ = ended = [finish(process) for process in start(nodes, jobs)]
+        assert [one.returncode for one in ended] == [0, 0], ended
+    assert "rows of other hosts are kept here" in first.output and "(expected " in first.output
+    for rank in (0, 1):
+        (predict,) = metrics(run_dir, "predict", rank)
+        assert predict["cache_rows"] > 0 and predict["steps"] == 12
+        assert predict["remote_bytes"] < 0.8 * predict["remote_bytes_without_cache"]
+        assert metrics(run_dir, "epoch", rank)[0]["remote_bytes"] == pytest.approx(predict["remote_bytes"], rel=0.1)
+    assert not list((run_dir / "cache").iterdir())

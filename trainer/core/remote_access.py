@@ -1,0 +1,82 @@
+"""How a process gets at what other hosts hold: waiting, copies kept here, rounding on the way."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+from trainer.core.errors import SettingsError
+
+Topology = Literal["partitioned", "replicated"]
+
+WireRows = Literal["stored", "float16", "int8"]
+
+SERVER_WAIT = 60.0  #: seconds a lost server may take to come back when nobody else has its parts
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How many rows of other hosts a host keeps: a share of them, or bytes."""
+
+    share: float = 0.0  #: of all remote rows, 0 to 1
+    bytes: int | None = None  #: instead of a share
+
+    @classmethod
+    def parse(cls, text: str) -> CacheSize:
+        """``10%``, ``512MB``, or ``0`` for none. Raises ``SettingsError``."""
+        if text.strip() in ("0", "none"):
+            return cls()
+        found = _SIZE.fullmatch(text.strip())
+        if found is None:
+            raise SettingsError(
+                f"{text!r} is no size of a cache; write a share of the remote rows (10%), a size (512MB), or 0"
+            )
+        number, unit = float(found[1]), found[2].upper()
+        if unit != "%":
+            return cls(bytes=int(number * _UNITS[unit]))
+        if number > 100:
+            raise SettingsError(f"a cache of {text} of the remote rows; the most there is is 100%")
+        return cls(share=number / 100)
+
+    def rows(self, num_remote: int, row_bytes: int) -> int:
+        """How many of ``num_remote`` rows of ``row_bytes`` bytes fit."""
+        if self.bytes is None:
+            return round(self.share * num_remote)
+        return min(num_remote, self.bytes // max(row_bytes, 1))
+
+    def __str__(self) -> str:
+        return f"{self.share * 100:g}%" if self.bytes is None else f"{self.bytes}B"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The same on every rank of a run."""
+
+    server_wait: float = SERVER_WAIT  #: seconds a lost graph server may take to come back
+    topology: Topology = "partitioned"  #: replicated: the edges of all parts are on this host, so only rows travel
+    cache: CacheSize = CacheSize(share=0.1)
+    wire_rows: WireRows = "stored"  #: what floating-point rows are rounded to on their way
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Reach:
+        """What the launcher tells every process of a run. Raises ``SettingsError``."""
+        return cls(
+            server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),
+            topology=cast(Topology, _one_of(environ, "GNNFLEET_TOPOLOGY", get_args(Topology))),
+            cache=CacheSize.parse(environ.get("GNNFLEET_CACHE") or str(cls.cache)),
+            wire_rows=cast(WireRows, _one_of(environ, "GNNFLEET_WIRE_ROWS", get_args(WireRows))),
+        )
+
+
+def _one_of(environ: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+    value = environ.get(name) or choices[0]
+    if value not in choices:
+        raise SettingsError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    return value

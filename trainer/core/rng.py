@@ -1,0 +1,75 @@
+"""Counter-based random numbers: every draw is a hash of what it is for, there is no state.
+
+The mixer is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
+Number Generators", OOPSLA 2014).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+_MUL1 = np.uint64(0xBF58476D1CE4E5B9)
+
+_MUL2 = np.uint64(0x94D049BB133111EB)
+
+_S11, _S30, _S27, _S31, _S32 = np.uint64(11), np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+
+_MASK = (1 << 64) - 1
+
+
+@numba.njit(inline="always")
+def mix(z: Any) -> Any:
+    """SplitMix64's finalizer on a uint64."""
+    z = (z ^ (z >> _S30)) * _MUL1
+    z = (z ^ (z >> _S27)) * _MUL2
+    return z ^ (z >> _S31)
+
+
+@numba.njit(inline="always")
+def node_key(batch: Any, orig_id: Any) -> Any:
+    """Key of one node's draws within a batch; ``orig_id`` is its original id."""
+    return mix(batch ^ mix(np.uint64(orig_id) + GOLDEN))
+
+
+@numba.njit(inline="always")
+def tree_key(node: Any, tree: Any) -> Any:
+    """Key of a node's draws within one tree of a disjoint batch; ``node`` is its ``node_key``."""
+    return mix(node ^ mix(np.uint64(tree) + GOLDEN))
+
+
+@numba.njit(inline="always")
+def draw(key: Any, i: Any, bound: Any) -> Any:
+    """The i-th draw under ``key``, uniform in [0, bound) for bound < 2**31 (bias below 2**-32 * bound)."""
+    high = mix(key + np.uint64(i) * GOLDEN) >> _S32
+    return np.int64((high * np.uint64(bound)) >> _S32)
+
+
+@numba.njit(inline="always")
+def fraction(z: Any) -> Any:
+    """A uint64 as a number in [0, 1), by its upper 53 bits."""
+    return float(z >> _S11) / 9007199254740992.0
+
+
+def hashed(z: Any) -> Any:
+    """``mix`` outside kernels, for a numpy uint64 or an array of them."""
+    with np.errstate(over="ignore"):
+        return mix.py_func(z)
+
+
+def batch_key(seed: int, stream: int, epoch: int, step: int) -> int:
+    """uint64 key of one global batch; ``stream`` tells training from each evaluation split."""
+    key = 0
+    for word in (seed, stream, epoch, step):
+        key = int(hashed(np.uint64(((key ^ (word & _MASK)) + int(GOLDEN)) & _MASK)))
+    return key
+
+
+def shuffled(n: int, key: int) -> npt.NDArray[np.int64]:
+    """A permutation of range(n): int64 [n], the order of hashed positions."""
+    return np.argsort(hashed(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN + np.uint64(key)), kind="stable")

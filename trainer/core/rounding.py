@@ -1,0 +1,190 @@
+"""Floating-point rows in less precision: float16, or int8 with one float32 scale a row.
+
+An int8 row is ``code * scale``: the scale is the largest absolute value of the row / 127, a code the nearest whole
+number to value / scale, so a value is off by half a scale at most (beside float32's own rounding). A row of zeros has
+the scale 0. To round what has been rounded changes nothing: the same codes and scales come out again. All arithmetic
+is float32; other dtypes are converted a few rows at a time.
+
+What cannot be held is refused (``Unroundable``): in int8 a row with inf or NaN, in float16 a number that would
+become infinite (65520 and more); inf and NaN themselves stay what they are in float16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core import slabs
+from trainer.core.arrays import Array, read_only
+from trainer.core.compiled import njit
+from trainer.core.errors import DataError
+from trainer.core.remote_access import WireRows
+
+_ROWS_BYTES = 1 << 20  #: of float32, converted at once
+
+_SINGLE = np.dtype(np.float32)
+
+_NEVER = frozenset({"y"})  #: labels
+
+_NO_SIGN = np.uint32(0x7FFFFFFF)
+
+_INF = np.uint32(0x7F800000)  # float32's bits
+
+_HALF_INF_FROM = np.uint32(0x477FF000)  # 65520, which rounds to float16's infinity
+
+_HALF_NORMAL_FROM = np.uint32(0x38800000)  # 2**-14
+
+_HALF_STEP = np.float32(2**24)  # 1 / the smallest float16
+
+_REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, and just below half of float16's last place
+
+
+class Unroundable(DataError):
+    """A row that a form cannot hold."""
+
+    def __init__(self, row: int, why: str):
+        super().__init__(f"row {row} {why}")
+        self.row, self.why = row, why
+
+
+def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
+    """Whether an attribute, [n, …] of ``dtype``, is rounded where ``form`` is asked for.
+
+    Labels (``y``), 1-d columns and whole numbers are not, nor what would not take fewer bytes.
+    """
+    kind = np.dtype(dtype)
+    if form == "stored" or kind.kind != "f" or kind.itemsize not in (2, 4, 8) or len(shape) < 2 or name in _NEVER:
+        return False
+    return _row_bytes(kind, shape, form) < _row_bytes(kind, shape, "stored")
+
+
+def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
+    """Bytes of one row of an attribute, [n, …] of ``dtype``, on the wire where ``form`` is asked for."""
+    return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
+
+
+def _row_bytes(kind: np.dtype[Any], shape: tuple[int, ...], form: WireRows) -> int:
+    width = math.prod(shape[1:])
+    return {"stored": width * kind.itemsize, "float16": width * 2, "int8": width + _SINGLE.itemsize}[form]
+
+
+def to_int8(rows: Array) -> tuple[Array, Array]:
+    """int8 [n, …] and float32 [n, 1] of floating-point rows. Raises ``Unroundable`` for a row with inf or NaN."""
+    codes, scales = slabs.empty(rows.shape, np.int8), np.empty((len(rows), 1), np.float32)
+    flat = _flat(codes)
+    for at, some in _in_single(rows):
+        end = at + len(some)
+        wrong = _quantize(read_only(some), read_only(some.view(np.uint32)), flat[at:end], scales[at:end, 0])
+        if wrong >= 0:
+            raise Unroundable(at + wrong, "holds inf or NaN, which int8 cannot")
+    return codes, scales
+
+
+def from_int8(codes: Array, scales: Array, dtype: npt.DTypeLike = np.float32) -> Array:
+    """Rows of ``to_int8``: ``dtype`` [n, …]."""
+    out = slabs.empty(codes.shape, np.float32)
+    _scale(read_only(_flat(codes)), read_only(scales), _flat(out))
+    return out if np.dtype(dtype) == _SINGLE else slabs.cast(out, dtype)
+
+
+def to_float16(rows: Array) -> Array:
+    """float16 [n, …] of floating-point rows, to nearest. Raises ``Unroundable`` for a number that is too large."""
+    out = slabs.empty(rows.shape, np.float16)
+    flat = _flat(out).view(np.uint16)
+    for at, some in _in_single(rows):
+        wrong = _halve(read_only(some), read_only(some.view(np.uint32)), flat[at : at + len(some)])
+        if wrong >= 0:
+            raise Unroundable(at + wrong, "holds a number beyond 65504, float16's largest")
+    return out
+
+
+def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
+    """``dtype`` [n, …] of float16 rows."""
+    return slabs.cast(rows, dtype)
+
+
+def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
+    """Runs of rows as C-contiguous float32 [k, width], with the number of the first; not copied when they are so."""
+    flat = _flat(rows)
+    step = max(1, _ROWS_BYTES // max(1, flat.shape[1] * _SINGLE.itemsize))
+    if flat.dtype == _SINGLE and flat.flags.c_contiguous:
+        step = max(1, len(flat))
+    with np.errstate(over="ignore"):  # becomes inf, which is refused
+        for at in range(0, len(flat), step):
+            yield at, np.ascontiguousarray(flat[at : at + step], np.float32)
+
+
+def _flat(rows: Array) -> Array:
+    """[n, width]."""
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+
+@njit()
+def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
+    """``bits``: of ``rows``, whose largest is found sooner as whole numbers. The first row that is refused, or -1."""
+    for row in range(rows.shape[0]):
+        top = np.uint32(0)
+        largest = np.float32(0)
+        for column in range(rows.shape[1]):
+            top = max(top, bits[row, column] & _NO_SIGN)
+        if top >= _INF:
+            return row
+        for column in range(rows.shape[1]):
+            if bits[row, column] & _NO_SIGN == top:
+                largest = abs(rows[row, column])
+                break
+        scale = largest / np.float32(127)
+        scales[row] = scale
+        for column in range(rows.shape[1]):
+            code = np.rint(rows[row, column] / scale) if scale > 0 else np.float32(0)
+            codes[row, column] = np.int8(max(np.float32(-127), min(np.float32(127), code)))
+    return -1
+
+
+@njit()
+def _scale(codes: Array, scales: Array, out: Array) -> None:
+    for row in range(codes.shape[0]):
+        scale = scales[row, 0]
+        for column in range(codes.shape[1]):
+            out[row, column] = np.float32(codes[row, column]) * scale
+
+
+def take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
+    """``out[at[i]] = codes[rows[i]] * scales[rows[i]]``; codes int8 [N, …], scales float32 [N, 1], out float32."""
+    _take_scaled(read_only(_flat(codes)), read_only(scales), read_only(rows), read_only(at), _flat(out))
+
+
+@njit()
+def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array) -> None:
+    for i in range(rows.shape[0]):
+        scale = scales[rows[i], 0]
+        for column in range(codes.shape[1]):
+            out[at[i], column] = np.float32(codes[rows[i], column]) * scale
+
+
+@njit()
+def _halve(rows: Array, bits: Array, out: Array) -> int:
+    """float16's bits, to nearest, ties to even. The first row that is refused, or -1.
+
+    Numba knows no float16 here, and numpy takes twice as long.
+    """
+    wrong = -1
+    for row in range(rows.shape[0]):
+        refused = False
+        for column in range(rows.shape[1]):
+            whole = bits[row, column] & _NO_SIGN
+            sign = (bits[row, column] >> np.uint32(16)) & np.uint32(0x8000)
+            odd = (whole >> np.uint32(13)) & np.uint32(1)
+            normal = (whole + _REBIAS + odd) >> np.uint32(13)
+            small = np.uint32(np.rint(min(abs(rows[row, column]), np.float32(1)) * _HALF_STEP))
+            special = np.uint32(0x7C00) if whole == _INF else np.uint32(0x7E00)
+            refused |= _HALF_INF_FROM <= whole < _INF
+            half = small if whole < _HALF_NORMAL_FROM else normal
+            out[row, column] = np.uint16(sign | (special if whole >= _INF else half))
+        if refused and wrong < 0:
+            wrong = row
+    return wrong

@@ -1,0 +1,204 @@
+"""Which array belongs to what: nodes, edges, or the graph as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
+from trainer.data.options import SourceOptions
+
+SPLIT_SUFFIXES = ("_idx", "_mask")
+
+
+@dataclass(frozen=True)
+class RawArray:
+    """One array as it was found."""
+
+    values: Array
+    place: str  #: file, or name in a file, for messages
+    bfloat16: bool = False  #: ``values`` are uint16 with the bits of bfloat16
+
+    @property
+    def rows(self) -> int:
+        return len(self.values) if self.values.ndim else 0
+
+    @property
+    def what(self) -> str:
+        return f"{'bfloat16' if self.bfloat16 else self.values.dtype} {list(self.values.shape)}"
+
+
+RawArrays = Mapping[str, RawArray]
+
+
+@dataclass(frozen=True)
+class RawGraph:
+    """A graph as it was found: arrays whose names say the type, and plain ones."""
+
+    name: str
+    plain: RawArrays = field(default_factory=dict)  #: a homogeneous graph's arrays; else those without a type
+    nodes: Mapping[NodeType, RawArrays] = field(default_factory=dict)
+    edges: Mapping[EdgeType, RawArrays] = field(default_factory=dict)  #: ``edge_index`` is one of them
+    num_nodes: Mapping[NodeType, int] = field(default_factory=dict)  #: where the source tells
+    hetero: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def node_types(self) -> tuple[NodeType, ...]:
+        """Every type that has attributes, a count or edges, in the order found."""
+        ends = [end for source, _, target in self.edges for end in (source, target)]
+        return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
+
+
+def split_prefix(name: str) -> str | None:
+    """``train`` of ``train_idx`` and ``train_mask``; None for other names."""
+    suffix = next((suffix for suffix in SPLIT_SUFFIXES if name.endswith(suffix)), None)
+    return name.removesuffix(suffix) if suffix else None
+
+
+def named(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
+    """By name. Raises ``DataError`` for a name found twice."""
+    arrays: dict[str, RawArray] = {}
+    for name, array in found:
+        if name in arrays:
+            raise DataError(f"{array.place}: {name} is also in {arrays[name].place}; remove one")
+        arrays[name] = array
+    return arrays
+
+
+EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: of edges, whatever their number of rows
+
+_LINKS = "_label_index"  #: how names of T.RandomLinkSplit's links end; those of their labels lack `_index`
+
+
+def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
+    """``edge_label_index`` [2, m] and ``edge_label`` [m], which have no row per edge, also where m is as large."""
+    links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
+    labels = [name.removesuffix("_index") for name in links]
+    return links | {name: arrays[name] for name in labels if name in arrays}
+
+
+def _are_links(array: RawArray) -> bool:
+    return array.values.ndim == 2 and len(array.values) == 2 and array.values.dtype.kind in "iu"
+
+
+def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
+    """Every array with its type, every type with its number of nodes; ``plain`` keeps those of the graph as a whole.
+
+    Raises ``DataError`` when something cannot be told.
+    """
+    return _links_apart(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
+
+
+def _links_apart(raw: RawGraph) -> RawGraph:
+    """Links to predict of edge types become arrays of the graph, under the edge type's name."""
+    edges, plain = {}, dict(raw.plain)
+    for of, arrays in raw.edges.items():
+        links = link_arrays(arrays)
+        plain |= {f"{type_name(of)}__{name}": array for name, array in links.items()}
+        edges[of] = {name: array for name, array in arrays.items() if name not in links}
+    return replace(raw, plain=plain, edges=edges)
+
+
+def _homogeneous(raw: RawGraph, options: SourceOptions) -> RawGraph:
+    if "edge_index" not in raw.plain:
+        found = ", ".join(sorted(raw.plain)) or "nothing"
+        raise DataError(f"{raw.name}: no edge_index; expected integers [2, number of edges], found {found}")
+    num_nodes = _homogeneous_nodes(raw, options)
+    shape = raw.plain["edge_index"].values.shape
+    num_edges = shape[1] if len(shape) == 2 else -1
+    links = link_arrays(raw.plain)
+    owners = {
+        name: "" if name in links else _owner(name, array, num_nodes, num_edges) for name, array in raw.plain.items()
+    }
+    nodes, edges, plain = (
+        {name: array for name, array in raw.plain.items() if owners[name] == owner} for owner in ("node", "edge", "")
+    )
+    return replace(
+        raw, plain=plain, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: num_nodes}
+    )
+
+
+def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
+    if name == "edge_index" or name in EDGE_NAMES:
+        return "edge"
+    if name in ("x", "y") or split_prefix(name) is not None:
+        return "node"
+    rows = array.rows if array.values.ndim else -1
+    if rows == num_edges and (rows != num_nodes or name.startswith("edge_")):
+        return "edge"
+    return "node" if rows == num_nodes else ""
+
+
+def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
+    """Never guessed from the edges: that would drop isolated nodes at the end."""
+    if options.num_nodes is not None:
+        return options.num_nodes
+    if HOMO_NODE in raw.num_nodes:
+        return raw.num_nodes[HOMO_NODE]
+    for name in ("x", "y"):
+        if name in raw.plain and raw.plain[name].values.ndim:
+            return raw.plain[name].rows
+    raise DataError(f"{raw.name}: neither x nor y tells the number of nodes; give option num_nodes")
+
+
+def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
+    notes = list(raw.notes)
+    plain = dict(raw.plain)
+    if "edge_index" in plain:
+        notes.append(f"{plain.pop('edge_index').place}: left out, the edges are those with a type")
+    counts = {of: count for of in raw.node_types if (count := _known_nodes(raw, of)) is not None}
+    target = _target(plain, counts, raw, options)
+    nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
+    if target is not None:
+        own = nodes.setdefault(target, {})
+        for name, array in list(plain.items()):
+            if _usual(name) or target not in counts or array.rows == counts[target]:
+                if name in own:
+                    raise DataError(f"{array.place}: {name} of {target} is also in {own[name].place}; remove one")
+                own[name] = plain.pop(name)
+    sorted_graph = replace(raw, plain=plain, nodes=nodes, notes=tuple(notes))
+    return replace(sorted_graph, num_nodes={of: _num_nodes(sorted_graph, of) for of in raw.node_types})
+
+
+def _usual(name: str) -> bool:
+    return name in ("x", "y") or split_prefix(name) is not None
+
+
+def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
+    """The node type that x, y and splits without a type belong to; None when there are none, and none is asked for."""
+    if options.target is not None or not any(map(_usual, plain)):
+        return options.target
+    if len(raw.node_types) == 1:
+        return raw.node_types[0]
+    rows = {array.rows for name, array in plain.items() if _usual(name) and not name.endswith("_idx")}
+    fitting = [of for of in raw.node_types if rows <= {counts.get(of)}]
+    if len(fitting) != 1:
+        names = ", ".join(name for name in plain if _usual(name))
+        what = "fit several node types: " + ", ".join(fitting) if fitting else "fit the number of nodes of no type"
+        raise DataError(f"{raw.name}: {names} {what}; give option target, the node type they belong to")
+    return fitting[0]
+
+
+def _num_nodes(raw: RawGraph, of: NodeType) -> int:
+    known = _known_nodes(raw, of)
+    if known is None:
+        raise DataError(
+            f"{raw.name}: nothing tells the number of nodes of type {of!r}; add num_nodes.json {{{of!r}: number, …}}, "
+            f"or an array {of}__x"
+        )
+    return known
+
+
+def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
+    """As the source says, else rows of x or y, else of the attributes if they agree; never guessed from edges."""
+    if of in raw.num_nodes:
+        return raw.num_nodes[of]
+    arrays = {name: array for name, array in raw.nodes.get(of, {}).items() if not name.endswith("_idx")}
+    for name in ("x", "y"):
+        if name in arrays:
+            return arrays[name].rows
+    rows = {array.rows for array in arrays.values()}
+    return rows.pop() if len(rows) == 1 else None

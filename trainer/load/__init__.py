@@ -1,1 +1,0 @@
-"""From seeds to batches: order, split over ranks, prefetch."""

@@ -1,0 +1,1 @@
+"""Seeds → batches: seed order, split over ranks, caching, prefetch."""

@@ -1,0 +1,234 @@
+"""The loaders' arguments, with torch_geometric's names, meaning and defaults: checked and made into settings."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from trainer.core.errors import SettingsError
+from trainer.core.schema import AnyType, EdgeType
+from trainer.loader.open import Graph
+from trainer.sampler.settings import check_settings
+from trainer.sampler.types import SampleSettings, TimeRule
+from trainer.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from torch_geometric.sampler import NumNeighbors
+
+SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
+
+Fanouts: TypeAlias = "Sequence[int] | Mapping[EdgeType, Sequence[int]] | NumNeighbors"
+
+AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
+
+#: Arguments of torch's DataLoader that cannot be honoured here, with the reason.
+_REFUSED = {
+    "sampler": "the loader itself orders the seeds and shares them out over the ranks; use shuffle, or pass seeds",
+    "batch_sampler": "the loader itself cuts the seeds into global batches; use batch_size, shuffle and drop_last",
+    "worker_init_fn": "batches are made by threads of this process, there are no worker processes to set up",
+    "multiprocessing_context": "batches are made by threads of this process, there are no worker processes to start",
+}
+
+_NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device")
+
+_HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
+
+_HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How batches are cut, ordered and made ahead."""
+
+    batch_size: int = 1  #: seeds per step and rank
+    shuffle: bool = False
+    drop_last: bool = False  #: leave out a last global batch that is not full
+    pin_memory: bool = False
+    seed: int = 0  #: of order and samples
+    threads: int = 1
+    prefetch: int = 2  #: batches under way
+    deadline: float = 120.0  #: seconds that one request may take
+    local: bool = False  #: this process alone: all seeds, nothing shared out
+
+    def __post_init__(self) -> None:
+        if isinstance(self.deadline, bool) or not (isinstance(self.deadline, (int, float)) and self.deadline > 0):
+            raise SettingsError(f"deadline (or timeout) must be a number of seconds above 0, not {self.deadline!r}")
+
+
+def whole_number(name: str, value: object, least: int | None) -> int:
+    """An argument that counts something, as a Python integer. Raises ``SettingsError``."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        at_least = "" if least is None else f" of at least {least}"
+        raise SettingsError(f"{name} must be a whole number{at_least}, not {value!r}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def load_options(
+    given: Mapping[str, Any], *, seed: int | None, threads: int | None, prefetch: int | None, deadline: float
+) -> LoadOptions:
+    """Options from DataLoader's keyword arguments and ours.
+
+    num_workers gives the sampler threads, prefetch_factor the batches under way per thread, timeout
+    the deadline, generator the seed. Raises ``SettingsError`` for what makes no sense here.
+    """
+    _check_names(given)
+    workers = max(whole_number("num_workers", given.get("num_workers", 0), 0), 1)
+    factor = given.get("prefetch_factor")
+    ahead = 3 if factor is None else whole_number("prefetch_factor", factor, 1) * workers
+    return LoadOptions(
+        batch_size=whole_number("batch_size", given.get("batch_size", 1), 1),
+        shuffle=bool(given.get("shuffle")),
+        drop_last=bool(given.get("drop_last")),
+        local=bool(given.get("local")),
+        pin_memory=bool(given.get("pin_memory")),
+        seed=_seed(seed, given.get("generator")),
+        threads=workers if threads is None else whole_number("threads", threads, 1),
+        prefetch=max(ahead, workers) if prefetch is None else whole_number("prefetch", prefetch, 1),
+        deadline=given.get("timeout") or deadline,
+    )
+
+
+def _check_names(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _REFUSED and value is not None:
+            raise SettingsError(f"{name}: {_REFUSED[name]}")
+        if name == "in_order" and not value:
+            raise SettingsError("in_order=False: batches always come in order, so that every rank is at the same step")
+        if name not in (*_REFUSED, *_NO_EFFECT, *_HONOURED, *_HONOURED_OF_WORKERS):
+            known = [*_HONOURED, *_HONOURED_OF_WORKERS, "num_neighbors", "input_nodes", "time_attr", "weight_attr"]
+            nearest = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise SettingsError(f"unknown argument {name!r}{hint}")
+
+
+def _seed(seed: int | None, generator: Any) -> int:
+    if generator is None:
+        return 0 if seed is None else whole_number("seed", seed, None)
+    if seed is not None:
+        raise SettingsError("seed and generator were both given; the generator only serves as a seed, pass one of them")
+    return int(generator.initial_seed())
+
+
+def sample_settings(
+    graph: Graph, num_neighbors: Fanouts, *, replace: bool = False, subgraph_type: Any = "directional",
+    disjoint: bool = False, temporal_strategy: str = "uniform", time_attr: str | None = None,
+    weight_attr: str | None = None,
+) -> SampleSettings:  # fmt: skip
+    """Settings of PyG's view. Raises ``SettingsError`` for what contradicts itself or the graph."""
+    if temporal_strategy not in ("uniform", "last"):
+        raise SettingsError(f"temporal_strategy {temporal_strategy!r}; it is 'uniform' or 'last'")
+    time = None
+    if time_attr is not None:
+        time = TimeRule(time_attr, time_level(graph.manifest, time_attr), temporal_strategy == "last")
+    settings = SampleSettings(
+        fanouts=fanouts_of(graph.manifest, num_neighbors),
+        replace=replace,
+        disjoint=disjoint or time is not None,
+        weight=weight_attr,
+        time=time,
+        induced=subgraph_type == "induced",
+        edge_ids=True,
+        ask_again=False,
+    )
+    check_settings(graph.manifest, settings)
+    return settings
+
+
+def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
+    """``directional``, ``bidirectional`` or ``induced``, from a string or torch_geometric's enum."""
+    if not directed:
+        warnings.warn("directed=False is deprecated; use subgraph_type='induced'", DeprecationWarning, stacklevel=4)
+        return "induced"
+    kind = str(getattr(subgraph_type, "value", subgraph_type))
+    if kind not in SUBGRAPH_TYPES:
+        raise SettingsError(f"subgraph_type {kind!r}; it is one of {', '.join(SUBGRAPH_TYPES)}")
+    return kind
+
+
+def fanouts_of(manifest: Manifest, num_neighbors: Fanouts) -> dict[EdgeType, tuple[int, ...]]:
+    """Fanouts of every edge type, from a list, a mapping over all edge types, or torch_geometric's NumNeighbors."""
+    from torch_geometric.sampler import NumNeighbors  # takes seconds, and the bundled trainer does without
+
+    given = num_neighbors if isinstance(num_neighbors, NumNeighbors) else None
+    values: Any = num_neighbors if given is None else given.values
+    if isinstance(values, Mapping) and not manifest.hetero:
+        raise SettingsError("num_neighbors is a mapping over edge types, but the graph is homogeneous; give a list")
+    if not isinstance(values, Mapping):
+        return {of: _whole(values) for of in manifest.edges}
+    try:
+        own = NumNeighbors(dict(values), None if given is None else given.default)  # its answers are cached by object
+        found = own.get_values(list(manifest.edges))
+    except ValueError as error:
+        raise SettingsError(f"num_neighbors: {error}; the graph has {sorted(manifest.edges)}") from None
+    return {of: _whole(fanouts) for of, fanouts in found.items()}
+
+
+def _whole(fanouts: Any) -> tuple[int, ...]:
+    try:
+        numbers = tuple(map(operator.index, fanouts))
+    except (TypeError, ValueError):
+        raise SettingsError(f"num_neighbors: {fanouts!r} is not a list of whole numbers, one per hop") from None
+    if not numbers:
+        raise SettingsError("num_neighbors is empty; give one number per hop")
+    return numbers
+
+
+def time_level(manifest: Manifest, attr: str) -> Literal["node", "edge"]:
+    """Whether ``attr`` is a time of nodes or of edges. Raises ``SettingsError`` if of neither, or both."""
+    on_nodes = [of for of, spec in manifest.nodes.items() if attr in spec.attrs]
+    on_edges = [of for of, spec in manifest.edges.items() if attr in spec.attrs]
+    if on_nodes and on_edges:
+        raise SettingsError(f"time_attr {attr!r} is an attribute of nodes {on_nodes} and of edges {on_edges}")
+    if not on_nodes and not on_edges:
+        raise SettingsError(f"time_attr {attr!r} is neither a node-level nor an edge-level attribute of the graph")
+    return "node" if on_nodes else "edge"
+
+
+def wanted_attrs(graph: Graph, attrs: AttrNames | None) -> dict[AnyType, tuple[str, ...]]:
+    """Attributes to bring, of every node and edge type. Raises ``SettingsError`` for one that no type has."""
+    known: dict[AnyType, tuple[str, ...]] = {}
+    known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.nodes.items()}
+    known |= {of: tuple(spec.attrs) for of, spec in graph.manifest.edges.items()}
+    if attrs is None:
+        return known
+    if graph.source is not None:
+        raise SettingsError("attrs limits what travels between hosts; data in memory is complete in every batch")
+    if not isinstance(attrs, Mapping):
+        wanted = _name_list(attrs)
+        _check_known(wanted, {name for names in known.values() for name in names})
+        return {of: tuple(name for name in names if name in wanted) for of, names in known.items()}
+    if unknown := set(attrs) - set(known):
+        raise SettingsError(f"attrs: the graph has no type {unknown.pop()!r}; there are {list(known)}")
+    given = {of: _name_list(names) for of, names in attrs.items()}
+    for of, names in given.items():
+        _check_known(names, set(known[of]))
+    return {of: given.get(of, ()) for of in known}
+
+
+def _name_list(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise SettingsError(f"attrs: {names!r} is one name; give a list of names, as [{names!r}]")
+    return tuple(names)
+
+
+def _check_known(names: Sequence[str], known: set[str]) -> None:
+    if missing := [name for name in names if name not in known]:
+        raise SettingsError(f"attrs: no attribute {missing[0]!r}; there are {sorted(known)}")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is made of a sampled subgraph."""
+
+    subgraph_type: str = "directional"
+    transform: Callable[[Any], Any] | None = None
+    transform_sampler_output: Callable[[Any], Any] | None = None
+    on_threads: bool = False  #: let the sampler threads call the transforms too
+    custom_cls: Callable[[], Any] | None = None  #: makes the empty batch, for partitions and stores

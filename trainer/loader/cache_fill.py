@@ -1,0 +1,256 @@
+"""Fills a host's row cache, and the one on a rank's device, with the rows that ``cache_policy`` chooses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from trainer.core.arrays import Ids
+from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.remote_access import CacheSize
+from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.loader.cache_policy import (
+    BatchPlan,
+    CachedColumns,
+    Prediction,
+    budget_of,
+    count_remote_rows,
+    count_rows,
+    counted_steps,
+    most_requested,
+    predict,
+    presample,
+    remote_ids,
+)
+from trainer.loader.device import DeviceRows, as_tensor
+from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.settings import check_settings, row_spec
+from trainer.sampler.subgraph_sampler import SubgraphSampler
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+from trainer.service.remote_graph import Gateway
+from trainer.store.manifest import Manifest
+from trainer.store.part_store import PartStore
+from trainer.store.row_cache import CachedRows, RowCache
+
+_FETCH = 64 << 20  #: bytes of rows that are fetched in one call
+
+
+class OpenedGraph(Protocol):
+    """What a cache needs of ``loader.open.Graph``."""
+
+    @property
+    def store(self) -> PartStore: ...
+    @property
+    def access(self) -> DistGraph | Gateway: ...
+    @property
+    def gateway(self) -> Gateway | None: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def layout(self) -> RankLayout: ...
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+@dataclass(frozen=True)
+class FilledCache:
+    """A host's cache, and what each of its ranks is expected to receive."""
+
+    prediction: Prediction
+    seconds: float  #: to presample batches and to fetch the rows
+
+    def __str__(self) -> str:
+        p, kept = self.prediction, "no rows of other hosts are kept here"
+        if p.cache_rows:
+            kept = f"{p.cache_rows:,} rows of other hosts are kept here ({_megabytes(p.cache_bytes)})"
+        without = f", {_megabytes(p.remote_bytes_without_cache)} without them" if p.cache_rows else ""
+        return f"{kept}; each rank expects {_megabytes(p.remote_bytes)} of other hosts an epoch{without}"
+
+
+def fill_cache(
+    access: object, store: PartStore, plan: BatchPlan, node: str, size: CacheSize, folder: Path, ranks: RankGroup
+) -> FilledCache | None:
+    """Cache the rows that this host's ranks request most of other hosts. Collective.
+
+    The first rank of each host presamples batches of its own and writes the rows into files below ``folder``, which
+    the other ranks map. The files' names are deleted afterwards; their memory goes with the last of the processes.
+    ``node`` is the host's name, the same on its ranks. Returns None where all parts are here, and on clients of graph
+    servers. Raises ``TrainerError`` on all ranks.
+    """
+    began = time.perf_counter()
+    places = ranks.gather((node, tuple(store.parts)))
+    leader = places.index(places[ranks.rank])
+    with _temporary_folders() as scratch:
+        made = ranks.agree(
+            lambda: _fill(access, store, plan, size, folder, scratch) if leader == ranks.rank else (None, None)
+        )
+        prediction, path = ranks.gather(made)[leader]
+        ranks.agree(lambda: _use(access, path))
+    return None if prediction is None else FilledCache(prediction, time.perf_counter() - began)
+
+
+def cache_rows(
+    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
+) -> Prediction | None:  # fmt: skip
+    """See ``Graph.cache_rows``."""
+    plan = _plan(graph, fanouts, split, batch_size, node_type, replace, attrs)
+    limit, ranks = CacheSize.parse(size), RankGroup.of_process(graph.ranks)
+    if ranks.size != graph.layout.world_size:
+        raise SettingsError(
+            f"cache_rows: the graph is read by {graph.layout.world_size} ranks, but torch.distributed has"
+            f" {ranks.size}; call torch.distributed.init_process_group before trainer.open"
+        )
+    folder = Path(os.environ.get("GNNFLEET_RUN_DIR") or tempfile.gettempdir())
+    node = f"{graph.ranks.node_rank} {graph.ranks.host}"
+    filled = fill_cache(graph.access, graph.store, plan, node, limit, folder, ranks)
+    return None if filled is None else filled.prediction
+
+
+def device_rows(
+    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
+) -> dict[NodeType, DeviceRows]:
+    """Features ``x`` that this rank's batches request most, as float32 on ``device``; {} for a cache of no bytes.
+
+    A share in ``size`` is one of all rows of the graph. Raises ``SettingsError`` in a client, which is sent whole
+    batches, and ``ServiceError`` when an owner does not answer.
+    """
+    specs = graph.manifest.nodes
+    widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
+    budget = size.bytes if size.bytes is not None else round(
+        size.share * sum(width * specs[of].num_nodes for of, width in widths.items())
+    )  # fmt: skip
+    if not budget:
+        return {}
+    if graph.gateway:
+        raise SettingsError("rows cannot be kept on the device of a client node, which is sent whole batches")
+    counts = count_rows(presample(graph.access, plan), "x")
+    chosen = most_requested(counts, widths, budget, lambda of: np.arange(specs[of].num_nodes))
+    return {of: _on_device(graph, of, ids, device) for of, ids in chosen.items() if len(ids)}
+
+
+def _fill(
+    access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
+) -> tuple[Prediction | None, Path | None]:
+    """The prediction and the cache's folder, in a new one that is added to ``scratch``."""
+    if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
+        return None, None
+    columns, steps = CachedColumns.of(plan, store), presample(access, plan)
+    budget, chosen = budget_of(size, store, columns.row_bytes), {}
+    if budget:
+        counts = count_remote_rows(access, counted_steps(steps, plan), columns)
+        chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ids(store, of))
+    cache = RowCache({of: _fetched(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
+    prediction = predict(access, plan, steps, cache if cache.num_rows else None)
+    access.take_cost()  # no batch's
+    return prediction, _saved(cache, folder, scratch) if cache.num_rows else None
+
+
+def _fetched(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: CachedColumns) -> CachedRows:
+    """The rows of ``ids`` from their owners. Raises ``ServiceError``."""
+    names = columns.names[of]
+    specs = {name: row_spec(store, of, name) for name in names}
+    rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
+    at_once = max(1, _FETCH // columns.row_bytes[of])
+    for start in range(0, len(ids), at_once):
+        (found,) = access.gather([RowRequest(of, ids[start : start + at_once], names)])
+        for name in names:
+            rows[name][start : start + at_once] = found[name]
+    return CachedRows.of(ids, rows, store.manifest.nodes[of].num_nodes)
+
+
+def _saved(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
+    """Write the cache into a new folder below ``folder``, which is added to ``scratch``. Raises ``PartitionError``."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch.append(Path(tempfile.mkdtemp(prefix="cache-", dir=folder)))
+    except OSError as error:
+        raise PartitionError(f"no cache of rows can be written below {folder}: {error.strerror}") from error
+    path = scratch[0] / "rows"
+    cache.save(path)
+    return path
+
+
+def _use(access: object, path: Path | None) -> None:
+    if isinstance(access, DistGraph):
+        access.use_cache(None if path is None else RowCache.open(path))
+
+
+@contextmanager
+def _temporary_folders() -> Iterator[list[Path]]:
+    """A list of folders, which are deleted at the end."""
+    scratch: list[Path] = []
+    try:
+        yield scratch
+    finally:
+        for folder in scratch:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_device(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device) -> DeviceRows:
+    spec = graph.manifest.nodes[of].attrs["x"]
+    rows = torch.empty((len(ids), *spec.shape[1:]), dtype=torch.float32, device=device)
+    at_once = max(1, _FETCH // max(1, rows[:1].nbytes))
+    for start in range(0, len(ids), at_once):
+        (found,) = graph.access.gather([RowRequest(of, ids[start : start + at_once], ("x",))])
+        rows[start : start + at_once] = as_tensor(found["x"], spec)
+    graph.access.take_cost()  # no batch's
+    return DeviceRows.of(ids, rows, graph.manifest.nodes[of].num_nodes, device)
+
+
+def _plan(
+    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
+) -> BatchPlan:  # fmt: skip
+    """Batches like those of a loader with these arguments; its own order of seeds is not known."""
+    given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
+    hops = {of: tuple(values) for of, values in given.items()}
+    check_settings(graph.manifest, SampleSettings(hops, replace=replace))
+    nodes, target = graph.manifest.nodes, node_type or _only_type_with(graph, split)
+    seeds, book = graph.store.seeds(target, split), graph.store.books[target]
+    order = SeedOrder(len(seeds), batch_size * graph.layout.world_size, 0, stream=STREAMS.get(split, OTHER_STREAM))
+    chosen = {of: tuple(spec.attrs) if attrs is None else tuple(attrs.get(of, ())) for of, spec in nodes.items()}
+    of_edges = {of: tuple(graph.manifest.edges[of].attrs) for of in hops}
+    gathered: dict[AnyType, tuple[str, ...]] = dict([*chosen.items(), *of_edges.items()])
+    settings = SampleSettings(hops, replace=replace, edge_ids=_requests_edges(graph, hops), ask_again=False)
+
+    def requests(epoch: int) -> Iterator[list[RowRequest]]:
+        assert isinstance(graph.access, DistGraph)
+        sampler = SubgraphSampler(graph.access, graph.manifest, settings, gathered)
+        for share in shares(order, lambda at: book.part_of(seeds[at]), graph.ranks.rank, graph.layout, epoch):
+            yield sampler.requests(SeedSet({target: seeds[share.positions]}), share.key)
+
+    return BatchPlan(order, {of: ("orig_id", *names) for of, names in chosen.items()}, requests)
+
+
+def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
+    """Whether attributes of edges come from other hosts: with replicated topology only those of several dimensions."""
+    shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
+    return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
+
+
+def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:
+    types = sorted(of for of, name in graph.store.splits if name == split)
+    if len(types) == 1:
+        return types[0]
+    known = sorted({name for _, name in graph.store.splits})
+    raise SettingsError(
+        f"cache_rows: node_type must be one of {types}, each has a split {split!r}" if types
+        else f"cache_rows: no node type has a split {split!r}; there are {known}"
+    )  # fmt: skip
+
+
+def _megabytes(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

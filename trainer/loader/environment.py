@@ -1,0 +1,146 @@
+"""What the environment says: which process this is, and the graph of the run it belongs to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer.core.errors import ServiceError, SettingsError
+from trainer.core.ranks import Ranks
+from trainer.core.remote_access import Reach
+from trainer.loader.open import Graph, open_client, open_graph
+from trainer.loader.seed_order import RankLayout
+from trainer.service.cluster import read_cluster
+
+_GLANCE = 0.02  #: seconds between looks for a graph server's ready file
+
+_RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
+
+
+def open_any(
+    path: str | Path | None = None, part: int | Sequence[int] | None = None, *, cluster: str | Path | None = None,
+    node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
+    environ: Mapping[str, str] = os.environ,
+) -> Graph:  # fmt: skip
+    """``trainer.open``: see there."""
+    if path is not None:
+        _check_path(path)
+    ranks = this_process(environ)
+    ranks = ranks if node_rank is None else replace(ranks, node_rank=node_rank)
+    cluster, key_file = cluster or environ.get("GNNFLEET_CLUSTER"), key_file or environ.get("GNNFLEET_SERVICE_KEY")
+    if path is None and part is None and is_client(cluster, ranks.node_rank):
+        assert cluster is not None
+        return open_client(
+            read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
+            reach=Reach.from_env(environ), placed=_placed(cluster, ranks),
+        )  # fmt: skip
+    if path is None:
+        _check_in_run(environ)
+        path = environ["GNNFLEET_PARTS"]
+    placed = _placed(cluster, ranks) if cluster else None
+    if part is not None:
+        part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
+    else:
+        part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
+    return open_graph(
+        path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
+        ranks=ranks, placed=placed, reach=Reach.from_env(environ),
+    )  # fmt: skip
+
+
+def open_run(environ: Mapping[str, str] = os.environ, deadline: float = 120.0) -> tuple[Graph, Ranks, RankLayout]:
+    """This node's parts opened, the other nodes connected to, and where this process stands.
+
+    On a client node, which has no parts, the graph is that of the graph servers. Reads what the launcher sets:
+    GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER, GNNFLEET_SERVICE_KEY and torchrun's variables.
+    Close the graph when all ranks are done. Raises ``SettingsError`` outside a run, ``PartitionError`` and
+    ``ServiceError`` as ``open_graph`` does.
+    """
+    if is_client(environ.get("GNNFLEET_CLUSTER"), this_process(environ).node_rank):
+        graph = open_any(deadline=deadline, environ=environ)
+        return graph, graph.ranks, graph.layout
+    _check_in_run(environ)
+    part_ids = [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part]
+    graph = open_any(part=part_ids, deadline=deadline, environ=environ)
+    return graph, graph.ranks, graph.layout
+
+
+def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
+    """Wait until this node's graph server, if the launcher has started one, answers: its ready file is there.
+
+    Reads GNNFLEET_SERVER_READY and GNNFLEET_START_TIMEOUT. Raises ``ServiceError`` after that time; the supervisor,
+    which watches the server, has ended the run by then.
+    """
+    ready, seconds = environ.get("GNNFLEET_SERVER_READY"), float(environ.get("GNNFLEET_START_TIMEOUT") or 120)
+    until = time.monotonic() + seconds
+    while ready and not os.path.exists(ready):
+        if time.monotonic() > until:
+            raise ServiceError(
+                f"node{environ.get('NODE_RANK', '0')}: its graph server was not ready within {seconds:g} s"
+                " (run.start_timeout); its log says why (gnnfleet logs --all)"
+            )
+        time.sleep(_GLANCE)
+
+
+def is_client(cluster: str | Path | None, node_rank: int) -> bool:
+    """Whether a node of a run holds no part and asks graph servers. Raises ``SettingsError`` for a bad cluster file."""
+    nodes = read_cluster(cluster).nodes if cluster else ()
+    return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
+
+
+def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
+    """torchrun's variables, or else an initialized process group's rank and world size."""
+    ranks = Ranks.from_env(environ)
+    torch = sys.modules.get("torch")  # without torch imported there is no process group either
+    if "RANK" in environ or torch is None:
+        return ranks
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()):
+        return ranks
+    return replace(ranks, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, Path)):
+        raise SettingsError(
+            f"trainer.open takes the path of a partition folder, not {type(path).__name__};"
+            " give Data, HeteroData or a (feature store, graph store) pair straight to the loader"
+        )
+    if Path(path).is_file():
+        raise SettingsError(
+            f"{path} is a file, not a partition folder. Partition the graph in it first, python -m trainer partition"
+            f" make --dataset file --source {path} --num-parts 2 --out parts, then trainer.open('parts')"
+        )
+
+
+def _check_in_run(environ: Mapping[str, str]) -> None:
+    if missing := [name for name in _RUN if name not in environ]:
+        raise SettingsError(
+            f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …,"
+            " or name the partition folder to open"
+        )
+
+
+def _placed(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
+    """The run's layout; None for a process beside the run, which then loads everything itself."""
+    layout = RankLayout.from_cluster(read_cluster(cluster))
+    if layout.world_size == ranks.world_size:
+        return layout
+    if ranks.world_size == 1:
+        return None
+    raise SettingsError(
+        f"cluster file {cluster} places {layout.world_size} ranks, but {ranks.world_size} were started;"
+        " start as many as it lists, or name the cluster file of this run"
+    )
+
+
+def _own_parts(cluster: str | Path, node_rank: int) -> list[int]:
+    for node in read_cluster(cluster).nodes:
+        if node.node_rank == node_rank:
+            return list(node.parts)
+    raise SettingsError(f"cluster file {cluster} has no node {node_rank}; set node_rank (or NODE_RANK) to one of its")

@@ -1,0 +1,223 @@
+"""Graphs in memory as opened graphs of one part, which every rank holds whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric.data import Data, FeatureStore, GraphStore, HeteroData, remote_backend_utils
+
+from trainer.core.arrays import Array
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.edges import first_outside
+from trainer.data.memory import dataset_of, shared_array
+from trainer.loader.environment import this_process
+from trainer.loader.open import Graph
+from trainer.partition.cut import EdgeCut, Relabelling, relabel
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
+
+
+def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
+    """Topology, sizes and times of a pair of stores; edge ids are places in the stored edge list.
+
+    Raises ``DataError`` when the number of nodes cannot be told, ``SettingsError`` for an unknown time.
+    """
+    edge_attrs = graph_store.get_all_edge_attrs()
+    if not edge_attrs:
+        raise DataError("the graph store holds no edges: get_all_edge_attrs() is empty")
+    hetero = all(attr.edge_type is not None for attr in edge_attrs)
+    edge_index = _edges(graph_store, hetero)
+    counts = _counts(feature_store, graph_store, edge_index) if hetero else {HOMO_NODE: _count(edge_attrs, edge_index)}
+    times = _times(feature_store, time_attr, hetero) if time_attr is not None else {}
+    return Dataset(
+        name="stores",
+        nodes={of: NodeData(count, _column(time_attr, times, of, count)) for of, count in counts.items()},
+        edges={of: EdgeData(index, _column(time_attr, times, of, index.shape[1])) for of, index in edge_index.items()},
+        fingerprint="in memory",
+        hetero=hetero,
+        time_attrs=() if time_attr is None else (time_attr,),
+    )
+
+
+def _edges(graph_store: Any, hetero: bool) -> dict[EdgeType, Array]:
+    row, col, _ = graph_store.coo()
+    if not hetero:
+        row, col = {HOMO_EDGE: row}, {HOMO_EDGE: col}
+    return {of: np.stack([shared_array(row[of]), shared_array(col[of])]) for of in row}
+
+
+def _counts(feature_store: Any, graph_store: Any, edges: Iterable[EdgeType]) -> dict[NodeType, int]:
+    groups = [attr.group_name for attr in feature_store.get_all_tensor_attrs()]
+    types = dict.fromkeys([end for of in edges for end in (of[0], of[2])])
+    types |= dict.fromkeys(group for group in groups if isinstance(group, str))
+    try:
+        return {of: int(remote_backend_utils.num_nodes(feature_store, graph_store, of)) for of in types}
+    except ValueError as error:
+        raise DataError(f"the stores do not tell how many nodes there are: {error}") from None
+
+
+def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
+    size = edge_attrs[0].size
+    if size is None or None in size:
+        raise DataError("the graph store does not tell how many nodes there are; give its edges a size")
+    return int(max(size))
+
+
+def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
+    """The whole time attribute of every type that has it.
+
+    As in torch_geometric, homogeneous times are the nodes' if called ``time``, else the edges'.
+    """
+    attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
+    for attr in attrs:
+        attr.index = None
+    if not attrs:
+        raise SettingsError(f"time_attr {time_attr!r}: the feature store has no such attribute")
+    if not hetero and len(attrs) > 1:
+        raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} of that name")
+    arrays = [shared_array(torch.as_tensor(values)) for values in feature_store.multi_get_tensor(attrs)]
+    if not hetero:
+        return {HOMO_NODE if time_attr == "time" else HOMO_EDGE: arrays[0]}
+    return {attr.group_name: array for attr, array in zip(attrs, arrays, strict=True)}
+
+
+def _column(name: str | None, times: dict[AnyType, Array], of: AnyType, count: int) -> dict[str, Array]:
+    if name is None or of not in times:
+        return {}
+    if times[of].shape != (count,):
+        raise SettingsError(f"time_attr {name!r} of {of!r} has shape {list(times[of].shape)}, expected [{count}]")
+    return {name: times[of]}
+
+
+def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None = None) -> Graph:
+    """What a loader was given as an opened graph.
+
+    ``data``: a ``Graph``, ``Data``, ``HeteroData`` or (feature store, graph store). Attributes are not
+    copied, except for edge weights and times. Raises ``SettingsError`` and ``DataError``.
+    """
+    if isinstance(data, Graph):
+        return data
+    if isinstance(data, (Data, HeteroData)):
+        times = () if time_attr is None else (time_attr,)
+        return graph_of(dataset_of(data, type(data).__name__, times), data)
+    if _is_stores(data):
+        if weight_attr is not None:
+            raise SettingsError(
+                "weight_attr: a (feature store, graph store) pair has no edge weights (torch_geometric refuses it too)"
+            )
+        features, edges = data
+        return graph_of(dataset_of_stores(features, edges, time_attr), (features, edges))
+    hint = f"; open it first: trainer.open({str(data)!r})" if isinstance(data, (str, Path)) else ""
+    raise SettingsError(
+        "data: expected an opened graph (trainer.open), Data, HeteroData or (feature_store, graph_store),"
+        f" not {type(data).__name__}{hint}"
+    )
+
+
+def _is_stores(data: Any) -> bool:
+    pair = isinstance(data, (tuple, list)) and len(data) == 2
+    return pair and isinstance(data[0], FeatureStore) and isinstance(data[1], GraphStore)
+
+
+def graph_of(dataset: Dataset, source: Any = None) -> Graph:
+    """A dataset as one part in memory. Raises ``DataError`` for an edge whose end is no node."""
+    labels = {of: relabel(np.zeros(data.num_nodes, np.int32), 1) for of, data in dataset.nodes.items()}
+    nodes = {of: NodePart(0, labels[of].orig_id, _node_attrs(dataset, data)) for of, data in dataset.nodes.items()}
+    edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
+    splits = {(of, name): ids for of, data in dataset.nodes.items() for name, ids in data.splits.items()}
+    part = Part(0, nodes, edges)
+    store = PartStore(Path(f"{dataset.name} in memory"), _manifest(dataset, edges), {0: part}, {}, splits,
+                      dataset.graph_attrs)  # fmt: skip
+    return Graph(store, DistGraph(LocalGraph(store), {}), ranks=this_process(), source=source)
+
+
+def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
+    """Attributes as they are; times, of which batches take rows, in one piece."""
+    times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
+    return {**data.attrs, **times}
+
+
+def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[NodeType, Relabelling]) -> EdgePart:
+    edge_index = np.ascontiguousarray(data.edge_index)
+    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
+        raise DataError(
+            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected whole node ids [2, num_edges]"
+        )
+    for row, end in ((0, of[0]), (1, of[2])):
+        _check_ends(edge_index[row], dataset, of, end)
+    ((rows,),) = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]]).groups()
+    source_attrs = dataset.nodes[of[0]].attrs
+    times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
+    return EdgePart(
+        start=0,
+        indptr=rows.indptr,
+        indices=rows.indices,
+        orig_id=rows.orig_id,
+        attrs=_TakenRows(data.attrs, rows.orig_id),
+        src_times={name: values[rows.indices].astype(np.int64) for name, values in times.items()},
+    )
+
+
+def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> None:
+    num_nodes = dataset.nodes[end].num_nodes
+    if (position := int(first_outside(ids, num_nodes))) >= 0:
+        raise DataError(
+            f"edge_index of {of}: {ids[position]} at position {position}, but {end!r} has {num_nodes} nodes;"
+            " set num_nodes, or correct the edges"
+        )
+
+
+class _TakenRows(Mapping[str, Array]):
+    """Attributes with their rows in another order, taken when first asked for."""
+
+    def __init__(self, attrs: Mapping[str, Array], rows: Array):
+        self._attrs, self._rows = attrs, rows
+        self._taken: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._taken:
+            self._taken[name] = self._attrs[name][self._rows]
+        return self._taken[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attrs)
+
+    def __len__(self) -> int:
+        return len(self._attrs)
+
+
+def _manifest(dataset: Dataset, edges: Mapping[EdgeType, EdgePart]) -> Manifest:
+    return Manifest(
+        dataset=dataset.name, fingerprint=dataset.fingerprint, num_parts=1, algorithm="memory", seed=0,
+        hetero=dataset.hetero,
+        nodes={of: _node_spec(data) for of, data in dataset.nodes.items()},
+        edges={of: _edge_spec(data, tuple(edges[of].src_times)) for of, data in dataset.edges.items()},
+        edge_cut=0.0, balance=1.0,
+        graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
+        files=(),
+    )  # fmt: skip
+
+
+def _node_spec(data: NodeData) -> NodeSpec:
+    splits = {name: len(ids) for name, ids in data.splits.items()}
+    return NodeSpec(data.num_nodes, (0, data.num_nodes), _attr_specs(data), splits, data.num_classes)
+
+
+def _edge_spec(data: EdgeData, src_times: tuple[str, ...]) -> EdgeSpec:
+    return EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), src_times, 0.0)
+
+
+def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:
+    return {
+        name: AttrSpec("bfloat16" if name in data.bfloat16 else values.dtype.name, values.shape)
+        for name, values in data.attrs.items()
+    }

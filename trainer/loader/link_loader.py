@@ -1,0 +1,325 @@
+"""torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
+
+Shapes and orders are those of torch_geometric's ``LinkNeighborLoader``; n positives of this rank's
+share, k negatives of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trainer.core.arrays import Ids
+from trainer.core.errors import SettingsError
+from trainer.core.schema import EdgeType, NodeType
+from trainer.loader.arguments import (
+    AttrNames,
+    Fanouts,
+    OutputOptions,
+    load_options,
+    sample_settings,
+    subgraph_kind,
+    wanted_attrs,
+)
+from trainer.loader.in_memory import as_graph
+from trainer.loader.link_seeds import canonical, labels_with_negatives, link_inputs, negative_rule, node_draws
+from trainer.loader.negatives import NegativeRule, draw_negatives
+from trainer.loader.pyg_batch import Output
+from trainer.loader.pyg_loader import PyGLoader, Seeded
+from trainer.loader.seed_order import OTHER_STREAM, RankLayout, Share
+from trainer.sampler.subgraph_sampler import Sampled
+from trainer.sampler.types import SeedSet
+from trainer.store.part_store import PartStore
+
+_ROLE = 1 << 32  #: trees are numbered place + role * 2^32, so that no two seeds of a global batch share one
+
+
+@dataclass(frozen=True)
+class LinkBatch:
+    """This rank's positives of one step and their negatives, as original ids."""
+
+    edge_type: EdgeType
+    src: Ids  #: int64 [n]
+    dst: Ids  #: int64 [n]
+    places: Ids  #: int64 [n] in the global batch
+    owner: Ids  #: int64 [k] which positive of the share a negative belongs to
+    neg_j: Ids  #: int64 [k] which of its negatives it is; ascending, owners ascend within
+    neg_src: Ids  #: int64 [k]; unused for triplets, whose source is the positive's
+    neg_dst: Ids  #: int64 [k]
+    times: Ids | None = None  #: int64 [n]
+
+
+@dataclass(frozen=True)
+class LinkIndex:
+    """Where the links are in the batch: positions among the nodes of their end's type."""
+
+    src: Ids  #: int64: positives, for binary negatives then the negatives
+    dst: Ids  #: int64, as long as ``src``
+    neg: Ids | None  #: int64 [n] or [n, amount]: targets of triplets
+    owners: Mapping[NodeType, Ids]  #: for disjoint batches: which positive each seed belongs to, per type
+
+
+@dataclass(frozen=True)
+class _End:
+    """The seeds at one end of the links, in torch_geometric's order: positives first."""
+
+    ids: Ids  #: original ids
+    trees: Ids
+    owner: Ids
+
+
+def seeds_of(
+    links: LinkBatch, rule: NegativeRule | None, store: PartStore, disjoint: bool
+) -> tuple[SeedSet, LinkIndex]:
+    """The seed nodes of a link batch and where its links are found among them.
+
+    Seeds are the distinct end nodes by ascending original id; for disjoint batches every end of every
+    link is a seed of its own.
+    """
+    triplet = rule is not None and rule.triplet
+    src, dst = _ends(links, triplet)
+    ends = {links.edge_type[0]: [src], links.edge_type[2]: [dst]}
+    if links.edge_type[0] == links.edge_type[2]:
+        ends = {links.edge_type[0]: [src, dst]}
+    seeds, where = (_separate if disjoint else _distinct)(ends, links, store)
+    neg = None
+    if triplet:
+        assert rule is not None
+        neg = _neg_index(where[1][len(links.src) :], rule.most, len(links.src))
+        where = where[0], where[1][: len(links.src)]
+    owners = {of: np.concatenate([end.owner for end in group]) for of, group in ends.items()}
+    return seeds, LinkIndex(where[0], where[1], neg, owners)
+
+
+def excluded(
+    edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
+) -> dict[EdgeType, tuple[Ids, Ids]]:
+    """What ``SeedSet.exclude`` needs to hide links ``src`` -> ``dst`` (original ids), and their reverses."""
+    sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
+    pairs = {edge_type: [(targets, sources)]}
+    if reverse is not None:
+        pairs.setdefault(reverse, []).append((sources, targets))
+    return {
+        of: (np.concatenate([pair[0] for pair in group]), np.concatenate([pair[1] for pair in group]))
+        for of, group in pairs.items()
+    }
+
+
+def _ends(links: LinkBatch, triplet: bool) -> tuple[_End, _End]:
+    own = np.arange(len(links.src))
+    src_role, dst_role = (2, 2) if triplet else (2, 3)
+    step = dst_role - 1  # binary negatives have two roles each, triplets one
+    neg = links.places[links.owner]
+    dst = _End(
+        np.concatenate([links.dst, links.neg_dst]),
+        np.concatenate([links.places + _ROLE, neg + (dst_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([own, links.owner]),
+    )
+    if triplet:
+        return _End(links.src, links.places, own), dst
+    src = _End(
+        np.concatenate([links.src, links.neg_src]),
+        np.concatenate([links.places, neg + (src_role + step * links.neg_j) * _ROLE]),
+        np.concatenate([own, links.owner]),
+    )
+    return src, dst
+
+
+def _distinct(
+    ends: Mapping[NodeType, list[_End]], links: LinkBatch, store: PartStore
+) -> tuple[SeedSet, tuple[Ids, Ids]]:
+    nodes, where = {}, []
+    for of, group in ends.items():
+        unique, inverse = np.unique(np.concatenate([end.ids for end in group]), return_inverse=True)
+        nodes[of] = store.to_global(of, unique)
+        where += np.split(inverse.astype(np.int64), [len(group[0].ids)])[: len(group)]
+    return SeedSet(nodes), (where[0], where[1])
+
+
+def _separate(
+    ends: Mapping[NodeType, list[_End]], links: LinkBatch, store: PartStore
+) -> tuple[SeedSet, tuple[Ids, Ids]]:
+    nodes, trees, times, where = {}, {}, {}, []
+    for of, group in ends.items():
+        nodes[of] = store.to_global(of, np.concatenate([end.ids for end in group]))
+        trees[of] = np.concatenate([end.trees for end in group])
+        if links.times is not None:
+            times[of] = links.times[np.concatenate([end.owner for end in group])]
+        where += np.split(np.arange(len(nodes[of])), [len(group[0].ids)])[: len(group)]
+    return SeedSet(nodes, trees, times), (where[0], where[1])
+
+
+def _neg_index(where: Ids, amount: int, num_positives: int) -> Ids:
+    table = where.reshape(amount, num_positives).T
+    return np.ascontiguousarray(table[:, 0] if amount == 1 else table)
+
+
+_NONE = np.empty(0, np.int64)
+
+
+class DistLinkNeighborLoader(PyGLoader):
+    """Mini-batches around links, with torch_geometric's arguments, meaning, defaults and batches.
+
+    Every rank passes the same arguments, all links included; the loader shares each global batch
+    (``batch_size`` × world size) out over the ranks. Negatives are drawn by a link's place in the global batch,
+    so they do not depend on the number of ranks and parts.
+
+    Args:
+        data, num_neighbors, replace, subgraph_type, disjoint, temporal_strategy, time_attr, weight_attr,
+            transform, transform_sampler_output, is_sorted, filter_per_worker, neighbor_sampler, directed,
+            custom_cls, input_id, attrs, seed, threads, prefetch, deadline, rank, layout, kwargs: as in
+            ``DistNeighborLoader``.
+        edge_label_index: None (all edges) or ids [2, n]; for a heterogeneous graph an edge type, or
+            (edge type, None | ids). All edges are collected from all hosts when the loader is made.
+        edge_label: [n, …] labels of the links.
+        edge_label_time: int [n] times of the links; needs ``time_attr``, and the other way round.
+        neg_sampling, neg_sampling_ratio: as in torch_geometric: ``"binary"``, ``"triplet"``, a mapping with
+            ``mode`` and ``amount``, or its ``NegativeSampling``.
+        avoid_links: draw no negative that is an edge of the graph (of the links' type). torch_geometric
+            does not look.
+        exclude: ``"self"`` hides the links of the global batch from message passing, ``"both"`` their
+            reverses too; None as in torch_geometric, where they are seen: the model can read off the answer.
+        reverse_type: edge type of the reverses; default: the links' own type if its ends are of one type,
+            else ``rev_<relation>``.
+
+    Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while iterating when another
+    host fails, and ``DataError`` when there is no negative to be found.
+    """
+
+    def __init__(
+        self, data: Any, num_neighbors: Fanouts, edge_label_index: Any = None, edge_label: Any = None,
+        edge_label_time: Any = None, replace: bool = False, subgraph_type: Any = "directional",
+        disjoint: bool = False, temporal_strategy: str = "uniform", neg_sampling: Any = None,
+        neg_sampling_ratio: float | None = None, time_attr: str | None = None, weight_attr: str | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        transform_sampler_output: Callable[[Any], Any] | None = None, is_sorted: bool = False,
+        filter_per_worker: bool | None = None, neighbor_sampler: None = None, directed: bool = True,
+        custom_cls: Callable[[], Any] | None = None, input_id: Any = None, *, avoid_links: bool = False,
+        exclude: str | None = None, reverse_type: Any = None, attrs: AttrNames | None = None,
+        seed: int | None = None, threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0,
+        rank: int | None = None, layout: RankLayout | None = None, **kwargs: Any,
+    ):  # fmt: skip
+        if neighbor_sampler is not None:
+            raise SettingsError("neighbor_sampler: neighbours are drawn by the owners of the graph's parts")
+        if (edge_label_time is None) != (time_attr is None):
+            raise SettingsError("edge_label_time and time_attr go together: the links' times, and what they bound")
+        options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
+        kind = subgraph_kind(subgraph_type, directed)
+        graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
+        settings = sample_settings(
+            graph, num_neighbors, replace=replace, subgraph_type=kind, disjoint=disjoint,
+            temporal_strategy=temporal_strategy, time_attr=time_attr, weight_attr=weight_attr,
+        )  # fmt: skip
+        self.rule, given = negative_rule(neg_sampling, neg_sampling_ratio, avoid_links)
+        self.inputs = link_inputs(graph, edge_label_index, edge_label, edge_label_time, input_id)
+        self._label = labels_with_negatives(self.inputs.label, self.rule)
+        self._draws = None if self.rule is None else node_draws(graph, self.inputs.edge_type, given, settings)
+        self._exclude = exclude is not None
+        self._reverse = _reverse_type(graph, self.inputs.edge_type, exclude, reverse_type)
+        super().__init__(
+            graph, len(self.inputs), f"{self.inputs.digest()} {self.rule} {exclude} {self._reverse}", settings,
+            wanted_attrs(graph, attrs), options,
+            OutputOptions(kind, transform, transform_sampler_output, bool(filter_per_worker), custom_cls),
+            stream=OTHER_STREAM, rank=rank, layout=layout,
+        )  # fmt: skip
+
+    def part_of(self, positions: Ids) -> Ids:
+        of = self.inputs.edge_type[2]
+        return self.graph.store.books[of].part_of(self.graph.store.to_global(of, self.inputs.dst[positions]))
+
+    def seeds(self, share: Share) -> Seeded:
+        links = self._links(share)
+        seeds, index = seeds_of(links, self.rule, self.graph.store, self.settings.disjoint)
+        if self._exclude:
+            seen = self.inputs.src[share.batch], self.inputs.dst[share.batch]
+            seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, self.graph.store))
+        return Seeded(seeds, self._metadata(share, links, index), index)
+
+    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+        out = super().output(sampled, seeded)
+        if out.batch is not None:
+            out.batch = self._by_link(out.batch, seeded.extra)
+        return out
+
+    def annotate(self, data: Any, out: Output) -> None:
+        hetero, edge_type = self.graph.manifest.hetero, self.inputs.edge_type
+        link, src, dst = (data[of] if hetero else data for of in (edge_type, edge_type[0], edge_type[2]))
+        link.input_id = out.metadata[0]
+        if self.rule is not None and self.rule.triplet:
+            src.src_index, dst.dst_pos_index, dst.dst_neg_index = out.metadata[1:4]
+            src.seed_time = dst.seed_time = out.metadata[4]
+            for name in ("edge_label_index", "edge_label_time"):  # the whole graph's, where data has such
+                if name in link:
+                    del link[name]
+        else:
+            link.edge_label_index, link.edge_label, link.edge_label_time = out.metadata[1:4]
+
+    def _links(self, share: Share) -> LinkBatch:
+        """This rank's positives and negatives of one step."""
+        inputs, own = self.inputs, share.positions
+        src, dst = inputs.src[own], inputs.dst[own]
+        times = None if inputs.times is None else inputs.times[own]
+        if self.rule is None or self._draws is None:
+            return LinkBatch(inputs.edge_type, src, dst, share.places, _NONE, _NONE, _NONE, _NONE, times)
+        owner, j = self.rule.owners(share.places, share.global_seeds)
+        neg_src, neg_dst = draw_negatives(
+            self.rule, share.key, share.places, owner, j, (src, dst), self._draws, self._is_link, times
+        )
+        return LinkBatch(inputs.edge_type, src, dst, share.places, owner, j, neg_src, neg_dst, times)
+
+    def _is_link(self, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        of, store = self.inputs.edge_type, self.graph.store
+        return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
+
+    def _metadata(self, share: Share, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
+        """As torch_geometric's ``edge_sample`` leaves it."""
+        input_id = self.inputs.input_id
+        ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
+        times = None if links.times is None else torch.from_numpy(links.times)
+        if self.rule is not None and self.rule.triplet:
+            assert index.neg is not None
+            return ids, *map(torch.from_numpy, (index.src, index.dst, index.neg)), times
+        if times is not None:
+            times = torch.cat([times, times[torch.from_numpy(links.owner)]])
+        where = torch.from_numpy(np.stack([index.src, index.dst]))
+        return ids, where, self._labels(share, len(links.owner)), times
+
+    def _labels(self, share: Share, num_negatives: int) -> Tensor | None:
+        label = None if self._label is None else self._label[torch.from_numpy(share.positions)]
+        if self.rule is None:
+            return label
+        label = torch.ones(len(share.positions)) if label is None else label
+        return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
+
+    def _by_link(self, batch: Any, index: LinkIndex) -> Any:
+        """Trees, numbered by seed, as the places of the links they belong to."""
+        owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
+        if isinstance(batch, dict):
+            return {of: owners[trees] for of, trees in batch.items()}
+        return owners[batch]
+
+
+def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: Any) -> EdgeType | None:
+    if exclude not in (None, "self", "both"):
+        raise SettingsError(f"exclude {exclude!r}; it is None, 'self' or 'both'")
+    if exclude != "both":
+        if given is not None:
+            raise SettingsError("reverse_type says what exclude='both' hides; give that too")
+        return None
+    if given is not None:
+        reverse = canonical(graph, given)
+        if (reverse[0], reverse[2]) != (edge_type[2], edge_type[0]):
+            raise SettingsError(f"reverse_type {reverse} does not lead from {edge_type[2]!r} to {edge_type[0]!r}")
+        return reverse
+    named = (edge_type[2], f"rev_{edge_type[1]}", edge_type[0])
+    if named in graph.manifest.edges:
+        return named
+    if edge_type[0] == edge_type[2]:
+        return edge_type
+    raise SettingsError(f"exclude='both': the graph has no edge type {named}; name the reverses by reverse_type")

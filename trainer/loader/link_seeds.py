@@ -1,0 +1,189 @@
+"""Which links a loader starts from: every form of ``edge_label_index``, as original ids."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.sampler import NegativeSampling
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
+from trainer.loader.negatives import DST, SRC, NegativeRule, NodeDraw
+from trainer.loader.node_seeds import as_array, checked_ids
+from trainer.loader.open import Graph
+from trainer.sampler.types import RowRequest, SampleSettings
+
+
+@dataclass(frozen=True)
+class LinkInputs:
+    """The seed links, each with a position from 0."""
+
+    edge_type: EdgeType
+    src: Ids  #: int64 [n] original ids
+    dst: Ids  #: int64 [n]
+    label: Tensor | None = None  #: [n, …]
+    times: Ids | None = None  #: int64 [n]
+    input_id: Ids | None = None  #: int64 [n] what a batch calls them; None: their positions
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def digest(self) -> str:
+        """Equal on ranks that were given equal links."""
+        total = hashlib.sha256(f"{self.edge_type} {len(self.src)}".encode())
+        for array in (self.src, self.dst, self.times, None if self.label is None else as_array(self.label)):
+            total.update(b"" if array is None else np.ascontiguousarray(array).data)
+        return total.hexdigest()
+
+
+def link_inputs(
+    graph: Graph, edge_label_index: Any, edge_label: Any = None, edge_label_time: Any = None, input_id: Any = None
+) -> LinkInputs:
+    """Seed links from ``edge_label_index``.
+
+    Homogeneous: None (all edges) or ids [2, n]. Heterogeneous: an edge type, or (edge type, None | ids).
+    Raises ``SettingsError``, and ``ServiceError`` where all edges are to be collected from other hosts.
+    """
+    edge_type, given = _typed(graph, edge_label_index)
+    ends = _all_links(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
+    return LinkInputs(
+        edge_type, *ends,
+        label=None if edge_label is None else _label(edge_label, len(ends[0])),
+        times=None if edge_label_time is None else _per_link("edge_label_time", edge_label_time, len(ends[0])),
+        input_id=None if input_id is None else _per_link("input_id", input_id, len(ends[0])),
+    )  # fmt: skip
+
+
+def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> tuple[NegativeRule | None, Any]:
+    """The rule, and torch_geometric's ``NegativeSampling`` for its weights. Raises ``SettingsError``."""
+    try:
+        given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"neg_sampling: {error}") from None
+    if given is None:
+        if avoid_links:
+            raise SettingsError("avoid_links says how negatives are drawn; give neg_sampling too")
+        return None, None
+    return NegativeRule(given.is_triplet(), given.amount, avoid_links), given
+
+
+def node_draws(
+    graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
+) -> tuple[NodeDraw, NodeDraw]:
+    """How each end's negatives are drawn. With node times those of all nodes are fetched: 16 bytes a node."""
+    draws = []
+    for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
+        of = edge_type[0] if end == SRC else edge_type[2]
+        num_nodes = graph.manifest.nodes[of].num_nodes
+        draws.append(NodeDraw(num_nodes, None if weight is None else as_array(weight), _times(graph, of, settings)))
+    return draws[SRC], draws[DST]
+
+
+def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Tensor | None:
+    """Labels of positives where 0 is to mean a negative: raised by one if they begin at 0.
+
+    Raises ``SettingsError`` for labels together with triplets.
+    """
+    if label is None or rule is None:
+        return label
+    if rule.triplet:
+        raise SettingsError(
+            "edge_label makes no sense with triplet negatives: positives and negatives are told apart by"
+            " src_index, dst_pos_index and dst_neg_index; leave it out, or use binary"
+        )
+    return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
+
+
+def canonical(graph: Graph, given: Any) -> EdgeType:
+    """The edge type meant by a full triple, or by an unambiguous (source, target) or relation name."""
+    words = (given,) if isinstance(given, str) else tuple(given)
+    if words in graph.manifest.edges:
+        return words  # type: ignore[return-value]
+    ends = [of for of in graph.manifest.edges if words in ((of[0], of[2]), (of[1],))]
+    if len(ends) != 1:
+        what = "is ambiguous" if ends else "is no edge type"
+        raise SettingsError(f"{given!r} {what}; the graph has {sorted(graph.manifest.edges)}")
+    return ends[0]
+
+
+def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
+    if not graph.manifest.hetero:
+        if isinstance(given, str) or (isinstance(given, (tuple, list)) and any(map(_names_type, given[:1]))):
+            raise SettingsError("edge_label_index names an edge type, but the graph is homogeneous; give the ids alone")
+        return HOMO_EDGE, given
+    if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given)):
+        return canonical(graph, given), None
+    if isinstance(given, (tuple, list)) and len(given) == 2 and _names_type(given[0]):
+        return canonical(graph, given[0]), given[1]
+    raise SettingsError(
+        "the graph is heterogeneous: edge_label_index must say the edge type, as (edge type, ids);"
+        f" there are {sorted(graph.manifest.edges)}"
+    )
+
+
+def _names_type(given: Any) -> bool:
+    return isinstance(given, str) or _words(given)
+
+
+def _words(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) > 0 and all(isinstance(word, str) for word in given)
+
+
+def _given_links(graph: Graph, edge_type: EdgeType, given: Any) -> tuple[Ids, Ids]:
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    values = as_array([as_array(end) for end in given] if pair else given)
+    if values.ndim != 2 or values.shape[0] != 2:
+        raise SettingsError(f"edge_label_index: shape is {list(values.shape)}, expected [2, number of links]")
+    sizes = [graph.manifest.nodes[of].num_nodes for of in (edge_type[0], edge_type[2])]
+    src = checked_ids(values[0], sizes[0], edge_type[0], "edge_label_index, sources")
+    return src, checked_ids(values[1], sizes[1], edge_type[2], "edge_label_index, targets")
+
+
+def _all_links(graph: Graph, edge_type: EdgeType) -> tuple[Ids, Ids]:
+    """Every edge, at the position of its id."""
+    edges = graph.access.edge_list(edge_type)
+    src, dst = np.empty(len(edges.src), np.int64), np.empty(len(edges.src), np.int64)
+    src[edges.orig_id] = _original(graph, edge_type[0], edges.src)
+    dst[edges.orig_id] = _original(graph, edge_type[2], edges.dst)
+    return src, dst
+
+
+def _original(graph: Graph, of: NodeType, global_ids: Ids) -> Ids:
+    table = graph.store.global_ids.get(of)
+    if table is None:
+        return global_ids
+    original = np.empty(len(table), np.int64)
+    original[table] = np.arange(len(table))
+    return original[global_ids]
+
+
+def _times(graph: Graph, of: NodeType, settings: SampleSettings) -> Array | None:
+    time, spec = settings.time, graph.manifest.nodes[of]
+    if time is None or time.on != "node" or time.attr not in spec.attrs:
+        return None
+    nodes = graph.store.to_global(of, np.arange(spec.num_nodes))
+    return graph.access.gather([RowRequest(of, nodes, (time.attr,))])[0][time.attr]
+
+
+def _label(given: Any, count: int) -> Tensor:
+    try:
+        # copied: arrays of a partition are read-only
+        label = given if isinstance(given, Tensor) else torch.tensor(as_array(given))
+    except TypeError:
+        raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None
+    if label.ndim == 0 or len(label) != count:
+        raise SettingsError(f"edge_label: shape is {list(label.shape)}, expected one row for each of {count} links")
+    return label
+
+
+def _per_link(name: str, given: Any, count: int) -> Ids:
+    values = as_array(given)
+    if values.shape != (count,) or values.dtype.kind not in "iu":
+        raise SettingsError(f"{name}: {values.dtype} {list(values.shape)}; expected whole numbers [{count}]")
+    return values.astype(np.int64)

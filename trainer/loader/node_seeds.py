@@ -1,0 +1,187 @@
+"""Which nodes a loader starts from: every form of ``input_nodes``, as global ids in one sequence."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.loader.open import Graph
+
+
+@dataclass(frozen=True)
+class TypeInputs:
+    """The seeds of one type."""
+
+    nodes: Ids  #: int64 [n] global ids
+    input_id: Ids | None  #: int64 [n] what a batch calls them; None: their positions
+    times: Ids | None = None  #: int64 [n], where given by the caller
+
+
+@dataclass(frozen=True)
+class NodeInputs:
+    """The seeds of all input types, one after the other; a *position* counts through them."""
+
+    of: Mapping[NodeType, TypeInputs]
+
+    def __len__(self) -> int:
+        return sum(len(inputs.nodes) for inputs in self.of.values())
+
+    def split(self, positions: Ids) -> dict[NodeType, tuple[Ids, Ids]]:
+        """For each input type the rows of ``positions`` that are its, and the positions among its own seeds."""
+        begin, found = 0, {}
+        for of, inputs in self.of.items():
+            rows = np.flatnonzero((positions >= begin) & (positions < begin + len(inputs.nodes)))
+            found[of] = (rows, positions[rows] - begin)
+            begin += len(inputs.nodes)
+        return found
+
+    def digest(self) -> str:
+        """Equal on ranks that were given equal seeds."""
+        total = hashlib.sha256()
+        for of, inputs in self.of.items():
+            total.update(f"{of} {len(inputs.nodes)}".encode())
+            for array in (inputs.nodes, inputs.times):
+                total.update(b"" if array is None else np.ascontiguousarray(array).data)
+        return total.hexdigest()
+
+
+def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id: Any = None) -> NodeInputs:
+    """Seeds from ``input_nodes``.
+
+    Homogeneous: None (all), ids, a boolean mask, or the name of a split. Heterogeneous: a node type,
+    (type, None | ids | mask | split), or a mapping of types to these. Raises ``SettingsError``.
+    """
+    forms = _forms(graph, input_nodes)
+    several = isinstance(input_nodes, Mapping)
+    return NodeInputs({
+        of: _with_more(of, _inputs(graph, of, form), _own(input_time, of, several), _own(input_id, of, several))
+        for of, form in forms.items()
+    })  # fmt: skip
+
+
+def split_name(input_nodes: Any) -> str | None:
+    """The split named, if that is what seeds are given by."""
+    if isinstance(input_nodes, tuple) and len(input_nodes) == 2:
+        input_nodes = input_nodes[1]
+    return input_nodes if isinstance(input_nodes, str) else None
+
+
+def _forms(graph: Graph, given: Any) -> dict[NodeType, Any]:
+    types = list(graph.manifest.nodes)
+    if not graph.manifest.hetero:
+        if isinstance(given, Mapping) or _is_typed(given):
+            raise SettingsError("input_nodes names a node type, but the graph is homogeneous; give the seeds alone")
+        return {HOMO_NODE: given}
+    if isinstance(given, Mapping):
+        forms = dict(given)
+    elif isinstance(given, str):
+        forms = {given: None}
+    elif _is_typed(given):
+        forms = {given[0]: given[1]}
+    else:
+        raise SettingsError(
+            f"the graph is heterogeneous: input_nodes must say the node type, as (type, seeds); types are {types}"
+        )
+    for of in forms:
+        if of not in types:
+            hint = _typed_split_hint(graph, of) if isinstance(given, str) else ""
+            raise SettingsError(f"input_nodes: the graph has no node type {of!r}; types are {types}{hint}")
+    return forms
+
+
+def _typed_split_hint(graph: Graph, name: str) -> str:
+    """For a split, or its mask in the data, that was named without its type."""
+    split = name.removesuffix("_mask")
+    if meant := sorted(key for key in graph.store.splits if key[1] == split):
+        return f"; did you mean {' or '.join(map(str, meant))}?"
+    return ""
+
+
+def _split_hint(name: str, known: list[str]) -> str:
+    """A partition keeps ``train_mask`` as the split ``train``."""
+    nearest = difflib.get_close_matches(name.removesuffix("_mask"), known, 1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def _is_typed(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], str)
+
+
+def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
+    if isinstance(form, str):
+        if (of, form) not in graph.store.splits:
+            known = sorted(name for node_type, name in graph.store.splits if node_type == of)
+            raise SettingsError(
+                f"input_nodes: {of!r} nodes have no split {form!r}; there are {known}{_split_hint(form, known)}"
+            )
+        return TypeInputs(graph.store.splits[of, form], None)
+    num_nodes = graph.manifest.nodes[of].num_nodes
+    if form is None:
+        return TypeInputs(graph.store.to_global(of, np.arange(num_nodes)), None)
+    values = as_array(form)
+    if values.dtype.kind == "b":
+        if values.shape != (num_nodes,):
+            raise SettingsError(f"input_nodes: mask has shape {list(values.shape)}, there are {num_nodes} {of!r} nodes")
+        ids = np.flatnonzero(values)
+        return TypeInputs(graph.store.to_global(of, ids), ids)
+    return TypeInputs(graph.store.to_global(of, checked_ids(values, num_nodes, of, "input_nodes")), None)
+
+
+def as_array(values: Any) -> Array:
+    """A tensor, array or list as a numpy array."""
+    if isinstance(values, torch.Tensor):
+        plain = values.detach().cpu().as_subclass(torch.Tensor)
+        return np.asarray((plain.float() if plain.dtype == torch.bfloat16 else plain).numpy())
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # rows of different lengths
+        raise SettingsError(f"expected numbers in a regular shape, not {type(values).__name__}: {error}") from None
+    return array.astype(np.int64) if array.size == 0 and not isinstance(values, np.ndarray) else array
+
+
+def checked_ids(values: Array, num_nodes: int, of: NodeType, where: str) -> Ids:
+    """Original node ids as int64. Raises ``SettingsError`` for what is no node of the type."""
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise SettingsError(
+            f"{where}: {values.dtype} {list(values.shape)}; expected whole node ids [n], or a boolean mask"
+        )
+    ids = values.astype(np.int64)
+    bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
+    if len(bad):
+        raise SettingsError(
+            f"{where}: {ids[bad[0]]} at position {bad[0]}, but ids of {of!r} nodes go from 0 to {num_nodes - 1}"
+        )
+    return ids
+
+
+def _own(given: Any, of: NodeType, several: bool) -> Any:
+    return given.get(of) if several and isinstance(given, Mapping) else given
+
+
+def _with_more(of: NodeType, inputs: TypeInputs, times: Any, input_id: Any) -> TypeInputs:
+    count = len(inputs.nodes)
+    return TypeInputs(
+        inputs.nodes,
+        inputs.input_id if input_id is None else _per_seed("input_id", of, input_id, count),
+        None if times is None else _per_seed("input_time", of, times, count),
+    )
+
+
+def _per_seed(name: str, of: NodeType, given: Any, count: int) -> Ids:
+    if isinstance(given, Mapping):
+        raise SettingsError(f"{name} is a mapping, but input_nodes is not; give one array")
+    values = as_array(given)
+    if values.shape != (count,) or values.dtype.kind not in "iu":
+        raise SettingsError(
+            f"{name}: {values.dtype} {list(values.shape)} for {count} {of!r} seeds; expected whole numbers [{count}]"
+        )
+    return values.astype(np.int64)

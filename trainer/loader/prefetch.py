@@ -1,0 +1,95 @@
+"""Work done ahead by threads, handed over in order."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from trainer.core.errors import ServiceError
+from trainer.core.schema import AnyType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
+from trainer.service.remote_graph import Gateway
+
+Job = TypeVar("Job")
+
+Done = TypeVar("Done")
+
+
+def ordered_ahead(
+    work: Callable[[Job], Done], jobs: Iterable[Job], *, threads: int, ahead: int, deadline: float
+) -> Generator[Done, None, None]:
+    """Yield ``work(job)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
+
+    The one in use counts until the next is asked for, and nothing here refers to it: memory is bounded by ``ahead``
+    results where whoever iterates lets go of one before asking for the next. There may always be one more than threads.
+
+    What ``work`` raises is raised here, at its place in the order, and no later job is begun: after a lost host each
+    would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
+    longer than ``deadline`` seconds after it is waited for.
+    """
+    pending: deque[Future[Done]] = deque()
+    failed: list[int] = []  #: numbers of jobs that raised
+
+    def run(numbered: tuple[int, Job]) -> Done:
+        number, job = numbered
+        if failed and number > min(failed):
+            raise CancelledError
+        try:
+            return work(job)
+        except BaseException:
+            failed.append(number)
+            raise
+
+    source = enumerate(jobs)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="sampler")
+    try:
+        pending.extend(pool.submit(run, job) for job in islice(source, max(ahead, threads + 1)))
+        while pending:
+            yield _wait(pending.popleft(), deadline)
+            pending.extend(pool.submit(run, job) for job in islice(source, 1))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _wait(future: Future[Done], deadline: float) -> Done:
+    try:
+        return future.result(deadline)
+    except FutureTimeout:
+        if future.done():
+            raise
+        raise ServiceError(f"no batch within {deadline:g} s from the sampler threads of this process") from None
+
+
+class Sampler(Protocol):
+    """Makes batches of one kind; safe to call from several threads. Both methods raise ``ServiceError``."""
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """Subgraph and rows."""
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Nodes and edges alone."""
+
+
+@dataclass(frozen=True)
+class RemoteSampler:
+    """Has each batch made by a graph server, with one request."""
+
+    gateway: Gateway
+    settings: SampleSettings
+    attrs: Mapping[AnyType, tuple[str, ...]]
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        began = time.perf_counter()
+        sampled = self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
+        return replace(sampled, cost=replace(sampled.cost, wait_s=time.perf_counter() - began))
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        return self.gateway.sample_batch(BatchWork(self.settings, seeds, key, {})).subgraph

@@ -1,0 +1,236 @@
+"""From numpy to what users see: tensors, blocks, and torch_geometric's sampler output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.loader.utils import (
+    filter_custom_hetero_store,
+    filter_custom_store,
+    filter_data,
+    filter_hetero_data,
+)
+from torch_geometric.sampler import SamplerOutput
+
+from trainer.core import slabs
+from trainer.core.arrays import Array
+from trainer.core.batch import Block
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.loader.device import as_tensor
+from trainer.loader.node_seeds import checked_ids
+from trainer.loader.open import Graph
+from trainer.sampler.multi_hop import cut_block
+from trainer.sampler.subgraph_sampler import Rows, Sampled
+from trainer.sampler.types import EdgeSet, NodeSet, RowRequest, SampledSubgraph
+from trainer.store.manifest import AttrSpec
+
+if TYPE_CHECKING:
+    from torch_geometric.sampler import HeteroSamplerOutput
+
+Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
+
+
+def as_label(labels: Tensor) -> Tensor:
+    """Integer labels as int64 (what cross entropy wants), others as they are."""
+    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    return labels.long() if whole else labels
+
+
+def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
+    """Blocks of a homogeneous graph in layer order: the outermost hop first."""
+    return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
+
+
+def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
+    """The same per edge type that has fanouts."""
+    sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
+    return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
+
+
+def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
+    indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
+    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
+
+
+def sampler_output(sampled: Sampled, hetero: bool, induced: bool, apart: bool) -> Output:
+    """torch_geometric's output of a sampler: original ids, edges in batch positions.
+
+    As there, an induced subgraph has no numbers of nodes and edges per hop. ``apart``: ids are copies, for a transform
+    that may write to them. Rows and columns of an edge type are the rows of one tensor.
+    """
+    from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput  # takes seconds; blocks do without
+
+    subgraph, rows = sampled.subgraph, sampled.rows
+    node = {of: _original(rows[of], apart) for of in subgraph.nodes}
+    edge = {of: _original(rows[of], apart) for of in subgraph.edges}
+    ends = {of: torch.from_numpy(edges.ends()) for of, edges in subgraph.edges.items()}
+    row, col = ({of: both[end] for of, both in ends.items()} for end in (0, 1))
+    batch = {of: _wide(n.tree) for of, n in subgraph.nodes.items() if n.tree is not None}
+    num_nodes, num_edges = None, None
+    if not induced:
+        num_nodes, num_edges = _per_hop(subgraph.nodes), _per_hop(subgraph.edges)
+    if hetero:
+        return HeteroSamplerOutput(node, row, col, edge, batch or None, num_nodes, num_edges)
+    return SamplerOutput(
+        node[HOMO_NODE], row[HOMO_EDGE], col[HOMO_EDGE], edge[HOMO_EDGE], batch.get(HOMO_NODE),
+        num_nodes and num_nodes[HOMO_NODE], num_edges and num_edges[HOMO_EDGE],
+    )  # fmt: skip
+
+
+def edge_index(row: Tensor, col: Tensor) -> Tensor:
+    """[2, e]: the tensor whose rows ``row`` and ``col`` are, else a new one."""
+    whole = row._base
+    if whole is None or whole is not col._base or whole.shape != (2, len(row)) or len(col) != len(row):
+        return torch.stack([row, col])
+    alike = all(part.data_ptr() == of.data_ptr() for part, of in zip((row, col), whole, strict=True))
+    return whole if alike and whole.is_contiguous() else torch.stack([row, col])
+
+
+def _original(rows: Mapping[str, Array], apart: bool) -> Tensor:
+    ids = rows["orig_id"]
+    return _wide(ids) if apart or ids.dtype != np.int64 or not ids.flags.writeable else torch.from_numpy(ids)
+
+
+def _wide(array: Array) -> Tensor:
+    return torch.from_numpy(slabs.cast(array, np.int64))
+
+
+def _per_hop(sets: Mapping[Any, NodeSet] | Mapping[Any, EdgeSet]) -> dict[Any, list[int]]:
+    return {of: list(members.per_hop) for of, members in sets.items()}
+
+
+Join = Callable[[Output, Sampled], Any]
+
+Attrs = Mapping[AnyType, tuple[str, ...]]
+
+
+def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
+    """How batches of this graph get their attributes."""
+    if isinstance(graph.source, (Data, HeteroData)):
+        return lambda out, _: _join_data(graph.source, out)
+    if graph.source is not None:
+        return lambda out, _: _join_stores(graph.source, out, custom_cls)
+    return PartitionJoin(graph, attrs, custom_cls)
+
+
+def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
+    """What the sampler threads must gather: nothing where torch_geometric filters data in this process."""
+    return attrs if graph.source is None else {}
+
+
+def _join_data(data: Any, out: Output) -> Any:
+    homo = isinstance(out, SamplerOutput)
+    return (filter_data if homo else filter_hetero_data)(data, out.node, out.row, out.col, out.edge, None)
+
+
+def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None) -> Any:
+    homo = isinstance(out, SamplerOutput)
+    join = filter_custom_store if homo else filter_custom_hetero_store
+    return join(*stores, out.node, out.row, out.col, out.edge, custom_cls)
+
+
+class PartitionJoin:
+    """Rows that were gathered with the subgraph, reordered if a transform changed nodes or edges."""
+
+    def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
+        self._graph, self._attrs, self._custom_cls = graph, attrs, custom_cls
+        if not graph.manifest.hetero:
+            _check_apart(attrs, graph.manifest.graph_attrs)
+        specs, arrays = graph.manifest.graph_attrs, graph.store.graph_attrs
+        self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
+
+    def __call__(self, out: Output, sampled: Sampled) -> Any:
+        """``Data`` or ``HeteroData`` with the attributes of nodes, edges and graph."""
+        homo = isinstance(out, SamplerOutput)
+        data = (self._custom_cls or (Data if homo else HeteroData))()
+        for name, value in self._graph_attrs.items():
+            setattr(data, name, value)
+        if homo:
+            self._edges(data, HOMO_EDGE, out.row, out.col, out.edge, sampled)
+            self._nodes(data, HOMO_NODE, out.node, sampled)
+            return data
+        for node_type in self._graph.manifest.nodes:
+            self._nodes(data[node_type], node_type, out.node.get(node_type, _nothing()), sampled)
+        for edge_type in self._graph.manifest.edges:
+            row, col = out.row.get(edge_type, _nothing()), out.col.get(edge_type, _nothing())
+            self._edges(data[edge_type], edge_type, row, col, (out.edge or {}).get(edge_type), sampled)
+        return data
+
+    def _nodes(self, to: Any, of: NodeType, node: Tensor, sampled: Sampled) -> None:
+        rows = self._rows_of_nodes(of, node, sampled)
+        for name in self._attrs[of]:
+            values = as_tensor(rows[name], self._spec(of, name))
+            to[name] = as_label(values) if name == "y" else values
+        to.num_nodes = len(node)
+
+    def _edges(self, to: Any, of: EdgeType, row: Tensor, col: Tensor, edge: Tensor | None, sampled: Sampled) -> None:
+        to.edge_index = edge_index(row, col)
+        rows = None if edge is None else self._rows_of_edges(of, edge, sampled)
+        for name in self._attrs[of]:  # as in torch_geometric, edges without ids have no attributes
+            to[name] = None if rows is None else as_tensor(rows[name], self._spec(of, name))
+
+    def _spec(self, of: AnyType, name: str) -> AttrSpec:
+        manifest = self._graph.manifest
+        return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
+
+    def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: Sampled) -> Rows:
+        """Rows of the output's nodes; nodes that a transform brought in are asked for."""
+        wanted, rows = node.numpy(), sampled.rows[of]
+        if (at := places_of(wanted, rows["orig_id"])) is not None:
+            return _take(rows, at)
+        ids = checked_ids(wanted, self._graph.manifest.nodes[of].num_nodes, of, "nodes of transform_sampler_output")
+        request = RowRequest(of, self._graph.store.to_global(of, ids), self._attrs[of])
+        return self._graph.access.gather([request])[0]
+
+    @staticmethod
+    def _rows_of_edges(of: EdgeType, edge: Tensor, sampled: Sampled) -> Rows:
+        rows = sampled.rows[of]
+        if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
+            raise SettingsError(
+                f"transform_sampler_output returned edges of {of} that were not sampled; their attributes cannot be"
+                " found by id, set 'edge' to None to do without"
+            )
+        return _take(rows, at)
+
+
+def _check_apart(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
+    """Raise ``SettingsError`` for names that a ``Data``, which holds all in one place, would hold once only."""
+    names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SettingsError(
+            f"{twice[0]!r} would stand for two things in a batch: nodes, edges and the graph share one Data; rename the"
+            f" attribute, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+        )
+
+
+def places_of(wanted: Array, ids: Array) -> Array | slice | None:
+    """Where ``wanted`` stand in ``ids`` (any of several places); None when one is not there."""
+    if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
+        return slice(None)
+    if len(ids) == 0:
+        return None if len(wanted) else slice(0)
+    order = np.argsort(ids, kind="stable")
+    at = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
+    return at if np.array_equal(ids[at], wanted) else None
+
+
+def _same_memory(one: Array, other: Array) -> bool:
+    def where(ids: Array) -> Any:
+        return ids.ctypes.data, ids.shape, ids.strides, ids.dtype
+
+    return bool(where(one) == where(other))
+
+
+def _take(rows: Rows, at: Array | slice) -> Rows:
+    return {name: values[at] for name, values in rows.items()}
+
+
+def _nothing() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)

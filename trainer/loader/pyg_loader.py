@@ -1,0 +1,287 @@
+"""What the loaders of torch_geometric batches share: order, ranks, work ahead, and how a batch is put together.
+
+A loader adds two things: which seeds a share of the global batch has (``seeds``), and what it notes
+on a batch (``annotate``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
+
+from trainer.core.arrays import Ids
+from trainer.core.batch_cost import Cost, CostSum
+from trainer.core.errors import SettingsError
+from trainer.core.rng import batch_key
+from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
+from trainer.loader.node_seeds import as_array
+from trainer.loader.open import Graph
+from trainer.loader.prefetch import Sampler, ordered_ahead
+from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, hetero_blocks, homo_blocks, join_of, sampler_output
+from trainer.loader.seed_order import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
+from trainer.sampler.subgraph_sampler import Sampled
+from trainer.sampler.types import SampleSettings, SeedSet
+
+_TRAINER = str(Path(__file__).resolve().parents[1])
+
+_made: Counter[str] = Counter()  #: loaders by the line of the user's code that made them
+
+
+class SameOnAllRanks:
+    """Compares a loader's seeds with those of the same loader on other ranks, once, without waiting for them.
+
+    Loaders are told apart by the line of the user's code that made them, and by how many that line had made.
+    """
+
+    def __init__(self, digest: str, rank: int, world_size: int):
+        self._digest, self._rank, self._world_size = digest, rank, world_size
+        self._place = _place()
+        _made[self._place] += 1
+        self._name = f"{self._place} #{_made[self._place]}"
+        self._done = False
+
+    def check(self) -> None:
+        """Raise ``SettingsError`` if another rank has other seeds or settings. Without a process group nothing
+        can be compared."""
+        if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size() != self._world_size:
+            return
+        store = dist.distributed_c10d._get_default_store()  # the only way to a rendezvous store that never blocks
+        own = f"{self._digest} rank {self._rank}"
+        first = store.compare_set(f"gnnfleet/loader/{self._name}", "", own).decode()
+        if first.split()[0] != self._digest:
+            raise SettingsError(
+                f"the loader made at {self._place} has other seeds, times or settings on rank {self._rank} than on"
+                f" {first.partition(' ')[2]}. Every rank must pass the same, complete seeds: the loader shares each"
+                " batch out over the ranks. Do not split them by rank, and shuffle by shuffle=True."
+                " For a loader that is this rank's alone, pass local=True"
+            )
+        self._done = True
+
+
+def _place() -> str:
+    """File and line of the nearest caller outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_TRAINER) and frame.f_back is not None:
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+_CALLED = -2  #: the step of batches that are asked for by ``loader(index)``
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """The seeds of one share, and what the batch must tell of them."""
+
+    seeds: SeedSet
+    metadata: Any  #: of torch_geometric's SamplerOutput
+    extra: Any = None  #: the loader's own
+
+
+@dataclass(frozen=True)
+class _Made:
+    seeded: Seeded
+    sampled: Sampled
+
+
+class PyGLoader(ABC):
+    """Yields this rank's ``Data`` or ``HeteroData`` of every step; each iteration is the next epoch."""
+
+    def __init__(
+        self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
+        options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
+        layout: RankLayout | None = None,
+    ):  # fmt: skip
+        self.graph, self.settings, self.options, self.output_options = graph, settings, options, output
+        self.rank, self.layout = _placed(graph, options.local, rank, layout)
+        world = self.layout.world_size
+        self.order = SeedOrder(
+            num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
+        )
+        self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
+        self._join = join_of(graph, attrs, output.custom_cls)
+        self._same = SameOnAllRanks(_digest(digest, settings, self.order), self.rank, world)
+        self._epoch = 0
+        self._costs = CostSum()
+
+    @property
+    def cost(self) -> Cost:
+        """Bytes, rows and seconds of a sampler thread that all batches made so far took, those made ahead too."""
+        return self._costs.sum
+
+    def make_sampler(self, attrs: Attrs) -> Sampler:
+        """What finds the subgraph of a batch."""
+        return self.graph.sampler(self.settings, attrs)
+
+    @abstractmethod
+    def part_of(self, positions: Ids) -> Ids:
+        """Part where each input lives, int64 [n]: ranks beside it load it first."""
+
+    @abstractmethod
+    def seeds(self, share: Share) -> Seeded:
+        """Seed nodes of one share. Raises ``ServiceError``."""
+
+    @abstractmethod
+    def annotate(self, data: Any, out: Output) -> None:
+        """Set what tells of the seeds, from ``out.metadata``."""
+
+    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+        """torch_geometric's sampler output of a subgraph, with metadata."""
+        apart = self.output_options.transform_sampler_output is not None
+        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
+        out.metadata = seeded.metadata
+        return out
+
+    def __repr__(self) -> str:
+        o, world = self.options, self.layout.world_size
+        return f"{type(self).__name__}({o.batch_size} of {self.order.num_seeds} inputs a step on each of {world} ranks)"
+
+    @property
+    def batch_size(self) -> int:
+        """Seeds per step and rank."""
+        return self.options.batch_size
+
+    @property
+    def dataset(self) -> range:
+        """Positions of all inputs, over all ranks."""
+        return range(self.order.num_seeds)
+
+    def __len__(self) -> int:
+        return self.order.num_steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration gives this epoch's batches."""
+        self._epoch = whole_number("epoch", epoch, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._same.check()
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        return self._batches(epoch)
+
+    def __call__(self, index: Any) -> Any:
+        """The batch of the inputs at positions ``index``, for this rank alone; the same whenever asked in an epoch."""
+        positions = as_array(index)
+        if positions.ndim != 1 or positions.dtype.kind not in "iu" or not _within(positions, len(self.dataset)):
+            raise SettingsError(f"index: expected positions of inputs [n], from 0 to {len(self.dataset) - 1}")
+        o, n = self.order, len(positions)
+        key = batch_key(o.seed, o.stream, self._epoch, _CALLED)
+        own = positions.astype(np.int64)
+        share = Share(_CALLED, key, n, own, np.arange(n), own)
+        return self._finished(self._worked(share))
+
+    def shares(self, epoch: int) -> Iterator[Share]:
+        """This rank's share of every step of an epoch."""
+        return shares(self.order, self.part_of, self.rank, self.layout, epoch)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests one after the other a batch may take: each has its own deadline."""
+        return self.settings.num_hops + 2
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        work, o = self.shares(epoch), self.options
+        threads = self.graph.threads(o.threads, o.prefetch)
+        patience = self.graph.patience(o.deadline, self.num_requests)
+        ahead = ordered_ahead(self._worked, work, threads=threads, ahead=o.prefetch, deadline=patience)
+        with closing(ahead):
+            yield from map(self._finished, ahead)  # which keeps no batch that is handed over
+
+    @property
+    def _joins_late(self) -> bool:
+        """Whether the user's transform_sampler_output has to run in the iterating thread."""
+        return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
+
+    def _worked(self, share: Share) -> Any:
+        """What the sampler threads do."""
+        seeded = self.seeds(share)
+        made = _Made(seeded, self.sampler.sample(seeded.seeds, share.key))
+        self._costs.add(made.sampled.cost)
+        if self._joins_late:
+            return made
+        data = self._joined(made)
+        return self._transformed(data) if self.output_options.on_threads else data
+
+    def _finished(self, made: Any) -> Any:
+        """What the iterating thread does."""
+        data = self._joined(made) if self._joins_late else made
+        if not self.output_options.on_threads:
+            data = self._transformed(data)
+        return data.pin_memory() if self.options.pin_memory and torch.cuda.is_available() else data
+
+    def _transformed(self, data: Any) -> Any:
+        return data if self.output_options.transform is None else self.output_options.transform(data)
+
+    def _joined(self, made: _Made) -> Any:
+        o, out = self.output_options, self.output(made.sampled, made.seeded)
+        if o.subgraph_type == "bidirectional":
+            out = out.to_bidirectional()
+        if o.transform_sampler_output is not None:
+            out = o.transform_sampler_output(out)
+            if not isinstance(out, (SamplerOutput, HeteroSamplerOutput)):
+                raise SettingsError(f"transform_sampler_output must return the output, not {type(out).__name__}")
+        data = self._join(out, made.sampled)
+        _note_sample(data, out)
+        if o.subgraph_type == "directional" and o.transform_sampler_output is None:  # else the edges are others
+            data.blocks = (hetero_blocks if self.graph.manifest.hetero else homo_blocks)(made.sampled.subgraph)
+        self.annotate(data, out)
+        return data
+
+
+def _note_sample(data: Any, out: Output) -> None:
+    """Ids, trees and numbers per hop, as torch_geometric's loaders set them."""
+    if isinstance(out, SamplerOutput):
+        if "n_id" not in data:
+            data.n_id = out.node
+        if out.edge is not None and "e_id" not in data:
+            data.e_id = out.edge
+        data.batch = out.batch
+        data.num_sampled_nodes, data.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
+        return
+    for ids, name in ((out.node, "n_id"), (out.edge or {}, "e_id")):
+        for of, values in ids.items():
+            if values is not None and name not in data[of]:
+                data[of][name] = values
+    for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
+        data.set_value_dict(name, getattr(out, name))
+
+
+def _placed(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:
+    """Which rank of which layout loads. Raises ``SettingsError``."""
+    num_parts = graph.manifest.num_parts
+    if local:
+        if rank is not None or layout is not None:
+            raise SettingsError("local=True means this process alone; leave rank and layout out")
+        return 0, RankLayout.single(num_parts)
+    if rank is not None and layout is None:
+        raise SettingsError(
+            "rank is given without layout, the ranks beside each part: leave it out, it is the process group's; for a"
+            " loader that is this rank's alone pass local=True"
+        )
+    rank, layout = graph.ranks.rank if rank is None else rank, layout or graph.layout
+    if not 0 <= rank < layout.world_size:
+        raise SettingsError(f"rank {rank} is not one of the layout's {layout.world_size} ranks")
+    if len(layout.ranks_of_part) != num_parts:
+        raise SettingsError(f"the layout places {len(layout.ranks_of_part)} parts, the graph has {num_parts}")
+    return rank, layout
+
+
+def _digest(seeds: str, settings: SampleSettings, order: SeedOrder) -> str:
+    return hashlib.sha256(f"{seeds} {settings} {order}".encode()).hexdigest()
+
+
+def _within(positions: Ids, count: int) -> bool:
+    return len(positions) == 0 or (positions.min() >= 0 and positions.max() < count)

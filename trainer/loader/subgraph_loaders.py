@@ -1,0 +1,395 @@
+"""ShaDow: for every root its own small neighbourhood, with all edges inside it.
+
+Zeng et al., "Decoupling the Depth and Scope of Graph Neural Networks", NeurIPS 2021.
+
+Chiang et al., "Cluster-GCN: An Efficient Algorithm for Training Deep and Large Graph Convolutional
+Networks", KDD 2019.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from typing import Any
+
+import numpy as np
+import torch
+from torch_geometric.data import Batch
+from torch_geometric.sampler import SamplerOutput
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.compiled import njit
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.loader.arguments import AttrNames, OutputOptions, load_options, sample_settings, wanted_attrs, whole_number
+from trainer.loader.in_memory import as_graph
+from trainer.loader.node_seeds import node_inputs, split_name
+from trainer.loader.open import Graph
+from trainer.loader.prefetch import Sampler
+from trainer.loader.pyg_batch import Attrs, Output
+from trainer.loader.pyg_loader import PyGLoader, Seeded
+from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share, split_step
+from trainer.sampler.subgraph_sampler import Sampled
+from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, SampledSubgraph, SampleSettings, SeedSet
+
+
+def induced_settings(schema: GraphSchema) -> SampleSettings:
+    """The seeds, after one hop to nobody, and all edges between them with their ids."""
+    return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
+
+
+def check_homogeneous(graph: Graph, what: str) -> None:
+    """Raise ``SettingsError`` for a heterogeneous graph."""
+    if graph.manifest.hetero:
+        one_type = "HeteroData.to_homogeneous()" if graph.source is not None else "a partition of its to_homogeneous()"
+        raise SettingsError(
+            f"{what} takes homogeneous graphs only, as torch_geometric's does, and this one is heterogeneous;"
+            f" take {one_type}, or use DistNeighborLoader or DistClusterLoader"
+        )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of every edge of a homogeneous graph, as original node ids, by original edge id."""
+
+    src: Array  #: int32|int64 [E]
+    dst: Array  #: int32|int64 [E]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Ends:
+        """Read all edges. Memory: 32 bytes an edge meanwhile, 8 of them kept. Raises ``ServiceError``."""
+        edges = graph.access.edge_list(HOMO_EDGE)
+        num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
+        node = np.empty(num_nodes, np.int32 if num_nodes < 2**31 else np.int64)
+        node[graph.store.to_global(HOMO_NODE, np.arange(num_nodes))] = np.arange(num_nodes)
+        src, dst = np.empty(len(edges.src), node.dtype), np.empty(len(edges.src), node.dtype)
+        src[edges.orig_id], dst[edges.orig_id] = node[edges.src], node[edges.dst]
+        return cls(src, dst)
+
+
+def tensor_of(values: Array) -> torch.Tensor:
+    """int64 tensor of ids or positions."""
+    return torch.from_numpy(values.astype(np.int64, copy=False))
+
+
+@dataclass(frozen=True)
+class Neighbourhoods(SampledSubgraph):
+    """Several roots' neighbourhoods as one subgraph: every node once, with all edges between; and who has which."""
+
+    member: Positions = field(kw_only=True)  #: int32 [m] position of a node in the subgraph; the roots' own come first
+    root: Positions = field(kw_only=True)  #: int32 [m] the root that has it
+
+
+class NeighbourhoodSampler:
+    """Draws by disjoint sampling, then asks for edges and rows of a node once, however many roots have it."""
+
+    def __init__(self, graph: Graph, settings: SampleSettings, attrs: Attrs):
+        self._draw = graph.sampler(settings, {})
+        self._join = graph.sampler(induced_settings(graph.manifest), attrs)
+
+    def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
+        """The neighbourhoods without rows."""
+        drawn, distinct, member = self._drawn(seeds, key)
+        return _joined(drawn, member, self._join.subgraph(distinct, key))
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """The neighbourhoods, and rows of their distinct nodes and edges."""
+        drawn, distinct, member = self._drawn(seeds, key)
+        sampled = self._join.sample(distinct, key)
+        return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
+
+    def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
+        """The nodes drawn, the distinct ones among them, and each one's place among those."""
+        drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
+        distinct, member = np.unique(drawn.ids, return_inverse=True)
+        return drawn, SeedSet({HOMO_NODE: distinct}), member.astype(np.int32)
+
+
+def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighbourhoods:
+    assert drawn.tree is not None
+    return Neighbourhoods(union.num_hops, union.nodes, union.edges, True, member=member, root=drawn.tree)
+
+
+class DistShaDowKHopSampler(PyGLoader):
+    """torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph: a subgraph for each root.
+
+    Every rank passes the same arguments, all roots included; each global batch is shared out as
+    ``DistNeighborLoader`` does it. What a root gets depends on its place in the global batch, not on ranks.
+
+    Args:
+        data: an opened graph (``trainer.open``), or ``Data`` or stores in memory; homogeneous.
+        depth: hops from the root.
+        num_neighbors: neighbours drawn for each node in each hop; -1 takes all.
+        node_idx: the roots: None (all nodes), ids, a boolean mask, or the name of a split.
+        replace: draw with replacement, also from nodes with few neighbours (torch_geometric's takes those whole).
+        batch_size, shuffle and other arguments of torch's ``DataLoader``; transform, attrs, seed, threads,
+            prefetch, deadline, rank, layout: as in ``DistNeighborLoader``.
+
+    Batches are torch_geometric's ``Batch`` of one subgraph per root, disjoint, each with its nodes by id and
+    all edges between them: ``batch`` and ``ptr`` say which nodes are whose, ``root_n_id`` where the roots are;
+    ``y`` is that of the roots, other node attributes are of all nodes. Also ``n_id`` and ``e_id``.
+    Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while iterating when
+    another host fails.
+    """
+
+    def __init__(
+        self, data: Any, depth: int, num_neighbors: int, node_idx: Any = None, replace: bool = False, *,
+        transform: Callable[[Any], Any] | None = None, attrs: AttrNames | None = None, seed: int | None = None,
+        threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
+        layout: RankLayout | None = None, **kwargs: Any,
+    ):  # fmt: skip
+        fanouts = [whole_number("num_neighbors", num_neighbors, -1)] * whole_number("depth", depth, 1)
+        options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
+        graph = as_graph(data)
+        check_homogeneous(graph, "ShaDow")
+        settings = changed(sample_settings(graph, fanouts, replace=replace, disjoint=True), edge_ids=False)
+        inputs = node_inputs(graph, node_idx)
+        (self.roots,) = inputs.of.values()
+        super().__init__(
+            graph, len(inputs), inputs.digest(), settings, wanted_attrs(graph, attrs), options,
+            OutputOptions("induced", transform, custom_cls=Batch),
+            stream=STREAMS.get(split_name(node_idx) or "", OTHER_STREAM), rank=rank, layout=layout,
+        )  # fmt: skip
+        if 0 < len(inputs) < self.layout.world_size:
+            warnings.warn(
+                f"{len(inputs)} roots for {self.layout.world_size} ranks: some batches have none",
+                stacklevel=2,
+            )
+
+    def make_sampler(self, attrs: Attrs) -> Sampler:
+        return NeighbourhoodSampler(self.graph, self.settings, attrs)
+
+    @property
+    def num_requests(self) -> int:
+        return self.settings.num_hops + 3
+
+    def part_of(self, positions: Ids) -> Ids:
+        return self.graph.store.books[HOMO_NODE].part_of(self.roots.nodes[positions])
+
+    def seeds(self, share: Share) -> Seeded:
+        roots = self.roots.nodes[share.positions]
+        return Seeded(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
+
+    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+        """The neighbourhoods one after the other, nodes by id, edges by target."""
+        found = sampled.subgraph
+        assert isinstance(found, Neighbourhoods)
+        ids, edges = sampled.rows[HOMO_NODE]["orig_id"], found.edges[HOMO_EDGE]
+        order = np.lexsort((ids[found.member], found.root))
+        member, root = found.member[order], found.root[order]
+        ptr = np.searchsorted(root, np.arange(len(seeded.seeds.nodes[HOMO_NODE]) + 1))
+        row, col, slot = edges_within(edges.row_begin, edges.row_count, edges.src, member, ptr, len(ids))
+        root_n_id = np.empty(len(ptr) - 1, np.int64)
+        first = np.flatnonzero(order < len(root_n_id))  # the roots were found first
+        root_n_id[root[first]] = first
+        return SamplerOutput(
+            tensor_of(ids[member]), tensor_of(row), tensor_of(col),
+            tensor_of(sampled.rows[HOMO_EDGE]["orig_id"][slot]), tensor_of(root),
+            metadata=(tensor_of(ptr), tensor_of(root_n_id)),
+        )  # fmt: skip
+
+    def annotate(self, data: Any, out: Output) -> None:
+        data.ptr, data.root_n_id = out.metadata
+        if "y" in data and torch.is_tensor(data.y) and data.y.dim() and len(data.y) == len(out.node):
+            data.y = data.y[data.root_n_id]
+
+    def _joined(self, made: Any) -> Any:
+        data = super()._joined(made)
+        if isinstance(data, Batch):
+            return data
+        batch = Batch()  # data in memory is joined as what it is
+        for name, value in data:
+            batch[name] = value
+        return batch
+
+
+def edges_within(
+    row_begin: Ids, row_count: Positions, src: Positions, member: Positions, ptr: Ids, num_nodes: int
+) -> tuple[Ids, Ids, Ids]:
+    """The edges inside each group of nodes: (sources, targets, edges), int64 [e], grouped by target.
+
+    row_begin, row_count, src: edges of the union by target. Group r is ``member[ptr[r]:ptr[r + 1]]``; sources
+    and targets are places in ``member``, edges are places in ``src``.
+    """
+    at = np.full(num_nodes, -1, np.int64)
+    found = np.empty((3, _visit(row_begin, row_count, src, member, ptr, at, np.empty((3, 0), np.int64))), np.int64)
+    _visit(row_begin, row_count, src, member, ptr, at, found)
+    return found[0], found[1], found[2]
+
+
+@njit()
+def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
+    """Count the edges, or fill ``found`` where it has room. ``at`` is all -1, before and after."""
+    count, fill = 0, found.shape[1] > 0
+    for group in range(len(ptr) - 1):
+        for place in range(ptr[group], ptr[group + 1]):
+            at[member[place]] = place
+        for place in range(ptr[group], ptr[group + 1]):
+            begin = row_begin[member[place]]
+            for slot in range(begin, begin + row_count[member[place]]):
+                source = at[src[slot]]
+                if source >= 0:
+                    if fill:
+                        found[0, count], found[1, count], found[2, count] = source, place, slot
+                    count += 1
+        for place in range(ptr[group], ptr[group + 1]):
+            at[member[place]] = -1
+    return count
+
+
+CLUSTER = "cluster"  #: the node attribute that ``partition make --clusters`` writes
+
+_NODES_AT_ONCE = 1 << 22
+
+
+class DistClusterLoader(PyGLoader):
+    """torch_geometric's ``ClusterData`` and ``ClusterLoader`` in one, on a partitioned graph.
+
+    An epoch takes every cluster once over all ranks. Each rank takes those of its own host's parts first; only
+    what is too many there goes to other ranks, so that all get equally many, or one less. Batches are steps of
+    ``batch_size`` clusters, equally many on every rank; a last step with fewer clusters than ranks joins the one
+    before.
+
+    Args:
+        data: an opened graph (``trainer.open``), or ``Data``, ``HeteroData`` or stores in memory.
+        num_clusters: of a graph in memory, made by METIS here; of an opened partition the clusters are those it was
+            made with (``partition make --clusters K``, node attribute ``cluster``), else its whole parts.
+        batch_size: clusters per step and rank. shuffle, drop_last and other arguments of torch's ``DataLoader``;
+            transform, attrs, seed, threads, prefetch, deadline, rank, layout: as in ``DistNeighborLoader``.
+
+    A batch has all nodes of its clusters, cluster after cluster, by id, and all edges between them; also ``n_id`` and
+    ``e_id``. ``loader(index)`` joins the clusters at some positions: positions count the clusters that have nodes, in
+    their order. Memory: 8 bytes a node. Raises ``SettingsError`` for arguments that make no sense,
+    ``PartitionError`` when METIS cannot divide the graph, and ``ServiceError`` when another host fails.
+    """
+
+    def __init__(
+        self, data: Any, num_clusters: int | None = None, *, transform: Callable[[Any], Any] | None = None,
+        attrs: AttrNames | None = None, seed: int | None = None, threads: int | None = None,
+        prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
+        layout: RankLayout | None = None, **kwargs: Any,
+    ):  # fmt: skip
+        options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
+        graph = as_graph(data)
+        self.clusters = Clusters.of(graph, _cluster_of_nodes(graph, num_clusters, options.seed))
+        super().__init__(
+            graph, len(self.clusters.part), self.clusters.digest(), induced_settings(graph.manifest),
+            wanted_attrs(graph, attrs), options, OutputOptions("induced", transform), rank=rank, layout=layout,
+        )  # fmt: skip
+        if len(self.clusters.part) < self.layout.world_size:
+            warnings.warn(
+                f"{len(self.clusters.part)} clusters for {self.layout.world_size} ranks: some batches have no node;"
+                " make more clusters, or start fewer ranks",
+                stacklevel=2,
+            )
+
+    def part_of(self, positions: Ids) -> Ids:
+        return self.clusters.part[positions]
+
+    def shares(self, epoch: int) -> Iterator[Share]:
+        """As the other loaders', but shared out over the epoch as a whole: more of it stays on its host."""
+        o, order = self.order, self.order.epoch(epoch)
+        rank_of = split_step(self.part_of(order), self.layout)
+        of_rank = [order[rank_of == rank] for rank in range(self.layout.world_size)]
+        size = self.options.batch_size
+        for step in range(o.num_steps):
+            last = step == o.num_steps - 1 and not o.drop_last
+            batches = [own[step * size : None if last else (step + 1) * size] for own in of_rank]
+            begin = sum(map(len, batches[: self.rank]))
+            mine, batch = batches[self.rank], np.concatenate(batches)
+            yield Share(step, o.key(epoch, step), len(batch), mine, np.arange(begin, begin + len(mine)), batch)
+
+    def seeds(self, share: Share) -> Seeded:
+        nodes = {of: members.of(share.positions) for of, members in self.clusters.members.items()}
+        return Seeded(SeedSet(nodes), None)
+
+    def annotate(self, data: Any, out: Output) -> None:
+        """Nothing more to tell."""
+
+
+@dataclass(frozen=True)
+class Members:
+    """The nodes of one type, cluster after cluster."""
+
+    nodes: Ids  #: int64 [N] global ids, within a cluster by original id
+    begin: Ids  #: int64 [clusters + 1]
+
+    def of(self, clusters: Ids) -> Ids:
+        """The nodes of several clusters: int64 global ids."""
+        pieces = [self.nodes[self.begin[c] : self.begin[c + 1]] for c in clusters]
+        return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """All clusters with nodes, by number."""
+
+    members: Mapping[NodeType, Members]
+    part: Ids  #: int64 [clusters] where most of its nodes live
+
+    @classmethod
+    def of(cls, graph: Graph, cluster: Mapping[NodeType, Array]) -> Clusters:
+        """From the cluster of each node, by original id."""
+        numbers = np.unique(np.concatenate(list(cluster.values())))
+        members, votes = {}, np.zeros((len(numbers), graph.manifest.num_parts), np.int64)
+        for of, values in cluster.items():
+            place, nodes = np.searchsorted(numbers, values), graph.store.to_global(of, np.arange(len(values)))
+            order = np.argsort(place, kind="stable")
+            members[of] = Members(nodes[order], np.searchsorted(place[order], np.arange(len(numbers) + 1)))
+            np.add.at(votes, (place, graph.store.books[of].part_of(nodes)), 1)
+        return cls(members, votes.argmax(1))
+
+    def digest(self) -> str:
+        """Equal on ranks that have equal clusters."""
+        total = hashlib.sha256()
+        for members in self.members.values():
+            total.update(members.nodes.data)
+            total.update(members.begin.data)
+        return total.hexdigest()
+
+
+def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict[NodeType, Array]:
+    """The cluster of each node by original id, for every type: integers [N]."""
+    if num_clusters is not None:
+        return _by_metis(graph, whole_number("num_clusters", num_clusters, 1), seed)
+    having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]
+    if not having and graph.source is not None:
+        raise SettingsError("a graph in memory has no parts to serve as clusters; give num_clusters")
+    if not having:
+        return {of: _part_of_nodes(graph, of) for of in graph.manifest.nodes}
+    return {of: _given_clusters(graph, of) for of in graph.manifest.nodes}
+
+
+def _part_of_nodes(graph: Graph, of: NodeType) -> Array:
+    nodes = graph.store.to_global(of, np.arange(graph.manifest.nodes[of].num_nodes))
+    return graph.store.books[of].part_of(nodes)
+
+
+def _given_clusters(graph: Graph, of: NodeType) -> Array:
+    spec = graph.manifest.nodes[of]
+    if CLUSTER not in spec.attrs or spec.attrs[CLUSTER].stored.kind not in "iu" or len(spec.attrs[CLUSTER].shape) != 1:
+        raise SettingsError(f"{of!r} nodes need an attribute {CLUSTER!r}, one integer each, as the other types have it")
+    cluster = np.empty(spec.num_nodes, np.int64)
+    for first in range(0, spec.num_nodes, _NODES_AT_ONCE):
+        ids = np.arange(first, min(first + _NODES_AT_ONCE, spec.num_nodes))
+        (rows,) = graph.access.gather([RowRequest(of, graph.store.to_global(of, ids), (CLUSTER,))])
+        cluster[ids] = rows[CLUSTER]
+    return cluster
+
+
+def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Array]:
+    if graph.source is None:
+        raise SettingsError(
+            "num_clusters is for graphs in memory; a partition keeps its clusters: partition make --clusters K"
+        )
+    from trainer.partition.assign import assign_parts  # METIS is slow to import where there is nothing to divide
+
+    nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
+    found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory ids are original ids
+    edges = {of: EdgeData(np.stack([ends.src, ends.dst])) for of, ends in found.items()}
+    dataset = Dataset(graph.manifest.dataset, nodes, edges, "in memory", graph.manifest.hetero)
+    return dict(assign_parts(dataset, num_clusters, "metis", seed, balance="nodes").parts)

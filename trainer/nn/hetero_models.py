@@ -1,0 +1,128 @@
+"""Models over several node and edge types: input rows of one width, layers on blocks, logits of the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn.module_dict import ModuleDict
+from torch_geometric.nn.parameter_dict import ParameterDict
+
+from trainer.core.batch import Batch, HeteroBatch
+from trainer.core.errors import SettingsError
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.hetero_layers import Rows
+from trainer.nn.kernels.dropout import hash_dropout, node_salt
+from trainer.nn.precision import in_own_precision, product_dtype
+from trainer.nn.sharded_embedding import Embeddings
+
+
+@dataclass(frozen=True)
+class HeteroShape:
+    """Widths and depth of a model."""
+
+    hidden: int
+    num_layers: int
+    dropout: float = 0.0
+    relu: bool = True  #: after each layer (attention layers bring their own activation)
+    precision: torch.dtype = torch.float32  #: of dense products
+
+
+class InputRows(nn.Module):
+    """Rows [n, hidden] of each type: ``relu(linear(x))``, embedding rows, or one learnt vector for all of a type.
+
+    The last is for types that have neither features nor embeddings: their nodes differ by their neighbours only.
+    """
+
+    def __init__(self, facts: GraphFacts, types: tuple[NodeType, ...], hidden: int, embeddings: Embeddings | None):
+        super().__init__()
+        featured = [of for of in types if of in facts.in_dims]
+        known = () if embeddings is None else embeddings.num_nodes
+        self.embedded = tuple(of for of in types if of not in facts.in_dims and of in known)
+        self.lins = ModuleDict({of: nn.Linear(facts.in_dims[of], hidden) for of in featured})
+        alone = [of for of in types if of not in facts.in_dims and of not in self.embedded]
+        self.vectors = ParameterDict({of: nn.Parameter(torch.randn(1, hidden)) for of in alone})
+        if self.embedded and embeddings is not None and embeddings.dim != hidden:
+            raise SettingsError(f"embeddings are {embeddings.dim} wide, hidden rows {hidden}; make them equal")
+        self.embeddings = embeddings if self.embedded else None
+
+    def forward(self, batch: HeteroBatch) -> Rows:
+        rows = {of: lin(batch.x[of]).relu() for of, lin in self.lins.items()}
+        rows |= {of: vector.expand(len(batch.n_id[of]), -1) for of, vector in self.vectors.items()}
+        if self.embeddings is not None:
+            rows |= self.embeddings.lookup({of: batch.n_id[of] for of in self.embedded})
+        return rows
+
+
+class HeteroModel(nn.Module):
+    """Input rows, one layer per hop, a linear output for the seeds' type.
+
+    Layers have parameters, and do work, only for what the seeds' result depends on.
+    """
+
+    needs_degree = False
+
+    def __init__(
+        self, facts: GraphFacts, shape: HeteroShape, make_layer: Callable[[LayerNeed], nn.Module],
+        embeddings: Embeddings | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.target, self.shape, self.precision = facts.target, shape, shape.precision
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, shape.num_layers)
+        self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
+        # No edge type ends in the target: then none is needed by any layer, and none has anything to do.
+        self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
+        self.head = nn.Linear(shape.hidden, facts.num_classes)
+
+    def forward(self, batch: HeteroBatch | Batch) -> Tensor:
+        """Logits, float [num_seeds, num_classes]."""
+        return self.head(self.embed(batch))  # type: ignore[no-any-return]
+
+    @in_own_precision
+    def embed(self, batch: HeteroBatch | Batch) -> Tensor:
+        """What the output layer sees of each seed, float [num_seeds, hidden]."""
+        typed = as_hetero(batch) if isinstance(batch, Batch) else batch
+        assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
+        rows = self._dropped(self.inputs(typed), typed, 0)
+        for number, (layer, blocks) in enumerate(zip(self.layers, typed.blocks, strict=False), start=1):
+            hop = self.shape.num_layers - number
+            rows = layer(blocks, rows, {of: counts[hop] for of, counts in typed.num_nodes.items()})
+            rows = self._dropped({of: h.relu() if self.shape.relu else h for of, h in rows.items()}, typed, number)
+        return rows[self.target][: typed.num_seeds]
+
+    def _dropped(self, rows: Rows, batch: HeteroBatch, number: int) -> Rows:
+        """Masks depend on a node's type and original id alone, so they do not depend on the split into ranks."""
+        p, training = self.shape.dropout, self.training
+        return {
+            of: hash_dropout(
+                h.to(product_dtype(h)), batch.n_id[of][: len(h)], p, batch.key ^ node_salt(of), number, training
+            )
+            for of, h in rows.items()
+        }
+
+
+def as_hetero(batch: Batch) -> HeteroBatch:
+    """The batch of a homogeneous graph as one of a graph with one type of each."""
+    sizes = [block.num_dst for block in reversed(batch.blocks)]
+    return HeteroBatch(
+        step=batch.step,
+        key=batch.key,
+        num_seeds=batch.num_seeds,
+        global_seeds=batch.global_seeds,
+        target=HOMO_NODE,
+        n_id={HOMO_NODE: batch.n_id},
+        x={HOMO_NODE: batch.x},
+        y=batch.y,
+        input_id=batch.input_id,
+        blocks=tuple({HOMO_EDGE: block} for block in batch.blocks),
+        num_nodes={HOMO_NODE: (*sizes, len(batch.n_id))},
+        cost=batch.cost,
+    )
+
+
+def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
+    """Every source type's rows are ``hidden`` wide."""
+    return dict.fromkeys(need.sources, hidden)

@@ -1,0 +1,1 @@
+"""Numba kernels with autograd: aggregation, dropout, activation."""

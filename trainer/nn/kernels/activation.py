@@ -1,0 +1,116 @@
+"""What stands between two layers, in one pass over the rows: bias, ReLU and dropout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.compiled import njit
+from trainer.core.rng import mix
+from trainer.nn.kernels.dropout import LOW_A, LOW_B, STRIDE, hash_dropout, stream, threshold_of
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
+
+_STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
+
+_S15, _S16 = np.uint32(15), np.uint32(16)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """``dropout(relu(h + bias))``; masks as ``hash_dropout`` draws them."""
+
+    bias: Tensor  #: float [f], of the layer that made ``h``
+    n_id: Tensor  #: int64 [n], original ids of the rows
+    p: float  #: dropout probability, 0 in evaluation
+    key: int  #: the batch's
+    layer: int
+
+    @property
+    def scale(self) -> float:
+        """What a row's kept elements are multiplied by."""
+        return 1.0 / (1.0 - self.p)
+
+    def of(self, h: Tensor) -> Tensor:
+        """The activated rows, with gradients; ``h`` (float [n, f]) is used up: its memory holds the result."""
+        if h.device.type != "cpu":
+            return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
+        return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Activate(torch.autograd.Function):
+    """The result says where the gradient passes: where it is above 0."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
+        out = activate_(h, activation)
+        ctx.scale = activation.scale
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (out,) = ctx.saved_tensors
+        before = torch.empty_like(out)
+        arrays = (as_array(part) for part in (grad.contiguous(), out, before))
+        run_rows(_pass_where_positive, len(out), *arrays, ctx.scale)
+        return before, column_sums(before), None
+
+
+def activate_(h: Tensor, activation: Activation) -> Tensor:
+    """``dropout(relu(h + bias))`` in the memory of ``h`` (float or bfloat16 [n, f], on CPU), without gradients."""
+    out = h.detach()
+    if not out.is_contiguous():
+        out = out.contiguous()
+    bias = activation.bias.detach().to(torch.float64 if out.dtype == torch.float64 else torch.float32).numpy()
+    n_id = activation.n_id.contiguous().numpy()
+    draw = (np.uint64(stream(activation.key, activation.layer)), np.uint32(threshold_of(activation.p)))
+    run_rows(_activate, len(out), as_array(out), bias, n_id, *draw, activation.scale)
+    return out
+
+
+def column_sums(rows: Tensor) -> Tensor:
+    """The sum of each column, [f]; float32 of bfloat16 rows."""
+    if rows.dtype == torch.bfloat16:
+        return rows.sum(0, dtype=torch.float32)
+    return torch.mv(rows.t(), rows.new_ones(len(rows)))
+
+
+@njit()
+def _activate(
+    first: int, last: int, rows: Any, bias: Any, n_id: Any, stream_key: Any, threshold: Any, scale: float
+) -> None:
+    # Compared with ``<=``, a NaN stays one: else a loss that is lost would look well.
+    factor = bias.dtype.type(scale)
+    zero = bias.dtype.type(0)
+    bits, states = np.empty(len(bias), np.uint32), np.empty(last - first, np.uint32)
+    for i in range(first, last):
+        states[i - first] = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
+    for i in range(first, last):
+        row, state = rows[i], states[i - first]
+        if threshold == np.uint32(0):
+            for k in range(len(bias)):
+                value = wide(row[k]) + bias[k]
+                row[k] = narrow(zero if value <= zero else value, row[k])
+            continue
+        for k in range(len(bias)):  # apart from what follows, so that each loop is vectorised
+            hashed = np.uint32(state + np.uint32(np.uint32(k) * _STRIDE))
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S16)) * _LOW_A)
+            hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S15)) * _LOW_B)
+            bits[k] = np.uint32(hashed ^ (hashed >> _S16))
+        for k in range(len(bias)):
+            value = wide(row[k]) + bias[k]
+            value = zero if value <= zero else value * factor
+            row[k] = narrow(zero if bits[k] < threshold else value, row[k])
+
+
+@njit()
+def _pass_where_positive(first: int, last: int, grad: Any, out: Any, before: Any, scale: float) -> None:
+    for i in range(first, last):
+        source, result, row = grad[i], out[i], before[i]
+        for k in range(out.shape[1]):
+            value = wide(source[k])
+            row[k] = narrow(value * type(value)(scale) if wide(result[k]) > 0 else type(value)(0), row[k])

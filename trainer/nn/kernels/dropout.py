@@ -1,0 +1,120 @@
+"""Dropout whose mask is a pure function of batch key, layer, original node id and column.
+
+A node is masked alike whichever rank holds it and wherever it stands in a batch, so splitting a
+global batch over ranks does not change the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.compiled import njit
+from trainer.core.rng import batch_key, mix
+from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
+from trainer.nn.precision import sum_dtype
+
+# A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
+# "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
+STRIDE = 0x9E3779B9
+
+LOW_A, LOW_B = 0x7FEB352D, 0x846CA68B
+
+MASK32 = 0xFFFFFFFF
+
+
+def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
+    """Zero each element of ``h`` (float [n, f]) with probability ``p``, scale the others by 1/(1-p).
+
+    n_id: int64 [n], original ids; key: the batch's uint64. Nothing happens when not training or p is 0.
+    """
+    if not training or p == 0:
+        return h
+    return _HashDropout.apply(h, n_id, p, stream(key, layer))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def stream(key: int, layer: int) -> int:
+    """The uint64 that keeps layers of one batch apart."""
+    return batch_key(key, layer, 0, 0)
+
+
+@functools.cache
+def node_salt(node_type: NodeType) -> int:
+    """uint64 that, xored into a batch's key, sets the masks of node types apart; 0 for a homogeneous graph's."""
+    if node_type == HOMO_NODE:
+        return 0
+    return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
+
+
+class _HashDropout(torch.autograd.Function):
+    """The mask is drawn again in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
+        ctx.mask = (n_id, p, stream_key)
+        return mask_rows(h, n_id, p, stream_key)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return mask_rows(grad, *ctx.mask), None, None, None
+
+
+def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
+    """``h`` times its mask, by kernel on CPU and by torch operations elsewhere."""
+    if h.device.type != "cpu":
+        return mask_rows_torch(h, n_id, p, stream_key)
+    out = torch.empty_like(h, memory_format=torch.contiguous_format)
+    arrays = (as_array(h.contiguous()), n_id.contiguous().numpy(), as_array(out))
+    factor = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype)).numpy()[()]
+    run_rows(_mask_rows, len(h), *arrays, np.uint64(stream_key), np.uint32(threshold_of(p)), factor)
+    return out
+
+
+def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
+    """The same mask, bit for bit, in int64 tensors (torch has no unsigned arithmetic)."""
+    state = _mix_tensor(n_id ^ _signed(stream_key))
+    columns = torch.arange(h.shape[1], device=h.device)
+    bits = (state[:, None] + columns * STRIDE) & MASK32
+    bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
+    bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
+    bits = bits ^ (bits >> 16)
+    scale = torch.tensor(1.0 / (1.0 - p), dtype=sum_dtype(h.dtype), device=h.device)
+    return torch.where(bits >= threshold_of(p), h.detach() * scale, torch.zeros((), dtype=h.dtype, device=h.device))
+
+
+def threshold_of(p: float) -> int:
+    """The uint32 below which an element's bits drop it."""
+    return min(round(p * 2**32), MASK32)
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _mix_tensor(value: Tensor) -> Tensor:
+    """``rng.mix`` on int64; shifting right must not drag the sign along."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+    return value ^ ((value >> 31) & (2**33 - 1))
+
+
+@njit()
+def _mask_rows(
+    first: int, last: int, h: Any, n_id: Any, out: Any, stream_key: Any, threshold: Any, factor: Any
+) -> None:
+    zero = type(factor)(0)
+    for i in range(first, last):
+        state = np.uint32(mix(np.uint64(n_id[i]) ^ stream_key))
+        source, row = h[i], out[i]
+        for k in range(h.shape[1]):
+            bits = np.uint32(state + np.uint32(np.uint32(k) * np.uint32(STRIDE)))
+            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(16))) * np.uint32(LOW_A))
+            bits = np.uint32(np.uint32(bits ^ (bits >> np.uint32(15))) * np.uint32(LOW_B))
+            bits = np.uint32(bits ^ (bits >> np.uint32(16)))
+            row[k] = narrow(wide(source[k]) * factor if bits >= threshold else zero, row[k])

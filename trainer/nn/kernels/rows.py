@@ -1,0 +1,89 @@
+"""Run a compiled kernel over the rows of an output, on as many threads as torch uses."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from trainer.core import slabs
+from trainer.core.arrays import Array
+
+SMALL = 2048  #: rows below which handing over to threads costs more than it saves
+
+CHUNKS_PER_THREAD = 4  #: so that a chunk of heavy rows does not keep the others waiting
+
+
+def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
+    """Call ``kernel(first, last, *args)`` on ranges that cover ``0 … num_rows`` once.
+
+    The kernel must release the GIL and write only its own rows; the result then does not depend
+    on the number of threads. Numba's own thread pools are avoided: which one is there depends on
+    the machine, and the one always there may not be entered from two threads at a time.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or num_rows < SMALL:
+        kernel(0, num_rows, *args)
+        return
+    chunks = threads * CHUNKS_PER_THREAD
+    bounds = [num_rows * chunk // chunks for chunk in range(chunks + 1)]
+    pool = _pool(os.getpid(), threads)
+    tasks = [pool.submit(kernel, first, last, *args) for first, last in zip(bounds, bounds[1:], strict=False)]
+    for task in tasks:
+        task.result()
+
+
+@functools.cache
+def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
+    """One pool per process: a forked child has the parent's pool object but not its threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
+
+
+def as_array(rows: Tensor) -> Array:
+    """The tensor's memory; uint16 for bfloat16."""
+    own = rows.detach()
+    return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
+
+
+def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """As ``torch.empty`` on CPU, in memory that is used again (``slabs``): such arrays come with every step."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(slabs.empty((count, width), np.int16)).view(dtype)
+    return torch.from_numpy(slabs.empty((count, width), np.float64 if dtype == torch.float64 else np.float32))
+
+
+def wide(value: Any) -> Any:
+    """In a kernel: the float32 of a bfloat16's bits; any other number as it is."""
+    raise NotImplementedError
+
+
+def narrow(value: Any, like: Any) -> Any:
+    """In a kernel: ``value`` (float32) as a bfloat16's bits, to nearest even, if ``like`` is such bits; else itself."""
+    raise NotImplementedError
+
+
+@overload(wide, inline="always")
+def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+@overload(narrow, inline="always")
+def _narrow(value, like):  # type: ignore[no-untyped-def]
+    if like == types.uint16:
+        return _rounded
+    return lambda value, like: value
+
+
+def _rounded(value, like):  # type: ignore[no-untyped-def]
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16(np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))

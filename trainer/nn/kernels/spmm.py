@@ -1,0 +1,259 @@
+"""Sums over a block's edges with gradients, without a row per edge.
+
+``aggregate`` serves layers whose edge weight is a product of one factor per target and one per
+source (mean, symmetric normalisation); ``attend`` serves layers with a learnt weight per edge.
+
+CPU: Numba kernels that work row by row, so threads never share an output row and the order of
+additions is fixed. CUDA: torch's sparse CSR product. Backward passes run the same kernels on the
+transposed block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.core.batch import Block
+from trainer.core.compiled import njit
+from trainer.nn.kernels.rows import as_array, run_rows, wide
+from trainer.nn.precision import for_sums, sum_dtype
+
+Reduce = Literal["sum", "mean"]
+
+
+def aggregate(
+    block: Block,
+    x: Tensor,
+    reduce: Reduce = "sum",
+    dst_scale: Tensor | None = None,
+    src_scale: Tensor | None = None,
+) -> Tensor:
+    """``out[i] = dst_scale[i] * sum over edges (j -> i) of src_scale[j] * x[j]``.
+
+    x: float [num_src, f]; scales (constants, no gradient): [num_dst] and [num_src], 1 when None;
+    ``mean`` divides by the number of edges besides. Returns [num_dst, f]; 0 for a target without edges.
+    Here and below, rows may be bfloat16; they are added up in float32, and the result is float32.
+    """
+    if reduce == "mean":
+        per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))
+        dst_scale = per_edge if dst_scale is None else dst_scale * per_edge
+    return _Aggregate.apply(x, block, dst_scale, src_scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def attend(block: Block, x: Tensor, weight: Tensor) -> Tensor:
+    """``out[i, h] = sum over edges e = (j -> i) of weight[e, h] * x[j, h]``, with gradients for both.
+
+    x: float [num_src, heads, f]; weight: [num_edges, heads]. Returns [num_dst, heads, f].
+    """
+    return _Attend.apply(x, weight, block)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
+    """Per edge (j -> i) and head, the dot product of ``dst[i]`` and ``src[j]``, with gradients for both.
+
+    dst: float [num_dst, heads, f]; src: [num_src, heads, f]. Returns [num_edges, heads].
+    """
+    return _EdgeDots.apply(dst, src, block)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Block, dst_scale: Tensor | None, src_scale: Tensor | None) -> Tensor:
+        ctx.block, ctx.scales = block, (dst_scale, src_scale)
+        product = sum_rows_cpu if x.device.type == "cpu" else sum_rows_torch
+        return product(block.indptr, block.indices, x, dst_scale, src_scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        dst_scale, src_scale = ctx.scales
+        indptr, indices, _ = transpose(ctx.block)
+        product = sum_rows_cpu if grad.device.type == "cpu" else sum_rows_torch
+        return product(indptr, indices, grad, src_scale, dst_scale), None, None, None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x, weight)
+        product = weighted_rows_cpu if x.device.type == "cpu" else weighted_rows_torch
+        return product(block.indptr, block.indices, None, weight, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        on_cpu = grad.device.type == "cpu"
+        indptr, indices, edges = transpose(ctx.block)
+        grad_x = (weighted_rows_cpu if on_cpu else weighted_rows_torch)(indptr, indices, edges, weight, grad)
+        grad_weight = (edge_dots_cpu if on_cpu else edge_dots_torch)(ctx.block, grad, x)
+        return grad_x, grad_weight, None
+
+
+class _EdgeDots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dst: Tensor, src: Tensor, block: Block) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(dst, src)
+        return (edge_dots_cpu if dst.device.type == "cpu" else edge_dots_torch)(block, dst.detach(), src)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dst, src = ctx.saved_tensors
+        product = weighted_rows_cpu if grad.device.type == "cpu" else weighted_rows_torch
+        grad_dst = product(ctx.block.indptr, ctx.block.indices, None, grad, src)
+        indptr, indices, edges = transpose(ctx.block)
+        return grad_dst, product(indptr, indices, edges, grad, dst), None
+
+
+def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """The block by source: int32 indptr [num_src + 1], targets [num_edges], and each one's edge position."""
+    if block.indptr.device.type != "cpu":
+        return transpose_torch(block)
+    arrays = _transpose(block.indptr.numpy(), block.indices.numpy(), block.num_src)
+    indptr, targets, edges = (torch.from_numpy(array) for array in arrays)
+    return indptr, targets, edges
+
+
+def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """``transpose`` in torch operations, for any device."""
+    edges = torch.argsort(block.indices, stable=True)
+    counts = torch.bincount(block.indices, minlength=block.num_src)
+    indptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return indptr.int(), edge_targets(block)[edges].int(), edges.int()
+
+
+def edge_targets(block: Block) -> Tensor:
+    """The target of each edge, int64 [num_edges]."""
+    return torch.repeat_interleave(block.indptr.diff().long(), output_size=len(block.indices))
+
+
+def sum_rows_cpu(
+    indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
+) -> Tensor:
+    """``aggregate``'s product on CSR arrays, by kernel."""
+    out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=sum_dtype(x.dtype))
+    scales = (None if scale is None else scale.to(out.dtype).numpy() for scale in (row_scale, col_scale))
+    source = as_array(x.contiguous())
+    run_rows(_sum_rows, len(out), indptr.numpy(), indices.numpy(), source, *scales, out.numpy())
+    return out
+
+
+def sum_rows_torch(
+    indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
+) -> Tensor:
+    """The same in torch operations, for any device: one value per edge, no row per edge."""
+    x = for_sums(x.detach())
+    value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
+    out = _csr_product(indptr, indices, value, x)
+    return out if row_scale is None else out * row_scale.to(x.dtype)[:, None]
+
+
+def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    """``attend``'s product on CSR arrays, by kernel; ``edges`` gives each entry's row of ``weight``."""
+    out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
+    rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
+    edges_ = None if edges is None else edges.numpy()
+    run_rows(_weighted_rows, len(out), indptr.numpy(), indices.numpy(), edges_, *rows)
+    return out
+
+
+def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    """The same in torch operations, for any device: one sparse product per head."""
+    x = for_sums(x.detach())
+    value = (weight if edges is None else weight[edges.long()]).detach().to(x.dtype)
+    heads = [
+        _csr_product(indptr, indices, value[:, head].contiguous(), x[:, head].contiguous())
+        for head in range(x.shape[1])
+    ]
+    return torch.stack(heads, dim=1)
+
+
+def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
+    """Per edge (j -> i) and head, the dot product of ``grad[i]`` and ``x[j]``: [num_edges, heads]."""
+    out = x.new_empty(len(block.indices), x.shape[1], dtype=sum_dtype(x.dtype))
+    rows = (as_array(grad.contiguous()), as_array(x.contiguous()), out.numpy())
+    run_rows(_edge_dots, block.num_dst, block.indptr.numpy(), block.indices.numpy(), *rows)
+    return out
+
+
+def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
+    """The same in torch operations, for any device; makes a row per edge."""
+    return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
+
+
+def _csr_product(indptr: Tensor, indices: Tensor, value: Tensor, x: Tensor) -> Tensor:
+    if len(indices) == 0 or x.shape[1] == 0:
+        return x.new_zeros(len(indptr) - 1, x.shape[1])
+    return torch.sparse_csr_tensor(indptr, indices, value, (len(indptr) - 1, len(x)), check_invariants=False) @ x
+
+
+@njit()
+def _sum_rows(
+    first: int, last: int, indptr: Any, indices: Any, x: Any, row_scale: Any, col_scale: Any, out: Any
+) -> None:
+    width = x.shape[1]
+    for i in range(first, last):
+        row = out[i]
+        row[:] = 0
+        for e in range(indptr[i], indptr[i + 1]):
+            source = x[indices[e]]
+            if col_scale is None:
+                for k in range(width):
+                    row[k] += wide(source[k])
+            else:
+                scale = col_scale[indices[e]]
+                for k in range(width):
+                    row[k] += scale * wide(source[k])
+        if row_scale is not None:
+            for k in range(width):
+                row[k] *= row_scale[i]
+
+
+@njit()
+def _weighted_rows(first: int, last: int, indptr: Any, indices: Any, edges: Any, weight: Any, x: Any, out: Any) -> None:
+    heads, width = x.shape[1], x.shape[2]
+    for i in range(first, last):
+        out[i] = 0
+        for e in range(indptr[i], indptr[i + 1]):
+            edge = e if edges is None else edges[e]
+            for h in range(heads):
+                row, source, factor = out[i, h], x[indices[e], h], wide(weight[edge, h])
+                for k in range(width):
+                    row[k] += factor * wide(source[k])
+
+
+@njit(fastmath={"reassoc"})
+def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: Any, out: Any) -> None:
+    heads, width = x.shape[1], x.shape[2]
+    for i in range(first, last):
+        for e in range(indptr[i], indptr[i + 1]):
+            for h in range(heads):
+                row, source = grad[i, h], x[indices[e], h]
+                total = out.dtype.type(0)
+                for k in range(width):
+                    total += wide(row[k]) * wide(source[k])
+                out[e, h] = total
+
+
+@njit()
+def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
+    """Counting sort by source; targets stay ascending within a source."""
+    by_source = np.zeros(num_src + 1, np.int32)
+    for e in range(len(indices)):
+        by_source[indices[e] + 1] += 1
+    for source in range(num_src):
+        by_source[source + 1] += by_source[source]
+    place = by_source[:-1].copy()
+    targets = np.empty(len(indices), np.int32)
+    edges = np.empty(len(indices), np.int32)
+    for target in range(len(indptr) - 1):
+        for e in range(indptr[target], indptr[target + 1]):
+            at = place[indices[e]]
+            targets[at], edges[at] = target, e
+            place[indices[e]] = at + 1
+    return by_source, targets, edges

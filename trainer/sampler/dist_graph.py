@@ -1,0 +1,397 @@
+"""A whole graph for one process: local parts by memory map, the others through their hosts."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import ByHost, Cost, CostMeter, FromHost
+from trainer.core.errors import PartitionError, ServerGone
+from trainer.core.remote_access import SERVER_WAIT, WireRows
+from trainer.core.schema import AnyType, EdgeType
+from trainer.sampler.feature_gather import HELD, Answer, Collection, HeldRows, Piece
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.replicas import HERE, NOBODY, Holders, Pending, RemoteHost
+from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, Split, cut_request, edge_slice, merge_samples
+from trainer.sampler.row_index import Codes, Placed, locate
+from trainer.sampler.settings import check_type, row_spec
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.store.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Which of these edges exist?"""
+
+    edge_type: EdgeType
+    src: Ids
+    dst: Ids
+
+
+T = TypeVar("T", HopRequest, RowRequest, _Pairs)
+
+
+@dataclass(frozen=True)
+class _Share(Generic[T]):
+    """What one host is asked of one request."""
+
+    number: int  #: of the request in the call
+    at: Array  #: its rows, int32 positions
+    request: T
+
+
+_Shares = dict[int, list[_Share[T]]]  #: by host
+
+
+@dataclass(frozen=True)
+class _Question(Generic[T]):
+    """How requests of one kind are put to a host, to the own parts, and again for some of their rows."""
+
+    submit: Callable[[RemoteHost, Sequence[T]], Pending]
+    local: Callable[[Sequence[T]], Sequence[Any]]
+    rows: Callable[[T], tuple[AnyType, Ids]]
+    cut: Callable[[T, Array], T]
+    arrays: Callable[[Any], Iterable[Array | None]]  #: of one answer
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """An answer as the only one of a list."""
+
+    pending: Pending
+
+    @property
+    def received(self) -> int | None:
+        return getattr(self.pending, "received", None)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        return [self.pending.result()]
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Some edges of a part that lie next to each other."""
+
+    at: int  #: global id of the first
+    part_id: int
+    first: int  #: slot of the first
+    count: int
+
+
+class DistGraph:
+    """Routes each row to its owner: one message per remote host and call, local work meanwhile.
+
+    With replicas a part has several owners, which answer alike: rows that were asked of a host that is lost
+    (``ServerGone``) are asked again of the next one, or of the same one once it is back, up to ``server_wait`` seconds.
+    ``turn`` is a number of this process's node, so that several nodes do not all ask the same owner.
+
+    Where the topology of all parts is here, edges and 1-d columns are never asked of others. Rows are taken from the
+    cache, and from answers of the last ``held`` batches, before they are asked for. ``wire_rows``: what the hosts
+    round rows to that they send.
+    """
+
+    def __init__(
+        self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *,
+        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD, wire_rows: WireRows = "stored",
+    ):  # fmt: skip
+        self.local, self.books = local, local.books
+        self.held, self.wire_rows = held, wire_rows
+        self._holders = Holders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
+        self._hops = _Question[HopRequest](
+            lambda host, asked: host.submit_sample(asked),
+            lambda asked: self.local.sample_hops(asked),
+            lambda request: (request.edge_type[2], request.nodes),
+            cut_request,
+            lambda sample: (sample.counts, sample.src, sample.edge),
+        )
+        self._rows = _Question[RowRequest](
+            lambda host, asked: host.submit_gather(asked),
+            lambda asked: self.local.gather(asked),
+            lambda request: (request.of, request.ids),
+            lambda request, at: replace(request, ids=request.ids[at]),
+            lambda rows: rows.values(),
+        )
+        self._pairs = _Question[_Pairs](
+            lambda host, asked: _Alone(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
+            lambda asked: [self.local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
+            lambda pairs: (pairs.edge_type[2], pairs.dst),
+            lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
+            lambda found: (found,),
+        )
+        self._meter = CostMeter()
+        self._cache: RowCache | None = None
+        self._held = HeldRows(held)
+        self._codes = Codes(local.store.manifest.num_parts, 0)
+
+    @property
+    def remotes(self) -> Mapping[int, RemoteHost]:
+        """The other hosts by node rank."""
+        return self._holders.remotes
+
+    def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
+        """Ask these hosts from now on; calls under way go on with whom they asked, or with these."""
+        self._holders.set_remotes(remotes)
+
+    def use_cache(self, cache: RowCache | None) -> None:
+        """Take from ``cache`` what it keeps from now on; None for none."""
+        self._cache = cache
+        self._held.clear()
+
+    def lost(self) -> frozenset[int]:
+        """Node ranks of the hosts that do not answer just now."""
+        return self._holders.lost_hosts()
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        """Neighbours of any nodes, in request order. Raises ``ServiceError`` and ``PartitionError``."""
+        if self._edges_here:
+            return self.local.sample_hops(requests)
+        split = Split(self._by_host)
+        shares: _Shares[HopRequest] = defaultdict(list)
+        for number, request in enumerate(requests):
+            self._check_hop(request)
+            for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
+                shares[host].append(_Share(number, at, split.hop(request, host, at)))
+        answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
+        for _, share, sample in self._ask(shares, self._hops):
+            answers[share.number].append((share.at, sample))
+        return [_merged(request, found) for request, found in zip(requests, answers, strict=True)]
+
+    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        """Rows of any nodes and edges, in request order. Raises ``ServiceError`` and ``PartitionError``."""
+        if not self.remotes:
+            return self.local.gather(requests)
+        columns = [self.local.new_rows(request) for request in requests]
+        pieces = self._pieces(requests, columns, self._cache, self._held)
+        split = Split(self._by_host)
+        shares: _Shares[RowRequest] = defaultdict(list, {HERE: []})
+        for number, piece in enumerate(pieces):
+            for host, at in piece.asked.items():
+                of, names = piece.columns
+                shares[host].append(_Share(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
+        answers: list[list[Answer]] = [[] for _ in pieces]
+        for host, share, rows in self._ask(shares, replace(self._rows, local=lambda _: self._copy_near(pieces))):
+            pieces[share.number].put(self.remotes[host].name, rows, share.at)
+            answers[share.number].append(Answer(share.request.ids, rows))
+        for piece, found in zip(pieces, answers, strict=True):
+            if piece.keeps:
+                self._held.add(piece.columns, piece.cost.remote_rows, found)
+        return [*columns]
+
+    def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[Piece]:
+        """Where ``gather`` would have these rows from, if it had this cache and these held rows. Nothing is asked.
+
+        The columns to be filled have no memory of their own. Raises ``PartitionError``.
+        """
+        return self._pieces(requests, [self.local.no_rows(request) for request in requests], cache, held)
+
+    def _pieces(
+        self, requests: Sequence[RowRequest], columns: Sequence[Mapping[str, Array]], cache: RowCache | None,
+        held: HeldRows,
+    ) -> list[Piece]:  # fmt: skip
+        call = Collection(self.local, self._holders.table(), cache, held)
+        return [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
+
+    def _copy_near(self, pieces: Sequence[Piece]) -> tuple[()]:
+        for piece in pieces:
+            piece.copy_near(self.local)
+            if piece.counts:
+                self._meter.add(replace(piece.cost, by_host=self._rows_by_host(piece)))
+        return ()
+
+    def _rows_by_host(self, piece: Piece) -> ByHost:
+        """Whose the rows of a piece are that are not this host's."""
+        cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
+        held = self._owned(piece, [placed for _, placed in piece.held])
+        asked = {host: len(at) for host, at in piece.asked.items()}
+        return ByHost(
+            {
+                host: FromHost(0, asked.get(host, 0) + kept + again, kept, again)
+                for host in sorted({*asked, *cached, *held})
+                for kept, again in [(cached.get(host, 0), held.get(host, 0))]
+            }
+        )
+
+    def _owned(self, piece: Piece, placed: Sequence[Placed]) -> dict[int, int]:
+        """How many of the rows at these places each host would have been asked for."""
+        if not placed:
+            return {}
+        ids = np.concatenate([piece.ids[one.at] for one in placed])
+        parts = np.bincount(self.books[piece.columns[0]].part_of(ids), minlength=1)
+        hosts: dict[int, int] = defaultdict(int)
+        for part in np.flatnonzero(parts).tolist():
+            hosts[int(self._holders.table()[part + 1])] += int(parts[part])
+        return hosts
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        """Which of any edges exist: bool [n]. Raises ``ServiceError`` and ``PartitionError``."""
+        if self._edges_here:
+            return self.local.has_edges(edge_type, src, dst)
+        check_type(self.local.store, edge_type)
+        shares: _Shares[_Pairs] = {
+            host: [_Share(0, at, _Pairs(edge_type, src[at], dst[at]))]
+            for host, at in self._owners(Split(self._by_host), edge_type[2], dst).items()
+        }
+        found = np.zeros(len(dst), np.bool_)
+        for _, share, answer in self._ask(shares, self._pairs):
+            found[share.at] = answer
+        return found
+
+    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+        """All edges of a type, by global id; at most two slices of a part under way per host.
+
+        Memory: 24 bytes an edge. Raises ``ServiceError`` and ``PartitionError``.
+        """
+        check_type(self.local.store, edge_type)
+        whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
+        under_way: deque[tuple[_Slice, int, Pending]] = deque()
+        for piece in self._slices(edge_type):
+            host = self._holder_of(piece.part_id)
+            if host == HERE:
+                _put(whole, piece.at, edge_slice(self.local.store, piece.part_id, edge_type, piece.first, piece.count))
+                continue
+            under_way.append((piece, host, self._ask_slice(piece, edge_type, host)))
+            if len(under_way) > 2 * len(self.remotes):
+                asked, host, pending = under_way.popleft()
+                _put(whole, asked.at, self._received(asked, edge_type, host, pending))
+        for piece, host, pending in under_way:
+            _put(whole, piece.at, self._received(piece, edge_type, host, pending))
+        return whole
+
+    def edges_of(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
+        """Edges ``first`` to ``first + count`` of any part, by slot. Raises ``ServiceError`` and ``PartitionError``."""
+        check_type(self.local.store, edge_type)
+        if not 0 <= part_id < self.local.store.manifest.num_parts:
+            raise PartitionError(f"no part {part_id}; they go from 0 to {self.local.store.manifest.num_parts - 1}")
+        host = self._holder_of(part_id)
+        if host == HERE:
+            return edge_slice(self.local.store, part_id, edge_type, first, count)
+        piece = _Slice(first, part_id, first, count)
+        return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
+
+    def take_cost(self) -> Cost:
+        """Bytes, rows and waiting of this thread since it last asked; no rows with one host."""
+        return self._meter.take()
+
+    def _ask(self, shares: _Shares[T], question: _Question[T]) -> Iterator[tuple[int, _Share[T], Any]]:
+        """Each share with its host and answer; the remote hosts work while this one does."""
+        while shares:
+            asked = {host: [share.request for share in mine] for host, mine in shares.items()}
+            under_way = {
+                host: question.submit(self.remotes[host], requests) for host, requests in asked.items() if host != HERE
+            }
+            if HERE in shares:
+                for share, answer in zip(shares[HERE], question.local(asked[HERE]), strict=True):
+                    yield HERE, share, answer
+            unanswered: list[_Share[T]] = []
+            for host, pending in under_way.items():
+                began = time.perf_counter()
+                try:
+                    answers = pending.result()
+                except ServerGone as error:
+                    self._holders.lost(host, error)
+                    unanswered += shares[host]
+                    continue
+                finally:
+                    self._meter.add(Cost(wait_s=time.perf_counter() - began))
+                self._add_bytes(host, pending, (array for answer in answers for array in question.arrays(answer)))
+                for share, answer in zip(shares[host], answers, strict=True):
+                    yield host, share, answer
+            shares = self._again(unanswered, question)
+
+    def _again(self, unanswered: Sequence[_Share[T]], question: _Question[T]) -> _Shares[T]:
+        """The same rows for those who hold them now, once there is somebody for each."""
+        shares: _Shares[T] = defaultdict(list)
+        if not unanswered:
+            return shares
+        rows = [question.rows(share.request) for share in unanswered]
+        self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
+        for share, (of, ids) in zip(unanswered, rows, strict=True):
+            for host, at in self._by_host(of, ids).items():
+                shares[host].append(_Share(share.number, share.at[at], question.cut(share.request, at)))
+        return shares
+
+    def _slices(self, edge_type: EdgeType) -> Iterator[_Slice]:
+        """All slices of a type, the parts taking turns."""
+        book = self.books[edge_type]
+        of_parts = []
+        for part_id in range(book.num_parts):
+            begin, end = book.range_of(part_id)
+            firsts = range(0, end - begin, EDGES_AT_ONCE)
+            of_parts.append([_Slice(begin + at, part_id, at, min(EDGES_AT_ONCE, end - begin - at)) for at in firsts])
+        return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
+
+    def _owners(self, split: Split, of: AnyType, ids: Ids) -> Groups:
+        """Rows by host. Raises ``PartitionError`` for an id nobody owns."""
+        groups = split.groups(of, ids)
+        if NOBODY in groups:
+            wrong = int(ids[groups[NOBODY][0]])
+            raise PartitionError(f"asked for {of!r} {wrong}; its ids go from 0 to {self.books[of].size - 1}")
+        return groups
+
+    def _by_host(self, of: AnyType, ids: Ids) -> Groups:
+        """Rows by host; one that nobody owns alone as ``NOBODY``."""
+        table = self._holders.table()
+        wrong, placed = locate(ids, self.books[of].offsets, self._codes.of_hosts(table), self._codes)
+        if wrong >= 0:
+            return {NOBODY: np.array([wrong])}
+        first = self._codes.first_host
+        return {code - first - 1: rows.at for code, rows in placed.items()}
+
+    def _check_hop(self, request: HopRequest) -> None:
+        """Raise ``PartitionError`` for an unknown type or attribute, whoever owns the rows."""
+        check_type(self.local.store, request.edge_type)
+        if request.weight is not None:
+            row_spec(self.local.store, request.edge_type, request.weight)
+        if request.bound is not None and request.bound.on == "edge":
+            row_spec(self.local.store, request.edge_type, request.bound.attr)
+
+    @property
+    def _edges_here(self) -> bool:
+        return not self.remotes or self.local.store.whole_topology
+
+    def _holder_of(self, part_id: int) -> int:
+        """Who has the edges of a part."""
+        return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
+
+    def _ask_slice(self, piece: _Slice, edge_type: EdgeType, host: int) -> Pending:
+        return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
+
+    def _received(self, piece: _Slice, edge_type: EdgeType, host: int, pending: Pending) -> EdgeList:
+        """The slice that ``host`` was asked for, or from whoever has it after that one is lost."""
+        while True:
+            try:
+                edges: EdgeList = pending.result()
+            except ServerGone as error:
+                self._holders.lost(host, error)
+                self._holders.wait_for([piece.part_id])
+                host = int(self._holders.table()[piece.part_id + 1])
+                pending = self._ask_slice(piece, edge_type, host)
+                continue
+            self._add_bytes(host, pending, (edges.src, edges.dst, edges.orig_id))
+            return edges
+
+    def _add_bytes(self, host: int, pending: Pending, arrays: Iterable[Array | None]) -> None:
+        """What came, as it travelled; of a host in this process, its arrays."""
+        received = getattr(pending, "received", None)
+        if received is None:
+            received = sum(array.nbytes for array in arrays if array is not None)
+        self._meter.add(Cost(remote_bytes=received, by_host=ByHost({host: FromHost(remote_bytes=received)})))
+
+
+def _merged(request: HopRequest, answers: Sequence[tuple[Array, HopSample]]) -> HopSample:
+    if len(answers) == 1:
+        return answers[0][1]
+    return merge_samples(len(request.nodes), answers, request.with_edge)
+
+
+def _put(whole: EdgeList, at: int, edges: EdgeList) -> None:
+    end = at + len(edges.src)
+    whole.src[at:end], whole.dst[at:end], whole.orig_id[at:end] = edges.src, edges.dst, edges.orig_id

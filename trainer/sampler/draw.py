@@ -1,0 +1,154 @@
+"""Drawing in-edges of nodes of one part: which rows need which kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.errors import DataError, PartitionError
+from trainer.sampler import neighbor
+from trainer.sampler.request_split import cut_request, merge_samples
+from trainer.sampler.types import HopRequest, HopSample
+from trainer.sampler.weighted_temporal import TOO_MANY, Conditions, Draws, allow, pick_candidates
+from trainer.store.part_store import EdgePart, NodePart
+
+MOST_EDGES = 1 << 28  #: of one answer: more sources do not fit into an array on the wire
+
+
+def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
+    """The edges that ``request`` asks for; its nodes are owned by the part.
+
+    Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
+    attribute that is not there or of the wrong kind, and for more than ``MOST_EDGES``.
+    """
+    if request.bound is not None or request.weight is not None or request.sources is not None:
+        return _conditional(nodes, edges, request, num_sources)
+    if request.exclude is None:
+        return _plain(nodes, edges, request)
+    concerned = np.isin(request.nodes, request.exclude[0])  # the other rows go the fast way
+    at, others = np.flatnonzero(concerned), np.flatnonzero(~concerned)
+    if len(at) == 0:
+        return _plain(nodes, edges, request)
+    answers = [
+        (at, _conditional(nodes, edges, cut_request(request, at), num_sources)),
+        (others, _plain(nodes, edges, cut_request(request, others))),
+    ]
+    return merge_samples(len(request.nodes), answers, request.with_edge)
+
+
+def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> HopSample:
+    indptr, asked = read_only(edges.indptr), read_only(request.nodes)
+    counts = np.empty(len(asked), np.int32)
+    longest = neighbor.count_picks(indptr, asked, nodes.start, request.fanout, request.replace, counts)
+    total = int(counts.sum(dtype=np.int64))
+    if total > MOST_EDGES:
+        raise _too_many(request)
+    src = slabs.empty(total, edges.indices.dtype)
+    edge = slabs.empty(total if request.with_edge else 0, _edge_dtype(edges))
+    neighbor.draw_edges(
+        indptr, read_only(edges.indices), asked, nodes.start, read_only(nodes.orig_id), _trees(request), counts,
+        request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, edges.start, src, edge,
+    )  # fmt: skip
+    return HopSample(counts, src, edge if request.with_edge else None)
+
+
+def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
+    rows = request.nodes - nodes.start
+    counts = np.empty(len(rows), np.int32)
+    longest = neighbor.count_picks(read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts)
+    bound = request.bound
+    how = Draws(
+        request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
+        request.weight is not None, np.uint64(request.key),
+    )  # fmt: skip
+    picks, wrong = pick_candidates(
+        edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
+        how, longest, counts, MOST_EDGES,
+    )  # fmt: skip
+    if wrong == TOO_MANY:
+        raise _too_many(request)
+    if wrong >= 0:
+        assert request.weight is not None
+        raise DataError(
+            f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
+            f"in {request.weight!r}; weights must be finite numbers from 0 on"
+        )
+    edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
+    return HopSample(counts, edges.indices[picks], edge)
+
+
+def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
+    """Of global edge ids: the narrowest that holds all of the part's."""
+    return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
+
+
+def _too_many(request: HopRequest) -> PartitionError:
+    return PartitionError(
+        f"over {MOST_EDGES} neighbours by {request.edge_type} of {len(request.nodes)} nodes with fanout "
+        f"{request.fanout}; ask for fewer at once"
+    )
+
+
+def _trees(request: HopRequest) -> Ids:
+    return np.empty(0, np.int64) if request.trees is None else request.trees
+
+
+def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Conditions:
+    bound = request.bound
+    barred, begin, end = _barred(request)
+    return Conditions(
+        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
+        barred=read_only(barred),
+        barred_begin=read_only(begin),
+        barred_end=read_only(end),
+        allowed=read_only(_allowed(request, num_sources)),
+        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+    )
+
+
+def _times(edges: EdgePart, request: HopRequest) -> Array:
+    assert request.bound is not None
+    attr = request.bound.attr
+    known = edges.src_times if request.bound.on == "node" else edges.attrs
+    if attr not in known:
+        raise PartitionError(
+            f"no time {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
+        )
+    times = known[attr]
+    if times.ndim != 1 or times.dtype.kind not in "iu":
+        raise PartitionError(f"{attr!r} of {request.edge_type} is {times.dtype} {list(times.shape)}, not integer times")
+    return times
+
+
+def _weights(edges: EdgePart, request: HopRequest) -> Array:
+    name = str(request.weight)
+    if name not in edges.attrs:
+        raise PartitionError(f"no attribute {name!r} of {request.edge_type}; there are {sorted(edges.attrs)}")
+    weights = edges.attrs[name]
+    if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+        raise PartitionError(f"{name!r} of {request.edge_type} is {weights.dtype} {list(weights.shape)}, not weights")
+    return weights
+
+
+def _barred(request: HopRequest) -> tuple[Ids, Ids, Ids]:
+    """Excluded sources by target, and where each row's lie."""
+    if request.exclude is None:
+        return (np.empty(0, np.int64),) * 3
+    targets, sources = request.exclude
+    order = np.lexsort((sources, targets))
+    ordered = targets[order]
+    return sources[order], np.searchsorted(ordered, request.nodes), np.searchsorted(ordered, request.nodes, "right")
+
+
+def _allowed(request: HopRequest, num_sources: int) -> Array:
+    """A bit for every source node; pages that no source touches cost nothing."""
+    if request.sources is None:
+        return np.empty(0, np.uint8)
+    bits = np.zeros(num_sources // 8 + 1, np.uint8)
+    if len(request.sources):
+        if request.sources.min() < 0 or request.sources.max() >= num_sources:
+            raise PartitionError(f"asked for sources outside 0..{num_sources - 1} of {request.edge_type[0]!r}")
+        allow(request.sources, bits)
+    return bits

@@ -1,0 +1,234 @@
+"""The rows of one call, put in place: what is here is copied, the rest is asked for and copied as it comes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import PartitionError, ServiceError
+from trainer.core.schema import AnyType
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.replicas import HERE
+from trainer.sampler.row_index import NO_INDEX, Codes, IdIndex, Placed, locate, put_rows
+from trainer.sampler.types import RowRequest
+from trainer.store.row_cache import RowCache
+
+HELD = 2  #: batches
+
+MOST_ANSWERS = 16  #: arrays that the answers of one kind are kept in
+
+MOST_BYTES = 1 << 28  #: of one kind of rows
+
+Columns = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host has answered; nobody else writes to it."""
+
+    ids: Ids  #: int64 [m]
+    rows: Mapping[str, Array]  #: name -> [m, …]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for values in self.rows.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """Answers of one kind, the oldest first, and where each id is in them."""
+
+    answers: tuple[Answer, ...] = ()
+    index: IdIndex = NO_INDEX
+
+
+@dataclass
+class _Kept:
+    needed: deque[int]  #: rows of others that each of the last batches needed
+    held: Held = field(default_factory=Held)
+
+
+class HeldRows:
+    """Answers by kind. Safe to use from several threads: what one has got stays as it was.
+
+    The oldest answers go once the others hold as many rows as the last ``batches`` batches needed of other hosts, those
+    that a cache had included: with a cache the same room lasts for more batches. What is kept is what came, not what
+    was handed out: that is the user's to change.
+    """
+
+    def __init__(self, batches: int = HELD):
+        self._batches = batches
+        self._lock = threading.Lock()
+        self._kinds: dict[Columns, _Kept] = {}
+
+    def of(self, columns: Columns) -> Held:
+        kept = self._kinds.get(columns)
+        return Held() if kept is None else kept.held
+
+    def add(self, columns: Columns, needed: int, answers: Sequence[Answer]) -> None:
+        """``answers`` came for a batch that needed ``needed`` rows of other hosts."""
+        if self._batches == 0 or needed == 0:
+            return
+        with self._lock:
+            kept = self._kinds.setdefault(columns, _Kept(deque(maxlen=self._batches)))
+            kept.needed.append(needed)
+            kept.held = _with_more(kept.held, answers, sum(kept.needed))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kinds = {}
+
+
+def _with_more(held: Held, answers: Sequence[Answer], most_rows: int) -> Held:
+    """The answers the bounds allow, in few arrays; the index is made anew only where some have gone."""
+    every = (*held.answers, *answers)
+    found = _newest(every, most_rows)
+    if not found:
+        return Held()
+    if len(found) == len(every):
+        index = held.index.with_more([answer.ids for answer in answers]) if answers else held.index
+    else:
+        index = None
+    index = index or IdIndex.of([answer.ids for answer in found])
+    while len(found) > MOST_ANSWERS:
+        found = _joined(found)
+    return Held(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
+
+
+def _joined(answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
+    """One fewer: the two neighbours with the fewest rows become one, so that every id stays in its place."""
+    pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
+    at = pairs.index(min(pairs))
+    one, other = answers[at : at + 2]
+    rows = {name: np.concatenate([one.rows[name], other.rows[name]]) for name in one.rows}
+    return (*answers[:at], Answer(np.concatenate([one.ids, other.ids]), rows), *answers[at + 2 :])
+
+
+def _newest(answers: Sequence[Answer], most_rows: int) -> tuple[Answer, ...]:
+    """As many of the last ones as the bounds allow."""
+    kept: deque[Answer] = deque()
+    rows = nbytes = 0
+    for answer in reversed(answers):
+        rows, nbytes = rows + len(answer.ids), nbytes + answer.num_bytes
+        if rows > most_rows or nbytes > MOST_BYTES:
+            break
+        kept.appendleft(answer)
+    return tuple(kept)
+
+
+Rows = Mapping[str, Array]  #: name -> [n, …]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Columns of one request whose rows come the same way."""
+
+    ids: Ids  #: int64 [n]
+    columns: Columns
+    out: Rows  #: to be filled
+    own: Mapping[int, Placed]  #: by part
+    asked: Mapping[int, npt.NDArray[np.int32]]  #: places by node rank
+    cached: tuple[Rows, Placed] | None
+    held: Sequence[tuple[Rows, Placed]]
+    counts: bool  #: the rows of a request are counted by one of its pieces
+    keeps: bool  #: answers are held for the next batches
+
+    def copy_near(self, local: LocalGraph) -> None:
+        """Put in place what need not be asked for."""
+        local.fill(self.columns[0], self.out, self.own)
+        for rows, placed in [self.cached, *self.held] if self.cached else self.held:
+            self._put(rows, placed)
+
+    def put(self, host: str, rows: Rows, at: npt.NDArray[np.int32]) -> None:
+        """Put in place what ``host`` has answered. Raises ``ServiceError`` for rows of another kind."""
+        for name, values in self.out.items():
+            found, kind = rows[name], (values.dtype, values.shape[1:])
+            if (found.dtype, found.shape[1:]) != kind:
+                raise ServiceError(
+                    f"{host}: rows of {name} came as {found.dtype} {found.shape[1:]}, "
+                    f"the manifest says {kind[0]} {kind[1]}; do both nodes have the same partition?"
+                )
+        self._put(rows, Placed.in_order(at))
+
+    @property
+    def cost(self) -> Cost:
+        cached = len(self.cached[1].at) if self.cached else 0
+        held = sum(len(placed.at) for _, placed in self.held)
+        remote = cached + held + sum(map(len, self.asked.values()))
+        return Cost(rows=len(self.ids), remote_rows=remote, cached_rows=cached, held_rows=held)
+
+    def _put(self, rows: Rows, placed: Placed) -> None:
+        for name, values in self.out.items():
+            put_rows(rows[name], placed, values)
+
+
+class Collection:
+    """The pieces of one call. ``hosts`` says who answers for which part, as ``Holders.table``."""
+
+    def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
+        self._local, self._cache, self._held = local, cache, held
+        self._codes = Codes(local.store.manifest.num_parts, MOST_ANSWERS)
+        self._near = self._codes.of_parts(hosts, HERE)
+        everywhere = hosts.copy()
+        everywhere[1:-1] = HERE
+        self._all_here = self._codes.of_parts(everywhere, HERE)
+        self._located: dict[tuple[Any, ...], Mapping[int, Placed]] = {}
+
+    def pieces(self, request: RowRequest, out: Rows) -> Iterator[Piece]:
+        """``out`` from ``LocalGraph.new_rows``. Raises ``PartitionError`` for an id nobody owns."""
+        light = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
+        kept = self._cache.types.get(request.of) if self._cache and isinstance(request.of, str) else None
+        kept_here = set(kept.rows) - light if kept else set()
+        ways = [light, kept_here & set(out), set(out) - light - kept_here]
+        groups = [tuple(name for name in out if name in names) for names in ways]
+        main = max(range(3), key=lambda way: (_width(out, groups[way]), bool(groups[way])))
+        for way, names in enumerate(groups):
+            if names or way == main:
+                yield self._piece(request, {name: out[name] for name in names}, way, way == main)
+
+    def _piece(self, request: RowRequest, out: Rows, way: int, counts: bool) -> Piece:
+        columns = request.of, tuple(out)
+        keeps = way > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
+        held = self._held.of(columns) if keeps else Held()
+        kept = self._cache.types[request.of] if way == 1 and self._cache and isinstance(request.of, str) else None
+        placed = self._places(request, way == 0, None if kept is None else kept.slots, held.index)
+        first = self._codes.held(0)
+        cached = placed.get(self._codes.cached)
+        return Piece(
+            ids=request.ids, columns=columns, out=out, counts=counts, keeps=keeps,
+            own={code: rows for code, rows in placed.items() if code < self._codes.num_parts},
+            asked={code - self._codes.first_host: rows.at for code, rows in placed.items()
+                   if code >= self._codes.first_host},
+            cached=None if kept is None or cached is None else (kept.rows, cached),
+            held=[(held.answers[code - first].rows, rows) for code, rows in placed.items()
+                  if first <= code < self._codes.first_host],
+        )  # fmt: skip
+
+    def _places(self, request: RowRequest, here: bool, slots: Array | None, held: IdIndex) -> Mapping[int, Placed]:
+        """Once for all pieces of the same ids and sources, so that ids are sent once."""
+        key = request.of, id(request.ids), here, id(slots), id(held) if held is not NO_INDEX else 0
+        if key not in self._located:
+            book = self._local.books[request.of]
+            of_part = self._all_here if here else self._near
+            wrong, placed = locate(request.ids, book.offsets, of_part, self._codes, slots, held)
+            if wrong >= 0:
+                raise PartitionError(
+                    f"asked for {request.of!r} {int(request.ids[wrong])}; its ids go from 0 to {book.size - 1}"
+                )
+            self._located[key] = placed
+        return self._located[key]
+
+
+def _width(out: Rows, names: Sequence[str]) -> int:
+    """Bytes of one row of these columns."""
+    return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

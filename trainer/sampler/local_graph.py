@@ -1,0 +1,178 @@
+"""One hop on the parts of this process: neighbours and rows straight from the memory maps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.errors import PartitionError
+from trainer.core.rounding import take_scaled
+from trainer.core.schema import AnyType, EdgeType
+from trainer.sampler import neighbor
+from trainer.sampler.draw import sample_rows
+from trainer.sampler.request_split import cut_request, merge_samples
+from trainer.sampler.row_index import Codes, Placed, locate, put_rows
+from trainer.sampler.settings import blank_rows, check_type, row_spec
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
+
+
+class LocalGraph:
+    """Answers for the opened parts of a ``PartStore``; safe to call from several threads."""
+
+    def __init__(self, store: PartStore):
+        self.store = store
+        self.books = store.books
+        self._codes = Codes(store.manifest.num_parts, 0)
+        self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
+        self._singles: dict[tuple[int, EdgeType, str], Array] = {}
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        """Neighbours of owned nodes.
+
+        Raises ``PartitionError`` for a node of another part and for an unknown type or attribute,
+        ``DataError`` for a weight that is negative or not a number.
+        """
+        return [self._sample(request) for request in requests]
+
+    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        """Rows of owned nodes or edges; attribute name -> [n, …]. Raises ``PartitionError``."""
+        return [self._gather(request) for request in requests]
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        """Whether there is an edge ``src[i]`` -> ``dst[i]`` (owned): bool [n]. Raises ``PartitionError``."""
+        check_type(self.store, edge_type)
+        found: npt.NDArray[np.bool_] = np.zeros(len(dst), np.bool_)
+        for part_id, placed in self.by_part(edge_type[2], dst).items():
+            nodes, edges = _ends(self.store.topology[part_id], edge_type)
+            at = placed.at
+            order = at[np.lexsort((src[at], dst[at]))]
+            neighbor.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
+        return found
+
+    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+        """All edges of a type that end in the opened parts. Raises ``PartitionError``."""
+        check_type(self.store, edge_type)
+        ends = [_ends(part, edge_type) for part in self.store.parts.values()]
+        nothing = [np.empty(0, np.int64)]
+        return EdgeList(
+            src=np.concatenate(nothing + [edges.indices for _, edges in ends], dtype=np.int64),
+            dst=np.concatenate(nothing + [_targets(*pair) for pair in ends], dtype=np.int64),
+            orig_id=np.concatenate(nothing + [edges.orig_id for _, edges in ends], dtype=np.int64),
+        )
+
+    def _sample(self, request: HopRequest) -> HopSample:
+        check_type(self.store, request.edge_type)
+        num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
+        groups = self.by_part(request.edge_type[2], request.nodes)
+        answers = [
+            (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
+            for p, placed in groups.items()
+            for cut in [request if len(groups) == 1 else cut_request(request, placed.at)]
+        ]
+        return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
+
+    def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
+        """What to sample from. Weights in half precision, which kernels cannot read, are converted once."""
+        nodes, edges = _ends(part, request.edge_type)
+        name = request.weight
+        if name is None or name not in edges.attrs or edges.attrs[name].dtype != np.float16:
+            return nodes, edges
+        key = (part.part_id, request.edge_type, name)
+        if key not in self._singles:
+            self._singles[key] = edges.attrs[name].astype(np.float32)
+        return nodes, replace(edges, attrs={**edges.attrs, name: self._singles[key]})
+
+    def _gather(self, request: RowRequest) -> Mapping[str, Array]:
+        """Where some columns are of several dimensions, all rows must be of own parts."""
+        out = self.new_rows(request)
+        light = all(values.ndim == 1 for values in out.values())
+        self.fill(request.of, out, self._by_part(request.of, request.ids, self._topology if light else self._own))
+        return out
+
+    def new_rows(self, request: RowRequest) -> dict[str, Array]:
+        """Arrays for the answer, not filled. Raises ``PartitionError`` for an unknown type or attribute."""
+        specs = self._row_specs(request)
+        return {name: slabs.empty((len(request.ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
+
+    def no_rows(self, request: RowRequest) -> dict[str, Array]:
+        """As ``new_rows``, of the same dtypes and shapes, but read-only and without memory."""
+        specs = self._row_specs(request)
+        return {name: blank_rows(len(request.ids), *spec) for name, spec in specs.items()}
+
+    def _row_specs(self, request: RowRequest) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        check_type(self.store, request.of)
+        return {name: row_spec(self.store, request.of, name) for name in request.attrs}
+
+    def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, Placed]) -> None:
+        """Write the rows of parts that are here, by part, into the columns ``out`` [n, …].
+
+        Raises ``PartitionError`` for a part that is not here.
+        """
+        light = all(values.ndim == 1 for values in out.values())
+        parts = self.store.topology if light else self.store.parts
+        if foreign := set(placed) - set(parts):
+            raise self._foreign(of, foreign)
+        for part_id, rows in placed.items():
+            part = parts[part_id]
+            for name, values in out.items():
+                if name == "in_degree":
+                    put_rows(_in_degree(part, of, rows.rows), Placed.in_order(rows.at), values)
+                elif name in (table := _table(part, of)).scales:
+                    take_scaled(table.attrs[name], table.scales[name], rows.rows, rows.at, values)
+                else:
+                    put_rows(_column(table, name), rows, values)
+
+    def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, Placed]:
+        """Rows of nodes or edges by part; of replicas too. Raises ``PartitionError``."""
+        return self._by_part(of, ids, self._topology)
+
+    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, Placed]:
+        wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
+        if wrong >= 0:
+            raise self._foreign(of, set(self.books[of].part_of(ids).tolist()) - set(self.store.parts))
+        return placed
+
+    def _foreign(self, of: AnyType, part_ids: set[int]) -> PartitionError:
+        book = self.books[of]
+        unknown = {p for p in part_ids if not 0 <= p < book.num_parts}
+        what = f"ids outside 0..{book.size - 1}" if unknown else f"ids of parts {sorted(part_ids)}"
+        return PartitionError(f"asked for {what} of {of!r}; this process holds parts {sorted(self.store.parts)}")
+
+
+def _ends(part: Part, edge_type: EdgeType) -> tuple[NodePart, EdgePart]:
+    """The targets and the edges of one edge type."""
+    return part.nodes[edge_type[2]], part.edges[edge_type]
+
+
+def _targets(nodes: NodePart, edges: EdgePart) -> Ids:
+    return np.repeat(nodes.start + np.arange(nodes.num_nodes), np.diff(edges.indptr))
+
+
+def _column(table: NodePart | EdgePart, name: str) -> Array:
+    return table.orig_id if name == "orig_id" else table.attrs[name]
+
+
+def _codes_of(parts: Collection[int], num_parts: int) -> Array:
+    """What ``locate`` has to know of the parts that are here."""
+    codes = [part if part in parts else -1 for part in range(num_parts)]
+    return read_only(np.array([-1, *codes, -1], np.int32))
+
+
+def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
+    return part.nodes[of] if isinstance(of, str) else part.edges[of]
+
+
+def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:
+    """In-edges of every type, int64 [n]."""
+    degree = np.zeros(len(rows), np.int64)
+    for edge_type, edges in part.edges.items():
+        if edge_type[2] == of:
+            degree += edges.indptr[rows + 1] - edges.indptr[rows]
+    return degree

@@ -1,0 +1,315 @@
+"""Many hops: from seeds to the ids and edges of one batch.
+
+A node is asked for its neighbours once for each edge type, where it first appears; because a smaller
+fanout is a prefix of a larger one, the blocks of later hops are cut from that answer. Only when a
+later hop has a larger fanout are earlier nodes asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.errors import DataError, SettingsError
+from trainer.core.schema import EdgeType, NodeType, edge_salt
+from trainer.sampler import neighbor
+from trainer.sampler.relabel import NodeGrowth, RelabelTables, TreeGrowth
+from trainer.sampler.settings import bound_here, check_settings
+from trainer.sampler.types import (
+    EdgeSet,
+    GraphAccess,
+    GraphSchema,
+    HopRequest,
+    HopSample,
+    Positions,
+    Rows,
+    SampledSubgraph,
+    SampleSettings,
+    SeedSet,
+    TimeBound,
+)
+from trainer.store.manifest import EdgeSpec
+
+
+def sample_multi_hop(
+    graph: GraphAccess, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
+) -> SampledSubgraph:
+    """Sample around ``seeds``, whatever the kind of sampling.
+
+    Within a hop all edge types are asked in one call; new nodes are numbered edge type by edge type, in
+    the schema's order. ``tables`` are clean again afterwards. Raises ``ServiceError`` when an owner does
+    not answer, ``DataError`` for a seed that is no node and for weights that are none, and
+    ``SettingsError`` as ``check_settings`` does, or when temporal seeds have no times.
+    """
+    check_settings(schema, settings)
+    _check_seeds(schema, seeds, settings)
+    growth = _Growth(schema, seeds, settings, key, tables)
+    try:
+        for hop in range(settings.num_hops):
+            growth.grow(graph, hop)
+        return growth.induce(graph) if settings.induced else growth.finish()
+    finally:
+        growth.clean()
+
+
+def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple[Positions, Positions, int]:
+    """CSR (indptr, indices, num_src) of one hop by one edge type.
+
+    Targets are all nodes of their type known before the hop, with their first ``fanouts[hop]`` edges, sources
+    those known after it; int32 batch positions. Of an induced subgraph each hop is the whole of it.
+    """
+    edges = subgraph.edges[edge_type]
+    src_per_hop, dst_per_hop = (subgraph.nodes[of].per_hop for of in (edge_type[0], edge_type[2]))
+    if subgraph.induced:
+        num_src, num_dst, fanout = sum(src_per_hop), sum(dst_per_hop), -1
+    else:
+        num_src, num_dst, fanout = sum(src_per_hop[: hop + 2]), sum(dst_per_hop[: hop + 1]), edges.fanouts[hop]
+    begin, count = edges.row_begin, edges.row_count
+    if edges.whole is not None and fanout < 0:
+        begin, count = edges.whole.begin, edges.whole.count
+    indptr = np.empty(num_dst + 1, np.int32)
+    indices = neighbor.block_rows(
+        read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(edges.src), indptr
+    )
+    return indptr, indices, num_src
+
+
+def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) -> None:
+    for of, ids in seeds.nodes.items():
+        if of not in schema.nodes:
+            raise DataError(f"seeds of type {of!r}, which is not there; there are {list(schema.nodes)}")
+        num_nodes = schema.nodes[of].num_nodes
+        bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
+        if len(bad):
+            raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is no node; ids go from 0 to {num_nodes - 1}")
+        if settings.time is not None and of not in seeds.times:
+            raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; give them with the seeds")
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What to ask of one edge type at one hop."""
+
+    edge_type: EdgeType
+    fanout: int
+    first: int  #: position of the first target asked; the others follow
+    shuffle: int
+    whole: bool  #: goes to the table of whole rows
+
+
+class _Growth:
+    """The subgraph while it grows hop by hop."""
+
+    def __init__(
+        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: RelabelTables
+    ):  # fmt: skip
+        self._schema, self._settings, self._seeds, self._key = schema, settings, seeds, key
+        self._disjoint = settings.disjoint or settings.time is not None
+        grow = TreeGrowth if self._disjoint else NodeGrowth
+        self._nodes: dict[NodeType, NodeGrowth] = {of: grow(of, tables) for of in schema.nodes}
+        none = (0,) * settings.num_hops
+        self._edges = {of: _EdgeGrowth(settings.fanouts.get(of, none)) for of in schema.edges}
+        self._tree_keys = _tree_keys(seeds)
+        self._tree_times = None if settings.time is None else _tree_times(seeds)
+        num_trees = 0
+        for of, ids in seeds.nodes.items():
+            self._nodes[of].enter(np.asarray(ids, np.int64), num_trees)
+            num_trees += len(ids)
+        self._close_level()
+
+    def grow(self, graph: GraphAccess, hop: int) -> None:
+        """Ask for the neighbours of one hop and take them in."""
+        questions = [question for of in self._edges if (question := self._question(of, hop))]
+        trees = [self._nodes[q.edge_type[2]].trees_since(q.first) for q in questions]
+        samples = graph.sample_hops([self._request(q, t) for q, t in zip(questions, trees, strict=True)])
+        for question, rows, sample in zip(questions, trees, samples, strict=True):
+            local = self._nodes[question.edge_type[0]].meet(sample.src, sample.counts, rows)
+            self._edges[question.edge_type].add(question, hop, sample, local)
+        self._close_level()
+
+    def induce(self, graph: GraphAccess) -> SampledSubgraph:
+        """All edges between the nodes found, in place of those drawn."""
+        ids = {of: nodes.since(0) for of, nodes in self._nodes.items()}
+        distinct = {of: np.unique(values) for of, values in ids.items()}
+        asked = [of for of in self._edges if len(ids[of[0]]) and len(ids[of[2]])]
+        requests = [
+            HopRequest(
+                of, ids[of[2]], -1, 0, self._salted(of), with_edge=self._settings.edge_ids,
+                exclude=self._seeds.exclude.get(of), sources=distinct[of[0]],
+            )
+            for of in asked
+        ]  # fmt: skip
+        self._edges = {of: _EdgeGrowth((-1,) * max(1, self._settings.num_hops)) for of in self._edges}
+        for of, sample in zip(asked, graph.sample_hops(requests), strict=True):
+            local = self._nodes[of[0]].meet(sample.src, sample.counts, None)
+            self._edges[of].add(_Question(of, -1, 0, 0, False), 0, sample, local)
+        return SampledSubgraph(
+            self._settings.num_hops,
+            {of: nodes.finish() for of, nodes in self._nodes.items()},
+            {of: edges.finish(len(ids[of[2]]), self._settings.edge_ids, ()) for of, edges in self._edges.items()},
+            induced=True,
+        )
+
+    def finish(self) -> SampledSubgraph:
+        last = self._settings.num_hops
+        targets = {of: nodes.level_starts[last] for of, nodes in self._nodes.items()}
+        return SampledSubgraph(
+            last,
+            {of: nodes.finish() for of, nodes in self._nodes.items()},
+            {
+                of: edges.finish(targets[of[2]], self._settings.edge_ids, edges.per_hop())
+                for of, edges in self._edges.items()
+            },
+        )
+
+    def clean(self) -> None:
+        for nodes in self._nodes.values():
+            nodes.clean()
+
+    def _close_level(self) -> None:
+        for nodes in self._nodes.values():
+            nodes.close_level()
+
+    def _question(self, of: EdgeType, hop: int) -> _Question | None:
+        fanouts = self._edges[of].fanouts
+        fanout = fanouts[hop]
+        starts = self._nodes[of[2]].level_starts
+        if fanout == 0:
+            return None
+        if not self._settings.ask_again:
+            first, shuffle, apart = starts[hop], _shuffle_of(fanouts, hop, hop), False
+        else:
+            apart = self._settings.replace and _mixed(fanouts) and fanout < 0
+            alike = _only(fanouts, fanout < 0) if self._settings.replace else fanouts
+            level = _first_lacking(alike, hop)
+            first, shuffle = starts[level], _shuffle_of(alike, hop, level)
+        return _Question(of, fanout, first, shuffle, apart) if first < starts[hop + 1] else None
+
+    def _request(self, question: _Question, trees: Positions | None) -> HopRequest:
+        of, settings = question.edge_type, self._settings
+        return HopRequest(
+            edge_type=of,
+            nodes=self._nodes[of[2]].since(question.first),
+            fanout=question.fanout,
+            shuffle=question.shuffle,
+            key=self._salted(of),
+            replace=settings.replace,
+            with_edge=settings.edge_ids,
+            trees=None if trees is None else self._tree_keys[trees],
+            bound=None if trees is None else self._bound(self._schema.edges[of], trees),
+            weight=settings.weight if settings.weight in self._schema.edges[of].attrs else None,
+            exclude=self._seeds.exclude.get(of),
+        )
+
+    def _bound(self, spec: EdgeSpec, trees: Positions) -> TimeBound | None:
+        rule = self._settings.time
+        if rule is None or self._tree_times is None or not bound_here(rule, spec):
+            return None
+        return TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
+
+    def _salted(self, of: EdgeType) -> int:
+        return self._key ^ edge_salt(of)
+
+
+class _EdgeGrowth:
+    """The edges of one type while the subgraph grows."""
+
+    def __init__(self, fanouts: tuple[int, ...]):
+        self.fanouts = fanouts
+        self._src: list[Positions] = []
+        self._edge: list[Array] = []
+        self._num_edges = 0
+        self._drawn, self._whole = _NO_ROWS, _NO_ROWS
+        self._asked_again = False
+        self._per_hop = [0] * len(fanouts)
+
+    def add(self, question: _Question, hop: int, sample: HopSample, local: Positions) -> None:
+        """Take in the answer: its sources as batch positions are ``local``."""
+        known = self._whole if question.whole else self._drawn
+        self._asked_again |= question.whole or question.first < len(known.count)
+        begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
+        kept = _padded(known, question.first)
+        rows = Rows(np.concatenate([kept.begin, begins]), np.concatenate([kept.count, sample.counts]))
+        if question.whole:
+            self._whole = rows
+        else:
+            self._drawn = rows
+        self._src.append(local)
+        if sample.edge is not None:
+            self._edge.append(sample.edge)
+        self._num_edges += len(local)
+        self._per_hop[hop] += len(local)
+
+    def per_hop(self) -> tuple[int, ...]:
+        return () if self._asked_again else tuple(self._per_hop)
+
+    def finish(self, num_targets: int, with_edge: bool, per_hop: tuple[int, ...]) -> EdgeSet:
+        drawn = _padded(self._drawn, num_targets)
+        return EdgeSet(
+            fanouts=self.fanouts,
+            row_begin=drawn.begin,
+            row_count=drawn.count,
+            src=np.concatenate([np.empty(0, np.int32), *self._src]),
+            edge=np.concatenate([np.empty(0, np.int64), *self._edge], dtype=np.int64) if with_edge else None,
+            per_hop=per_hop,
+            whole=_padded(self._whole, num_targets) if len(self._whole.count) else None,
+        )
+
+
+_NO_ROWS = Rows(np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+def _padded(rows: Rows, num_targets: int) -> Rows:
+    """The first ``num_targets`` rows; those that were not asked are empty."""
+    missing = max(0, num_targets - len(rows.count))
+    if missing == 0:
+        return Rows(rows.begin[:num_targets], rows.count[:num_targets])
+    return Rows(
+        np.concatenate([rows.begin, np.zeros(missing, np.int64)]),
+        np.concatenate([rows.count, np.zeros(missing, np.int32)]),
+    )
+
+
+def _first_lacking(fanouts: Sequence[int], hop: int) -> int:
+    """The first level whose nodes lack neighbours that this hop wants; all later ones do too.
+
+    A hop gives all nodes known before it, level 0 to its own, its fanout.
+    """
+    for earlier in reversed(range(hop)):
+        if fanouts[earlier] < 0 or 0 <= fanouts[hop] <= fanouts[earlier]:
+            return earlier + 1
+    return 0
+
+
+def _shuffle_of(fanouts: Sequence[int], hop: int, level: int) -> int:
+    """The largest fanout that may cut a prefix of this hop's picks: a later one's, or an asked-again node's."""
+    others = fanouts if level < hop else fanouts[hop + 1 :]
+    return max((fanout for fanout in others if fanout >= 0), default=0)
+
+
+def _mixed(fanouts: Sequence[int]) -> bool:
+    return any(fanout < 0 for fanout in fanouts) and any(fanout > 0 for fanout in fanouts)
+
+
+def _only(fanouts: Sequence[int], whole: bool) -> tuple[int, ...]:
+    """The hops that take whole rows, or those that draw; the others ask for nothing."""
+    return tuple(fanout if (fanout < 0) == whole else 0 for fanout in fanouts)
+
+
+def _tree_keys(seeds: SeedSet) -> Ids:
+    """What keys the draws of each tree, by default its number: int64 [trees]."""
+    count = np.arange(sum(map(len, seeds.nodes.values())))
+    starts = np.cumsum([0, *map(len, seeds.nodes.values())])
+    pieces = [
+        seeds.trees.get(of, count[start : start + len(ids)])
+        for (of, ids), start in zip(seeds.nodes.items(), starts, strict=False)
+    ]
+    return np.concatenate([np.empty(0, np.int64), *pieces])
+
+
+def _tree_times(seeds: SeedSet) -> Ids:
+    """The latest time of each tree: int64 [trees]."""
+    return np.concatenate([np.empty(0, np.int64), *(seeds.times[of] for of in seeds.nodes)], dtype=np.int64)

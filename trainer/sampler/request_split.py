@@ -1,0 +1,128 @@
+"""Splits requests by the part or host that answers them, and merges the answers in request order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.errors import PartitionError
+from trainer.core.schema import AnyType, EdgeType
+from trainer.sampler import neighbor
+from trainer.sampler.settings import check_type
+from trainer.sampler.types import EdgeList, HopRequest, HopSample
+from trainer.store.part_store import PartStore
+
+Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
+
+
+class Split:
+    """One call's arrays by host. Lives as long as the call, so an array's ``id()`` stays its own.
+
+    Cuts of one array for one host are one object again, so that they are sent once.
+    """
+
+    def __init__(self, group: Callable[[AnyType, Ids], Groups]):
+        self._group = group  #: positions of ids by the host that answers for them
+        self._groups: dict[tuple[AnyType, int], Groups] = {}
+        self._cuts: dict[tuple[int, int], Ids] = {}
+
+    def groups(self, of: AnyType, ids: Ids) -> Groups:
+        """Positions of ``ids``, int64 [n], by host."""
+        key = of, id(ids)
+        if key not in self._groups:
+            self._groups[key] = self._group(of, ids)
+        return self._groups[key]
+
+    def cut(self, array: Ids, at: Array) -> Ids:
+        """``array[at]``; ``at`` comes from ``groups``."""
+        if len(at) == len(array):
+            return array
+        key = id(array), id(at)
+        if key not in self._cuts:
+            self._cuts[key] = array[at]
+        return self._cuts[key]
+
+    def hop(self, request: HopRequest, host: int, at: Array) -> HopRequest:
+        """What ``host`` has to know of a request: its rows, and exclusions of edges it owns."""
+        bound = request.bound
+        return replace(
+            request,
+            nodes=self.cut(request.nodes, at),
+            trees=None if request.trees is None else self.cut(request.trees, at),
+            bound=None if bound is None else replace(bound, times=self.cut(bound.times, at)),
+            exclude=self._exclusions(request, host),
+        )
+
+    def _exclusions(self, request: HopRequest, host: int) -> tuple[Ids, Ids] | None:
+        if request.exclude is None:
+            return None
+        targets, sources = request.exclude
+        at = self.groups(request.edge_type[2], targets).get(host)
+        return None if at is None else (self.cut(targets, at), self.cut(sources, at))
+
+
+def cut_request(request: HopRequest, at: Array) -> HopRequest:
+    """The same request for the rows ``at`` (positions) only, with the exclusions that concern them."""
+    nodes = request.nodes[at]
+    return replace(
+        request,
+        nodes=nodes,
+        trees=None if request.trees is None else request.trees[at],
+        bound=None if request.bound is None else replace(request.bound, times=request.bound.times[at]),
+        exclude=None if request.exclude is None else _exclusions_of(nodes, *request.exclude),
+    )
+
+
+def _exclusions_of(nodes: Ids, targets: Ids, sources: Ids) -> tuple[Ids, Ids] | None:
+    concerned = np.isin(targets, nodes)
+    return (targets[concerned], sources[concerned]) if concerned.any() else None
+
+
+def merge_samples(num_rows: int, answers: Sequence[tuple[Array, HopSample]], with_edge: bool) -> HopSample:
+    """One sample in request order from (positions, sample of those positions) pairs."""
+    counts = np.zeros(num_rows, np.int32)
+    for positions, sample in answers:
+        counts[positions] = sample.counts
+    begins = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(counts, out=begins[1:])
+    src = _merge_runs([(at, sample.counts, sample.src) for at, sample in answers], begins)
+    if not with_edge:
+        return HopSample(counts, src, None)
+    edges = [(at, sample.counts, sample.edge) for at, sample in answers if sample.edge is not None]
+    return HopSample(counts, src, _merge_runs(edges, begins))
+
+
+def _merge_runs(runs: Sequence[tuple[Array, Array, Array]], begins: Ids) -> Array:
+    dtypes = [values.dtype for _, _, values in runs]
+    out: Array = np.empty(int(begins[-1]), np.result_type(np.int32, *dtypes))
+    for positions, counts, values in runs:
+        neighbor.scatter_runs(read_only(values), read_only(counts), positions, begins, out)
+    return out
+
+
+EDGES_AT_ONCE = 1 << 22  #: at most 96 MiB
+
+
+def edge_slice(store: PartStore, part_id: int, edge_type: EdgeType, first: int, count: int) -> EdgeList:
+    """Edges ``first`` to ``first + count`` of a part, by slot.
+
+    Raises ``PartitionError`` for a part that is not open, an unknown type, or slots that are not there.
+    """
+    check_type(store, edge_type)
+    if part_id not in store.topology:
+        raise PartitionError(f"asked for edges of part {part_id}; this process holds parts {sorted(store.parts)}")
+    edges, last = store.topology[part_id].edges[edge_type], first + count
+    if not 0 <= first <= last <= edges.num_edges:
+        raise PartitionError(f"part {part_id} has {edges.num_edges} edges; asked for {first} to {last}")
+    begin = np.searchsorted(edges.indptr, first, side="right") - 1
+    end = max(begin, np.searchsorted(edges.indptr, last, side="left"))
+    widths = np.diff(np.clip(edges.indptr[begin : end + 1], first, last))
+    first_target, _ = store.books[edge_type[2]].range_of(part_id)
+    return EdgeList(
+        src=edges.indices[first:last].astype(np.int64),
+        dst=first_target + np.repeat(np.arange(begin, end), widths),
+        orig_id=edges.orig_id[first:last].astype(np.int64),
+    )

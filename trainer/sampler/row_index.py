@@ -1,0 +1,222 @@
+"""Where each row of a request comes from, found in one pass over its ids, and copying rows into their places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.compiled import njit
+from trainer.sampler import neighbor
+from trainer.sampler.relabel import MOST_HASHED, free_slots, shift_of, slot_of
+
+_jit = njit(boundscheck=False)
+
+_NO_SLOTS: Any = read_only(np.empty(0, np.int32))
+
+_S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Rows of one source and where they go."""
+
+    rows: Array  #: int32|int64 [m] which of the source
+    at: npt.NDArray[np.int32]  #: int32 [m] places in the request, ascending
+
+    @classmethod
+    def in_order(cls, at: npt.NDArray[np.int32]) -> Placed:
+        """Of a source that holds just these, in this order."""
+        return cls(np.arange(len(at), dtype=np.int32), at)
+
+
+@dataclass(frozen=True)
+class IdIndex:
+    """Finds ids among those of several arrays, by a hash table. Ids of 2**32 and more are never found."""
+
+    slots: npt.NDArray[np.uint64]  #: uint64 [a power of two] as of ``HashTable``: the place in the concatenated arrays
+    ends: Ids  #: int64 [arrays] where each array ends there
+
+    @classmethod
+    def of(cls, arrays: Sequence[Ids]) -> IdIndex:
+        """The place in the last array that holds an id counts. A quarter to half of the table is used."""
+        bits = max(4, int(2 * sum(map(len, arrays))).bit_length())
+        return cls(free_slots(bits), cls.ends_of(()))._entered(arrays)
+
+    @staticmethod
+    def ends_of(arrays: Sequence[Ids]) -> Ids:
+        return read_only(np.cumsum([len(ids) for ids in arrays], dtype=np.int64))
+
+    def with_more(self, arrays: Sequence[Ids]) -> IdIndex | None:
+        """A copy that has these, too; None where they do not fit."""
+        total = int(self.ends[-1]) if len(self.ends) else 0
+        if 2 * (total + sum(map(len, arrays))) > len(self.slots):
+            return None
+        return replace(self, slots=self.slots.copy())._entered(arrays)
+
+    def _entered(self, arrays: Sequence[Ids]) -> IdIndex:
+        """Enters them into its own table."""
+        ends = [int(self.ends[-1])] if len(self.ends) else [0]
+        for ids in arrays:
+            _enter(read_only(ids), ends[-1], self.slots)
+            ends.append(ends[-1] + len(ids))
+        known = np.array([*self.ends, *ends[1:]], np.int64)
+        return IdIndex(read_only(self.slots), read_only(known))
+
+
+NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.int64)))
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Numbers of sources: parts, the cache, held answers, hosts. Below 0: no source."""
+
+    num_parts: int
+    num_held: int
+
+    @property
+    def cached(self) -> int:
+        return self.num_parts
+
+    def held(self, number: int) -> int:
+        return self.num_parts + 1 + number
+
+    @property
+    def first_host(self) -> int:
+        return self.num_parts + 1 + self.num_held
+
+    def of_parts(self, hosts: Array, here: int) -> Array:
+        """int32 [num_parts + 2] by part, after ``Holders.table``; part p stands at p + 1."""
+        codes = hosts.astype(np.int32) + self.first_host
+        parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
+        return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
+
+    def of_hosts(self, hosts: Array) -> Array:
+        """int32 [num_parts + 2]: only hosts are told apart; -1, this one, comes as ``first_host``, 0 after it, …"""
+        return np.where(hosts < -1, -1, hosts.astype(np.int32) + self.first_host + 1).astype(np.int32)
+
+
+def locate(
+    ids: Ids, offsets: Ids, of_part: Array, codes: Codes, slots: Array | None = None, held: IdIndex = NO_INDEX
+) -> tuple[int, Mapping[int, Placed]]:
+    """(-1, rows by source), or the place of an id that is nowhere and nothing.
+
+    ids: int64 [n]. Rows are those of the part, of the cache, of the held answer, or, where a host is asked, in the
+    order they are asked for. ``slots`` of the cache count for ids of other hosts only.
+    """
+    wide = offsets[-1] >= 2**31  # then a part may have more rows than int32 counts
+    source, row = np.empty(len(ids), np.int16), np.empty(len(ids), np.int64 if wide else np.int32)
+    counts = np.zeros(max(int(of_part.max(initial=0)) + 1, codes.first_host), np.int64)
+    wrong = _locate(
+        read_only(ids), read_only(offsets), read_only(of_part), codes.cached, codes.first_host,
+        _NO_SLOTS if slots is None else read_only(slots), held.slots, held.ends, source, row, counts,
+    )  # fmt: skip
+    if wrong >= 0 or len(ids) == 0:
+        return wrong, {}
+    present = np.flatnonzero(counts).tolist()
+    if len(present) == 1:
+        return -1, {present[0]: Placed(row, np.arange(len(ids), dtype=np.int32))}
+    begins = np.cumsum(counts) - counts
+    at, rows = np.empty(len(ids), np.int32), np.empty_like(row)
+    _bring_together(source, row, begins.copy(), at, rows)
+    return -1, {
+        code: Placed(rows[begin : begin + count], at[begin : begin + count])
+        for code in present
+        for begin, count in [(begins[code], counts[code])]
+    }
+
+
+def put_rows(source: Array, placed: Placed, out: Array) -> None:
+    """``out[at] = source[rows]``, of one dtype or both of whole numbers."""
+    if len(placed.at) == 0:
+        return
+    if source.dtype != out.dtype:
+        neighbor.take_numbers(read_only(source.reshape(-1)), placed.rows, placed.at, out.reshape(-1))
+        return
+    words, places = _as_words(source), _as_words(out)
+    if words.shape[1] == 1:
+        neighbor.take_numbers(read_only(words.reshape(-1)), placed.rows, placed.at, places.reshape(-1))
+    else:
+        neighbor.take_rows(read_only(words), placed.rows, placed.at, places)
+
+
+def _as_words(array: Array) -> Array:
+    """A 2-d view with unsigned words instead of the dtype, so one kernel serves every dtype of a width."""
+    dtype = array.dtype
+    flat = np.ascontiguousarray(array).reshape(len(array), math.prod(array.shape[1:]))
+    return flat.view(np.dtype(f"u{dtype.itemsize}")) if dtype.itemsize in (1, 2, 4, 8) else flat.view(np.uint8)
+
+
+@_jit
+def _locate(
+    ids: Any, offsets: Any, of_part: Any, cached: int, first_host: int, slots: Any, held: Any, ends: Any,
+    source: Any, row: Any, counts: Any,
+) -> int:  # fmt: skip
+    part, shift = 0, shift_of(held)  # ids of a part tend to lie together
+    for i in range(len(ids)):
+        number = ids[i]
+        if not (0 <= part < len(offsets) - 1 and offsets[part] <= number < offsets[part + 1]):
+            part = _part_of(offsets, number)
+        code, place = of_part[part + 1], 0
+        if code < 0:
+            return i
+        if code < first_host:
+            place = number - offsets[part]
+        else:
+            if len(slots) and slots[number] >= 0:
+                code, place = cached, slots[number]
+            elif len(held):
+                place = _find(held, shift, number)
+                if place >= 0:
+                    code, begin = cached + 1, 0
+                    while place >= ends[code - cached - 1]:
+                        begin = ends[code - cached - 1]
+                        code += 1
+                    place -= begin
+            if code >= first_host:
+                place = counts[code]
+        source[i], row[i] = code, place
+        counts[code] += 1
+    return -1
+
+
+@_jit
+def _part_of(offsets: Any, number: int) -> int:
+    """The last part that begins at ``number`` or before, of which several may be empty; -1 before the first."""
+    low, high = 0, len(offsets)
+    while low < high:
+        middle = (low + high) >> 1
+        if offsets[middle] <= number:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@_jit
+def _bring_together(source: Any, row: Any, begins: Any, at: Any, rows: Any) -> None:
+    for i in range(len(source)):
+        place = begins[source[i]]
+        at[place], rows[place] = i, row[i]
+        begins[source[i]] = place + 1
+
+
+@_jit
+def _enter(ids: Any, begin: int, held: Any) -> None:
+    shift = shift_of(held)
+    for i in range(len(ids)):
+        if ids[i] < MOST_HASHED:
+            held[slot_of(ids[i], held, shift)] = np.uint64(ids[i]) << _S32 | np.uint64(begin + i + 1)
+
+
+@_jit
+def _find(held: Any, shift: Any, number: Any) -> Any:
+    """The place of ``number``, -1 if it is not there."""
+    if number >= MOST_HASHED:
+        return -1
+    return np.int64(held[slot_of(number, held, shift)] & _LOW) - 1

@@ -1,0 +1,129 @@
+"""Whether a graph can be sampled as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
+from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
+from trainer.store.manifest import EdgeSpec, NodeSpec
+from trainer.store.part_store import PartStore
+
+_FANOUT_LIMIT = 2**31  # counts are int32
+
+
+def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
+    """Raise ``SettingsError`` for settings that make no sense together or do not fit the graph."""
+    _check_fanouts(schema, settings)
+    if settings.weight is not None and settings.time is not None:
+        raise SettingsError(
+            f"weights {settings.weight!r} and times {settings.time.attr!r} cannot both steer the sampling"
+            " (torch_geometric refuses it too); give one of them"
+        )
+    if settings.induced and (settings.disjoint or settings.time is not None):
+        cause = "disjoint" if settings.time is None else "temporal, hence disjoint,"
+        raise SettingsError(
+            f"induced subgraphs cannot be {cause} (torch_geometric refuses it too); use directional or bidirectional"
+        )
+    if settings.replace and settings.time is not None and settings.time.last:
+        raise SettingsError("the last neighbours are not drawn, so there is nothing to replace; leave replace off")
+    if settings.weight is not None:
+        _check_weight(schema, settings.weight)
+    if settings.time is not None:
+        _check_time(schema, settings.time)
+
+
+def _check_fanouts(schema: GraphSchema, settings: SampleSettings) -> None:
+    for edge_type, fanouts in settings.fanouts.items():
+        if edge_type not in schema.edges:
+            raise SettingsError(
+                f"fanouts for edge type {edge_type}, which is not there; there are {list(schema.edges)}"
+            )
+        if len(fanouts) != settings.num_hops:
+            raise SettingsError(
+                f"fanouts of {edge_type} are {list(fanouts)}, but another edge type has {settings.num_hops} hops;"
+                " give every edge type as many (0: none at that hop)"
+            )
+        if bad := [fanout for fanout in fanouts if not -1 <= fanout < _FANOUT_LIMIT]:
+            raise SettingsError(f"fanout {bad[0]}; it must be below {_FANOUT_LIMIT}, or -1 for all neighbours")
+
+
+def _check_weight(schema: GraphSchema, name: str) -> None:
+    specs = {of: spec.attrs[name] for of, spec in schema.edges.items() if name in spec.attrs}
+    if not specs:
+        raise SettingsError(f"no edge type has the weight attribute {name!r}; there are {_names(schema.edges)}")
+    for of, spec in specs.items():
+        if len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
+            raise SettingsError(
+                f"weights {name!r} of {of} are {spec.dtype} {list(spec.shape)}; they must be one real number an edge,"
+                " of a dtype that numpy knows"
+            )
+
+
+def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
+    if rule.on == "edge":
+        specs = {type_name(of): spec.attrs[rule.attr] for of, spec in schema.edges.items() if rule.attr in spec.attrs}
+    else:
+        specs = {of: spec.attrs[rule.attr] for of, spec in schema.nodes.items() if rule.attr in spec.attrs}
+    if not specs:
+        known = _names(schema.edges) if rule.on == "edge" else _names(schema.nodes)
+        raise SettingsError(f"no {rule.on} type has the time attribute {rule.attr!r}; there are {known}")
+    for name, spec in specs.items():
+        if len(spec.shape) != 1 or spec.stored.kind not in "iu" or spec.dtype in ("uint64", "bfloat16"):
+            raise SettingsError(
+                f"times {rule.attr!r} of {name} are {spec.dtype} {list(spec.shape)};"
+                " they must be one integer each (int64 or narrower)"
+            )
+    if rule.on == "node":
+        _check_kept(schema, rule.attr)
+
+
+def _check_kept(schema: GraphSchema, attr: str) -> None:
+    """A source's time must lie with the edge; without it neighbours would silently go unbounded."""
+    for of, spec in schema.edges.items():
+        if attr in schema.nodes[of[0]].attrs and attr not in spec.src_times:
+            raise SettingsError(
+                f"the partition does not keep {attr!r} of {of[0]} with the edges {of};"
+                f" make the partition again with dataset option time_attrs: partition make --option time_attrs={attr}"
+                f" (data.options.time_attrs: {attr} in a cluster file)"
+            )
+
+
+def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> list[str]:
+    return sorted({name for spec in specs.values() for name in spec.attrs})
+
+
+def bound_here(rule: TimeRule, spec: EdgeSpec) -> bool:
+    """Whether the rule bounds edges of this type: the others have no such time."""
+    return rule.attr in (spec.src_times if rule.on == "node" else spec.attrs)
+
+
+def check_type(store: PartStore, of: AnyType) -> None:
+    """Raise ``PartitionError`` for a type the graph does not have."""
+    manifest = store.manifest
+    known: Collection[AnyType] = manifest.nodes if isinstance(of, str) else manifest.edges
+    if of not in known:
+        kind = "node" if isinstance(of, str) else "edge"
+        raise PartitionError(f"no {kind} type {of!r} in {store.folder}; there are {list(known)}")
+
+
+def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """dtype and shape of one row of what can be gathered. Raises ``PartitionError`` for what cannot."""
+    check_type(store, of)
+    if name == "orig_id" or (name == "in_degree" and isinstance(of, str)):
+        return np.dtype(np.int64), ()
+    manifest = store.manifest
+    attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs
+    if name not in attrs:
+        raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
+    return attrs[name].stored, tuple(attrs[name].shape[1:])
+
+
+def blank_rows(count: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """``dtype`` [count, …] without memory, read-only: one row of zeros over and over."""
+    return np.broadcast_to(np.zeros((), dtype), (count, *shape))

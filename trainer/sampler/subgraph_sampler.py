@@ -1,0 +1,121 @@
+"""A subgraph and the rows of its nodes and edges: what the sampler threads bring for one batch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.schema import AnyType, NodeType
+from trainer.sampler.multi_hop import sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
+
+Rows = Mapping[str, Array]  #: attribute -> [n, …]
+
+
+class CountedAccess(GraphAccess, Protocol):
+    """A graph that counts what each thread had from other hosts; ``DistGraph`` is one."""
+
+    def take_cost(self) -> Cost: ...
+
+
+@dataclass(frozen=True)
+class BatchWork:
+    """All that a batch depends on besides the graph: whoever does this work gets the same batch."""
+
+    settings: SampleSettings
+    seeds: SeedSet
+    key: int  #: uint64
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: rows to gather besides ``orig_id``
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Ids and rows of one batch, still numpy."""
+
+    subgraph: SampledSubgraph
+    rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
+    labels: Rows  #: of the seeds, where asked for
+    cost: Cost = Cost()
+    kept: Mapping[NodeType, Array] = field(default_factory=dict)  #: int32 [n] slots, as the sampler has them
+
+
+@dataclass
+class SubgraphSampler:
+    """Safe to call from several threads (each keeps its own relabel tables)."""
+
+    access: CountedAccess
+    schema: GraphSchema
+    settings: SampleSettings
+    attrs: Mapping[AnyType, tuple[str, ...]]  #: to gather besides ``orig_id``
+    labels: tuple[NodeType, tuple[str, ...]] = ("", ())  #: attributes that only the seeds of one type need
+    #: int32 [num_nodes] slots, -1 for none, of nodes whose ``x`` is wherever it is needed: theirs is not gathered.
+    kept: Mapping[NodeType, Array] = field(default_factory=dict)
+    _local: threading.local = field(default_factory=threading.local, repr=False)
+
+    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+        """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
+        access = self.access
+        access.take_cost()
+        began = time.perf_counter()
+        subgraph = self.subgraph(seeds, key)
+        sampling, found_at = access.take_cost(), time.perf_counter()
+        kept = self._slots(subgraph)
+        requests, labels = self._requests(subgraph, kept), self._label_requests(seeds)
+        answers = access.gather([*requests, *labels])
+        rows: dict[AnyType, dict[str, Array]] = {request.of: {} for request in requests}
+        for request, answer in zip(requests, answers, strict=False):
+            rows[request.of] |= answer
+        found = answers[-1] if labels else {}
+        gathering = access.take_cost()
+        seconds = Cost(
+            sample_s=found_at - began - sampling.wait_s, gather_s=time.perf_counter() - found_at - gathering.wait_s
+        )
+        return Sampled(subgraph, rows, found, sampling + gathering + seconds, kept)
+
+    def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
+        """Nodes and edges alone. Raises ``ServiceError``."""
+        return self.multi_hop(seeds, self.settings, key)
+
+    def requests(self, seeds: SeedSet, key: int) -> list[RowRequest]:
+        """What ``sample`` gathers; the cost is that of sampling. Raises ``ServiceError``."""
+        self.access.take_cost()
+        subgraph = self.subgraph(seeds, key)
+        return [*self._requests(subgraph, self._slots(subgraph)), *self._label_requests(seeds)]
+
+    def multi_hop(self, seeds: SeedSet, settings: SampleSettings, key: int) -> SampledSubgraph:
+        """``sample_multi_hop`` on this graph, with this thread's tables."""
+        return sample_multi_hop(self.access, self.schema, seeds, settings, key, self._tables())
+
+    def _slots(self, subgraph: SampledSubgraph) -> dict[NodeType, Array]:
+        return {of: slots[subgraph.nodes[of].ids] for of, slots in self.kept.items()}
+
+    def _label_requests(self, seeds: SeedSet) -> list[RowRequest]:
+        return [RowRequest(of, seeds.nodes[of], names) for of, names in [self.labels] if names]
+
+    def _requests(self, subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
+        found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
+        found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
+        plain = [RowRequest(of, ids, ("orig_id", *self._attrs_of(of))) for of, ids in found.items()]
+        return [*plain, *_missing(subgraph, kept)]
+
+    def _attrs_of(self, of: AnyType) -> tuple[str, ...]:
+        names = self.attrs.get(of, ())
+        return tuple(name for name in names if name != "x") if of in self.kept else names
+
+    def _tables(self) -> RelabelTables:
+        if not hasattr(self._local, "tables"):
+            self._local.tables = RelabelTables(self.schema)
+        tables: RelabelTables = self._local.tables
+        return tables
+
+
+def _missing(subgraph: SampledSubgraph, kept: Mapping[NodeType, Array]) -> list[RowRequest]:
+    """The rows of ``x`` that are not kept."""
+    return [RowRequest(of, subgraph.nodes[of].ids[slots < 0], ("x",)) for of, slots in kept.items()]

@@ -1,0 +1,253 @@
+"""Kernels for rows whose edges have to pass conditions before they are drawn from.
+
+A row's candidate slots are listed in scratch memory, then drawn from: time goes with the row's degree.
+Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
+sampling with a reservoir", Information Processing Letters 97, 2006).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+
+from trainer.core.compiled import njit
+from trainer.core.rng import GOLDEN, draw, fraction, mix, node_key, tree_key
+from trainer.sampler.neighbor import first_at_least
+
+_jit = njit(boundscheck=False)
+
+TOO_MANY = -2  #: in place of a slot: there are more picks than allowed
+
+_ROUNDING = 1.0 + 1e-12
+
+
+class Conditions(NamedTuple):
+    """What an edge must pass; an array without entries asks for nothing. Rows as in the request."""
+
+    times: Any  #: integer [e]
+    bounds: Any  #: int64 [n] latest time of each row
+    barred: Any  #: int64 [m] sources that some row must not use, ascending within a row
+    barred_begin: Any  #: int64 [n]
+    barred_end: Any  #: int64 [n]
+    allowed: Any  #: uint8: a bit for every source node
+    weights: Any  #: number [e]
+
+
+class Draws(NamedTuple):
+    """How to draw, as in ``HopRequest``."""
+
+    fanout: int
+    shuffle: int
+    replace: bool
+    last: bool
+    weighted: bool
+    key: Any  #: uint64
+
+
+@_jit
+def pick_candidates(
+    indptr: Any, indices: Any, rows: Any, orig_id: Any, trees: Any, must: Any, how: Any, longest: int, counts: Any,
+    most: int,
+) -> Any:  # fmt: skip
+    """(slots taken, int64; -1), grouped by row, or (none, slot) for an edge whose weight is none.
+
+    (none, ``TOO_MANY``) for more than ``most``. Fills ``counts`` int32 [n]. ``longest`` is the highest degree of a row.
+    """
+    slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
+    ranks = values.view(np.int64)
+    out, used = np.empty(max(1024, len(rows)), np.int64), 0
+    for i in range(len(rows)):
+        found = _collect(indptr, indices, rows[i], i, must, how.weighted, slots, values)
+        if found < 0:
+            return out[:0], -1 - found
+        count = found
+        if how.fanout >= 0 and found > 0 and (found > how.fanout or (how.replace and not how.last)):
+            count = how.fanout
+        if used + count > most:
+            return out[:0], TOO_MANY
+        counts[i] = count
+        out = _with_room(out, used, count)
+        drawn = node_key(how.key, orig_id[rows[i]])
+        if len(trees):
+            drawn = tree_key(drawn, trees[i])
+        picks = out[used : used + count]
+        begin = indptr[rows[i]]
+        if how.last:
+            _take_last(must.times, slots[:found], ranks, how.shuffle, picks)
+        elif how.replace and how.fanout >= 0:
+            _take_again(slots[:found], values, how.weighted, drawn, picks)
+        elif how.weighted:
+            _take_race(slots[:found], values, ranks, begin, how.shuffle, drawn, picks)
+        else:
+            _take_shuffled(slots[:found], how.shuffle, drawn, picks)
+        used += count
+    return out[:used], -1
+
+
+@_jit
+def allow(sources: Any, bits: Any) -> None:
+    """Set the bit of every source."""
+    for i in range(len(sources)):
+        bits[sources[i] >> 3] |= np.uint8(1 << (sources[i] & 7))
+
+
+@_jit
+def _collect(indptr: Any, indices: Any, row: int, i: int, must: Any, weighted: bool, slots: Any, values: Any) -> int:
+    """List the row's candidates, and their weights in ``values``; how many, or -1 - slot of a wrong weight."""
+    timed, chosen = len(must.bounds) > 0, len(must.allowed) > 0
+    low, high = 0, 0
+    if len(must.barred):
+        low, high = must.barred_begin[i], must.barred_end[i]
+    until = must.bounds[i] if timed else 0
+    found = 0
+    for slot in range(indptr[row], indptr[row + 1]):
+        taken = not timed or np.int64(must.times[slot]) <= until
+        if low < high and taken:
+            at = first_at_least(must.barred, low, high, indices[slot])
+            taken = at == high or must.barred[at] != indices[slot]
+        if chosen and taken:
+            taken = (must.allowed[indices[slot] >> 3] >> (indices[slot] & 7)) & 1 == 1
+        if weighted and taken:
+            weight = np.float64(must.weights[slot])
+            if not 0.0 <= weight < np.inf:
+                return -1 - slot
+            values[found] = weight
+            taken = weight > 0.0
+        slots[found] = slot  # written either way: whether an edge is taken cannot be foretold
+        found += int(taken)
+    return found
+
+
+@_jit
+def _take_shuffled(slots: Any, shuffle: int, drawn: Any, picks: Any) -> None:
+    """The first steps of a Fisher-Yates shuffle; a row taken whole is shuffled in ``shuffle`` places only."""
+    steps = len(picks) if len(picks) < len(slots) else min(shuffle, len(slots) - 1)
+    for j in range(steps):
+        other = j + draw(drawn, j, len(slots) - j)
+        slots[j], slots[other] = slots[other], slots[j]
+    for j in range(len(picks)):
+        picks[j] = slots[j]
+
+
+@_jit
+def _take_again(slots: Any, values: Any, weighted: bool, drawn: Any, picks: Any) -> None:
+    """With replacement; by weight, the j-th number falls into the running sum of the weights."""
+    if not weighted:
+        for j in range(len(picks)):
+            picks[j] = slots[draw(drawn, j, len(slots))]
+        return
+    for k in range(1, len(slots)):
+        values[k] += values[k - 1]
+    for j in range(len(picks)):
+        wanted = fraction(mix(drawn + np.uint64(j) * GOLDEN)) * values[len(slots) - 1]
+        low, high = 0, len(slots) - 1
+        while low < high:
+            middle = (low + high) >> 1
+            if values[middle] <= wanted:
+                low = middle + 1
+            else:
+                high = middle
+        picks[j] = slots[low]
+
+
+@_jit
+def _take_race(slots: Any, values: Any, ranks: Any, begin: int, shuffle: int, drawn: Any, picks: Any) -> None:
+    """The edges that arrive first, when the one at place p has exponential time of rate weight, drawn by p."""
+    wanted = len(picks)
+    if wanted and (wanted < len(slots) or shuffle > 0):
+        for k in range(wanted):
+            values[k] = (
+                _arrival(drawn, slots[k] - begin) / values[k]
+            )  # not negative: its bits in ``ranks`` are in order
+        _make_heap(ranks, slots, wanted)
+        for k in range(wanted, len(slots)):
+            # -log(1 - u) is at least u, so most need no logarithm; the factor covers rounding
+            if _number(drawn, slots[k] - begin) < values[0] * values[k] * _ROUNDING:
+                values[k] = _arrival(drawn, slots[k] - begin) / values[k]
+                _keep_smaller(ranks, slots, k, wanted)
+        _sort_heap(ranks, slots, wanted)
+    for j in range(wanted):
+        picks[j] = slots[j]
+
+
+@numba.njit(inline="always")
+def _number(drawn: Any, place: Any) -> Any:
+    return fraction(mix(drawn + np.uint64(place) * GOLDEN))
+
+
+@numba.njit(inline="always")
+def _arrival(drawn: Any, place: Any) -> Any:
+    return -math.log1p(-_number(drawn, place))
+
+
+@_jit
+def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> None:
+    """The latest edges, latest first; of equal ones the later in the row."""
+    wanted = len(picks)
+    if wanted and (wanted < len(slots) or shuffle > 0):
+        for k in range(len(slots)):
+            ranks[k] = ~np.int64(times[slots[k]])
+            slots[k] = ~slots[k]
+        _make_heap(ranks, slots, wanted)
+        for k in range(wanted, len(slots)):
+            _keep_smaller(ranks, slots, k, wanted)
+        _sort_heap(ranks, slots, wanted)
+        for j in range(wanted):
+            slots[j] = ~slots[j]
+    for j in range(wanted):
+        picks[j] = slots[j]
+
+
+@_jit
+def _make_heap(ranks: Any, slots: Any, size: int) -> None:
+    """Order the first ``size`` (rank, slot) as a heap with the largest on top."""
+    for top in range(size // 2 - 1, -1, -1):
+        _sift(ranks, slots, top, size)
+
+
+@_jit
+def _keep_smaller(ranks: Any, slots: Any, k: int, size: int) -> None:
+    """Put entry ``k`` in place of the heap's largest, if it is smaller."""
+    if ranks[k] < ranks[0] or (ranks[k] == ranks[0] and slots[k] < slots[0]):
+        ranks[0], slots[0] = ranks[k], slots[k]
+        _sift(ranks, slots, 0, size)
+
+
+@_jit
+def _sort_heap(ranks: Any, slots: Any, size: int) -> None:
+    for end in range(size - 1, 0, -1):
+        ranks[0], ranks[end] = ranks[end], ranks[0]
+        slots[0], slots[end] = slots[end], slots[0]
+        _sift(ranks, slots, 0, end)
+
+
+@_jit
+def _sift(ranks: Any, slots: Any, top: int, size: int) -> None:
+    """Let the entry at ``top`` sink to where none below it is larger."""
+    rank, slot = ranks[top], slots[top]
+    while 2 * top + 1 < size:
+        child = 2 * top + 1
+        right = child + 1
+        if right < size and (
+            ranks[right] > ranks[child] or (ranks[right] == ranks[child] and slots[right] > slots[child])
+        ):
+            child = right
+        if ranks[child] < rank or (ranks[child] == rank and slots[child] < slot):
+            break
+        ranks[top], slots[top] = ranks[child], slots[child]
+        top = child
+    ranks[top], slots[top] = rank, slot
+
+
+@_jit
+def _with_room(out: Any, used: int, more: int) -> Any:
+    """``out``, or a copy of twice the length that has room for ``more``."""
+    if used + more <= len(out):
+        return out
+    larger = np.empty(2 * (used + more), np.int64)
+    for k in range(used):
+        larger[k] = out[k]
+    return larger

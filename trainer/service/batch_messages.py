@@ -1,0 +1,373 @@
+"""Whole batches: the work asked for and what came of it, to and from wire messages.
+
+Both are a run of int64 in the records, in the order in which they are written and read here, that refers to the
+message's tables of names and arrays. A request begins with the keys of the batch and of the client (2 × u64) and
+the place of the client's name.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost
+from trainer.core.errors import WireError
+from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Rows, Sampled
+from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import Rows as Places
+from trainer.service.frames import NONE, Kind, Message, TableReader, TableWriter
+from trainer.service.messages import ClientName, FormOf, restored, rounded
+
+MAX_SEEDS = 1 << 20  #: of one batch, over all types
+
+MAX_HOPS = 64
+
+MAX_CLIENT_NAME = 200  #: characters
+
+_HEADER = struct.Struct("<QQq")  # key of the batch, number of the client, place of its name
+
+_REPLACE, _DISJOINT, _INDUCED, _EDGE_IDS, _ASK_AGAIN, _TIME_ON_EDGE, _TIME_LAST = (1 << bit for bit in range(7))
+
+_ALL_FLAGS = (1 << 7) - 1
+
+_FANOUT_LIMIT = 1 << 31
+
+
+class _Out:
+    """Writes numbers, and what they refer to."""
+
+    def __init__(self) -> None:
+        self.table = TableWriter()
+        self._numbers: list[int] = []
+
+    def put(self, *numbers: int) -> None:
+        self._numbers += numbers
+
+    def many(self, numbers: Sequence[int]) -> None:
+        """So many, and then these."""
+        self.put(len(numbers), *numbers)
+
+    def names(self, names: Iterable[str]) -> None:
+        self.many([self.table.name(name) for name in names])
+
+    def arrays(self, *arrays: Array | None) -> None:
+        self.put(*map(self.table.array, arrays))
+
+    def rows(self, rows: Rows) -> None:
+        """Columns by name."""
+        self.names(rows)
+        self.arrays(*rows.values())
+
+    def rounded(self, of: AnyType, rows: Rows, form_of: FormOf) -> None:
+        """Columns by name, each with its mark."""
+        self.names(rows)
+        for name, column in rows.items():
+            mark, arrays = rounded(name, column, form_of(of, name))
+            self.put(mark)
+            self.arrays(*arrays)
+
+    @property
+    def records(self) -> bytes:
+        return struct.pack(f"<{len(self._numbers)}q", *self._numbers)
+
+
+class _In:
+    """Reads what ``_Out`` wrote. All methods raise ``WireError`` for what cannot have been written."""
+
+    def __init__(self, message: Message, skip: int = 0):
+        records = message.records[skip:]
+        if len(records) % 8:
+            raise WireError(f"{len(message.records)} bytes of records")
+        self.table = TableReader(message)
+        self._numbers = struct.unpack(f"<{len(records) // 8}q", records)
+        self._at = 0
+        self._last = NONE  #: place of the last array of rows
+
+    def take(self) -> int:
+        return self._run(1)[0]
+
+    def count(self) -> int:
+        """How many things follow."""
+        return self._within(self.take())
+
+    def many(self) -> tuple[int, ...]:
+        return self._run(self.count())
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(self.table.name, self.many()))
+
+    def array(self) -> Array:
+        return self.table.array(self.take())
+
+    def array_or_none(self) -> Array | None:
+        place = self.take()
+        return None if place == NONE else self.table.array(place)
+
+    def any_type(self) -> AnyType:
+        return self.table.type(self.take())
+
+    def node_type(self) -> NodeType:
+        return self.table.node_type(self.take())
+
+    def edge_type(self) -> EdgeType:
+        return self.table.edge_type(self.take())
+
+    def rows(self) -> dict[str, Array]:
+        names = self.names()
+        return dict(zip(names, [self.array() for _ in names], strict=True))
+
+    def rounded(self) -> dict[str, Array]:
+        arrays = self._each_once()
+        return {name: restored(self.take(), arrays) for name in self.names()}
+
+    def _each_once(self) -> Iterator[Array]:
+        """As many as are asked for, each behind the one before: restored, one takes more memory than its message."""
+        while True:
+            place = self.take()
+            if place <= self._last:
+                raise WireError(f"array {place} in rows, behind {self._last}")
+            self._last = place
+            yield self.table.array(place)
+
+    def end(self) -> None:
+        if self._at != len(self._numbers):
+            raise WireError(f"{len(self._numbers)} numbers; {self._at} were announced")
+
+    def _run(self, count: int) -> tuple[int, ...]:
+        self._at += self._within(count)
+        return self._numbers[self._at - count : self._at]
+
+    def _within(self, count: int) -> int:
+        if not 0 <= count <= len(self._numbers) - self._at:
+            raise WireError(f"{count} of {len(self._numbers) - self._at} numbers that are left")
+        return count
+
+
+def batch_request(work: BatchWork, client: ClientName) -> Message:
+    """The message asking for a whole batch. Raises ``WireError`` for what cannot be sent."""
+    out = _Out()
+    name = out.table.name(client.name)
+    _put_settings(out, work.settings)
+    _put_seeds(out, work.seeds)
+    out.put(len(work.attrs))
+    for of, names in work.attrs.items():
+        out.put(out.table.type(of))
+        out.names(names)
+    label_type, labels = work.labels
+    out.put(NONE if label_type == "" else out.table.type(label_type))
+    out.names(labels)
+    return out.table.message(Kind.BATCH, _HEADER.pack(int(work.key), client.number, name) + out.records)
+
+
+def _put_settings(out: _Out, settings: SampleSettings) -> None:
+    time = settings.time
+    out.put(
+        _REPLACE * settings.replace
+        | _DISJOINT * settings.disjoint
+        | _INDUCED * settings.induced
+        | _EDGE_IDS * settings.edge_ids
+        | _ASK_AGAIN * settings.ask_again
+        | _TIME_ON_EDGE * (time is not None and time.on == "edge")
+        | _TIME_LAST * (time is not None and time.last),
+        out.table.name(settings.weight),
+        out.table.name(None if time is None else time.attr),
+        len(settings.fanouts),
+    )
+    for of, fanouts in settings.fanouts.items():
+        out.put(out.table.type(of))
+        out.many(fanouts)
+
+
+def _put_seeds(out: _Out, seeds: SeedSet) -> None:
+    for by_type in (seeds.nodes, seeds.trees, seeds.times):
+        out.put(len(by_type))
+        for of, ids in by_type.items():
+            out.put(out.table.type(of), out.table.ids(ids))
+    out.put(len(seeds.exclude))
+    for edge_type, (targets, sources) in seeds.exclude.items():
+        out.put(out.table.type(edge_type), out.table.ids(targets), out.table.ids(sources))
+
+
+def read_client(message: Message) -> ClientName:
+    """Who asks for a batch. Raises ``WireError``."""
+    if len(message.records) < _HEADER.size:
+        raise WireError(f"{len(message.records)} bytes of records")
+    _, number, place = _HEADER.unpack_from(message.records)
+    name = TableReader(message).name(place)
+    if len(name) > MAX_CLIENT_NAME or not name.isprintable():
+        raise WireError(f"a client's name of {len(name)} characters; at most {MAX_CLIENT_NAME} printable ones")
+    return ClientName(number, name)
+
+
+def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
+    """What is asked for and by whom. Raises ``WireError`` unless the message is a complete request within bounds."""
+    client = read_client(message)
+    come = _In(message, _HEADER.size)
+    key, _, _ = _HEADER.unpack_from(message.records)
+    settings, seeds = _read_settings(come), _read_seeds(come)
+    attrs = {come.any_type(): come.names() for _ in range(come.count())}
+    place = come.take()
+    label_type, labels = "" if place == NONE else come.table.type(place), come.names()
+    come.end()
+    if not isinstance(label_type, str) or (labels and label_type not in seeds.nodes):
+        raise WireError(f"labels {labels} of {label_type!r}, which has no seeds")
+    return BatchWork(settings, seeds, key, attrs, (label_type, labels)), client
+
+
+def _read_settings(come: _In) -> SampleSettings:
+    flags, weight, attr = come.take(), come.take(), come.take()
+    fanouts = {come.edge_type(): _read_fanouts(come) for _ in range(come.count())}
+    if not 0 <= flags <= _ALL_FLAGS or (attr == NONE and flags & (_TIME_ON_EDGE | _TIME_LAST)):
+        raise WireError(f"settings with flags {flags}")
+    on_edge, last = bool(flags & _TIME_ON_EDGE), bool(flags & _TIME_LAST)
+    return SampleSettings(
+        fanouts,
+        replace=bool(flags & _REPLACE),
+        disjoint=bool(flags & _DISJOINT),
+        weight=None if weight == NONE else come.table.name(weight),
+        time=None if attr == NONE else TimeRule(come.table.name(attr), "edge" if on_edge else "node", last),
+        induced=bool(flags & _INDUCED),
+        edge_ids=bool(flags & _EDGE_IDS),
+        ask_again=bool(flags & _ASK_AGAIN),
+    )
+
+
+def _read_fanouts(come: _In) -> tuple[int, ...]:
+    fanouts = come.many()
+    if len(fanouts) > MAX_HOPS or not all(-1 <= fanout < _FANOUT_LIMIT for fanout in fanouts):
+        raise WireError(f"{len(fanouts)} hops with fanouts {fanouts[:MAX_HOPS]}; at most {MAX_HOPS} hops are sampled")
+    return fanouts
+
+
+def _read_seeds(come: _In) -> SeedSet:
+    nodes, trees, times = (_read_ids(come) for _ in range(3))
+    exclude = {
+        come.edge_type(): (come.table.ids(come.take()), come.table.ids(come.take())) for _ in range(come.count())
+    }
+    if (number := sum(map(len, nodes.values()))) > MAX_SEEDS:
+        raise WireError(f"a batch of {number} seeds; a graph server takes at most {MAX_SEEDS}, make batches smaller")
+    if any(of not in nodes or len(ids) != len(nodes[of]) for more in (trees, times) for of, ids in more.items()):
+        raise WireError("trees or times of another length than their seeds")
+    if any(len(targets) != len(sources) for targets, sources in exclude.values()):
+        raise WireError("excluded edges with more ends of one kind")
+    return SeedSet(nodes, trees, times, exclude)
+
+
+def _read_ids(come: _In) -> dict[NodeType, Ids]:
+    return {come.node_type(): come.table.ids(come.take()) for _ in range(come.count())}
+
+
+def batch_reply(request: Message, sampled: Sampled, form_of: FormOf = lambda of, name: "stored") -> Message:
+    """The answer to a request for a batch. Raises ``DataError`` for rows that their form cannot hold."""
+    out, subgraph = _Out(), sampled.subgraph
+    out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
+    for of, nodes in subgraph.nodes.items():
+        out.put(out.table.type(of))
+        out.many(nodes.per_hop)
+        out.arrays(nodes.ids, nodes.tree)
+    out.put(len(subgraph.edges))
+    for edge_type, edges in subgraph.edges.items():
+        out.put(out.table.type(edge_type))
+        out.many(edges.fanouts)
+        out.many(edges.per_hop)
+        whole = (None, None) if edges.whole is None else (edges.whole.begin, edges.whole.count)
+        out.arrays(edges.row_begin, edges.row_count, edges.src, edges.edge, *whole)
+    out.put(len(sampled.rows))
+    for any_type, rows in sampled.rows.items():
+        out.put(out.table.type(any_type))
+        out.rounded(any_type, rows, form_of)
+    out.rows(sampled.labels)
+    return out.table.reply_to(request, out.records)
+
+
+def read_batch(reply: Message, work: BatchWork) -> Sampled:
+    """The batch that came of ``work``, as the server sampled it.
+
+    Its bytes are the reply's; all its rows count as from other hosts. Raises ``WireError`` for a reply that does not
+    fit the work.
+    """
+    come = _In(reply)
+    num_hops, induced, count = come.take(), bool(come.take()), come.count()
+    nodes = {come.node_type(): _read_nodes(come) for _ in range(count)}
+    edges = {come.edge_type(): _read_edges(come) for _ in range(come.count())}
+    rows = {come.any_type(): come.rounded() for _ in range(come.count())}
+    labels = come.rows()
+    come.end()
+    if num_hops != work.settings.num_hops or induced != work.settings.induced:
+        raise WireError(f"a batch of {num_hops} hops in place of {work.settings.num_hops}")
+    subgraph = SampledSubgraph(num_hops, nodes, edges, induced)
+    _check_subgraph(subgraph, work)
+    gathered = _check_rows(subgraph, rows, work) + _check_labels(labels, work)
+    return Sampled(subgraph, rows, labels, Cost(remote_bytes=reply.size, rows=gathered, remote_rows=gathered))
+
+
+def _read_nodes(come: _In) -> NodeSet:
+    per_hop = come.many()
+    ids, tree = come.array(), come.array_or_none()
+    if not _is(ids, np.int64) or sum(per_hop) != len(ids) or any(number < 0 for number in per_hop):
+        raise WireError(f"nodes of {ids.dtype} {ids.shape}, by hop {per_hop}")
+    if tree is not None and not _is(tree, np.int32, len(ids)):
+        raise WireError(f"trees of {tree.dtype} {tree.shape} for {len(ids)} nodes")
+    return NodeSet(ids, per_hop, tree)
+
+
+def _read_edges(come: _In) -> EdgeSet:
+    fanouts, per_hop = come.many(), come.many()
+    begin, count, src, edge = come.array(), come.array(), come.array(), come.array_or_none()
+    whole = come.array_or_none(), come.array_or_none()
+    if not _is(src, np.int32) or (edge is not None and not _is(edge, np.int64, len(src))):
+        raise WireError(f"sources of {src.dtype} {src.shape}, or edge ids that are not theirs")
+    places = _places(begin, count, len(src))
+    rows = None if whole[0] is None or whole[1] is None else _places(whole[0], whole[1], len(src))
+    return EdgeSet(fanouts, places.begin, places.count, src, edge, per_hop, rows)
+
+
+def _places(begin: Array, count: Array, num_edges: int) -> Places:
+    if not _is(count, np.int32) or not _is(begin, np.int64, len(count)):
+        raise WireError(f"rows of {begin.dtype} {begin.shape} and {count.dtype} {count.shape}")
+    if len(count) and (begin.min() < 0 or count.min() < 0 or (begin + count).max() > num_edges):
+        raise WireError(f"rows beyond {num_edges} edges")
+    return Places(begin, count)
+
+
+def _is(array: Array, dtype: type, length: int | None = None) -> bool:
+    return array.ndim == 1 and array.dtype == dtype and length in (None, len(array))
+
+
+def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
+    for of, seeds in work.seeds.nodes.items():
+        if of not in subgraph.nodes or subgraph.nodes[of].per_hop[:1] != (len(seeds),):
+            raise WireError(f"a batch without its seeds of {of!r}")
+    for edge_type, edges in subgraph.edges.items():
+        ends = [subgraph.nodes.get(edge_type[0]), subgraph.nodes.get(edge_type[2])]
+        num_src, num_dst = (0 if nodes is None else len(nodes.ids) for nodes in ends)
+        if len(edges.src) and not 0 <= edges.src.min() <= edges.src.max() < num_src:
+            raise WireError(f"sources of {edge_type} that are not in the batch")
+        if len(edges.row_count) > num_dst:
+            raise WireError(f"{len(edges.row_count)} targets of {edge_type}; the batch has {num_dst}")
+
+
+def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Rows], work: BatchWork) -> int:
+    """The number of rows."""
+    found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
+    found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
+    for of, ids in found.items():
+        _check_columns(of, rows.get(of, {}), ("orig_id", *work.attrs.get(of, ())), len(ids))
+    return sum(map(len, found.values()))
+
+
+def _check_labels(labels: Rows, work: BatchWork) -> int:
+    of, names = work.labels
+    number = len(work.seeds.nodes[of]) if names else 0
+    _check_columns(of, labels, names, number)
+    return number
+
+
+def _check_columns(of: AnyType, columns: Rows, names: tuple[str, ...], number: int) -> None:
+    if set(columns) != set(names) or any(array.shape[:1] != (number,) for array in columns.values()):
+        shapes = {name: array.shape for name, array in columns.items()}
+        raise WireError(f"rows {shapes} for {names} of {number} of {of!r}")

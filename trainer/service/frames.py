@@ -1,0 +1,433 @@
+"""The wire format: a fixed header and raw little-endian arrays; nothing is unpickled.
+
+A message is a list of frames. Frame 0, the head, holds the header, one descriptor per array, the records and the
+text of the kind (``protocol``), then the small arrays, each from a multiple of 8 bytes on. The further frames are the
+memory of the larger, C-contiguous arrays, ``CHUNK`` bytes in each but an array's last: libzmq takes a frame for a sign
+of life only once it is complete. Ids travel as int32 where they fit.
+
+======  =====================================================================
+header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
+        bytes of UTF-8 text u32 · flags u32 (``Flag``)
+each    dtype code u8 · ndim u8 · 6 zero bytes · shape 8 × u64 (0 beyond ndim)
+======  =====================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError, WireError
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
+
+VERSION = 5
+
+CHUNK = 1 << 20  #: bytes; no frame of an array is larger
+
+MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
+
+MAX_MESSAGE = 1 << 32  #: bytes of all arrays of a message
+
+MAX_ARRAYS = 4096
+
+MAX_RECORDS = 1 << 20  #: bytes
+
+MAX_TEXT = 1 << 16  #: bytes of UTF-8
+
+SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a frame of its own costs more than the copy
+
+_MAGIC = b"GNFS"
+
+_HEADER = struct.Struct("<4sHBBQIIII")
+
+_MAX_NDIM = 8
+
+_DESCRIPTOR = struct.Struct(f"<BB6s{_MAX_NDIM}Q")
+
+_ALIGN = 8
+
+_PAD = bytes(6)
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+_DTYPES: tuple[npt.DTypeLike, ...] = (
+    "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16",
+)  # fmt: skip
+
+_DTYPE_OF_CODE = tuple(np.dtype(name) for name in _DTYPES)
+
+_CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(_DTYPE_OF_CODE)}
+
+#: Largest head, and largest frame, that a valid message can have.
+MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS + MAX_TEXT + _ALIGN
+
+MAX_FRAME = max(MAX_HEAD, CHUNK)
+
+
+class Kind(IntEnum):
+    """What is asked for."""
+
+    HELLO = 1
+    SAMPLE = 2
+    GATHER = 3
+    STATS = 4
+    HAS_EDGES = 5
+    EDGES = 6
+    BATCH = 7  #: a whole batch: subgraph and rows
+    TAKEN = 8  #: the batch of this request id has arrived; never answered
+    MANIFEST = 9  #: manifest.json
+    SHARED = 10  #: a slice of an array that all parts share: seeds of a split, graph attributes
+    TO_GLOBAL = 11  #: global ids of original ids
+    ALIVE = 12  #: sent by a server, unasked, to clients that wait for a batch
+
+
+NONE = -1  #: the place of what is not there
+
+
+class Flag(IntFlag):
+    """How a request wants to be answered."""
+
+    NONE = 0
+    ROUTE = 1  #: for the whole graph: the server asks others for what it does not own
+    FLOAT16 = 2  #: floating-point rows of the answer may be rounded to float16 (``rounded``)
+    INT8 = 4  #: or to int8
+
+
+class Status(IntEnum):
+    """A request, or one of the two replies; an error's cause is in the text."""
+
+    REQUEST = 0
+    OK = 1
+    ERROR = 2
+
+
+_KINDS = frozenset(Kind)
+
+_ALL_FLAGS = Flag.ROUTE | Flag.FLOAT16 | Flag.INT8
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request or reply."""
+
+    kind: Kind
+    status: Status
+    request_id: int  #: uint64, chosen by the client; the reply repeats it
+    arrays: tuple[Array, ...] = ()
+    text: str = ""
+    records: bytes = b""  #: what a request says of its arrays, in structs of its kind
+    flags: Flag = Flag.NONE
+    size: int = field(default=0, compare=False)  #: bytes of its frames, once received
+
+    def reply(self, arrays: Sequence[Array] = (), text: str = "", records: bytes = b"") -> Message:
+        """The answer to this request."""
+        return Message(self.kind, Status.OK, self.request_id, tuple(arrays), text, records)
+
+    def error(self, cause: str) -> Message:
+        """The answer when this request failed; a long cause is cut."""
+        text = cause.encode("utf-8", "replace")[:MAX_TEXT].decode("utf-8", "ignore")
+        return Message(self.kind, Status.ERROR, self.request_id, (), text)
+
+
+def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None = None) -> list[Any]:
+    """Frames to send: the head as bytes, then the larger arrays themselves, not copied when C-contiguous.
+
+    ``request_id`` replaces the message's own. Raises ``WireError`` for what ``decode`` would refuse.
+    """
+    text, records = message.text.encode(), message.records
+    if len(message.arrays) > MAX_ARRAYS or len(text) > MAX_TEXT or len(records) > MAX_RECORDS:
+        raise WireError(
+            f"{len(message.arrays)} arrays, {len(text)} bytes of names and {len(records)} of records cannot be sent "
+            f"at once; a message holds {MAX_ARRAYS}, {MAX_TEXT} and {MAX_RECORDS}"
+        )
+    arrays = [_on_wire(array, max_array) for array in message.arrays]
+    if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
+        raise WireError(f"arrays of {total} bytes together are over {MAX_MESSAGE}; ask for fewer nodes at once")
+    number = message.request_id if request_id is None else request_id
+    header = _HEADER.pack(
+        _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(records), len(text), message.flags
+    )
+    head = bytearray(header + b"".join(map(_describe, arrays)) + records + text)
+    frames: list[Any] = []
+    for array in arrays:
+        if array.nbytes <= SMALL:
+            head += bytes(-len(head) % _ALIGN) + array.tobytes()
+        else:
+            memory = array.reshape(-1).view(np.uint8)
+            frames += (memory[begin : begin + CHUNK] for begin in range(0, len(memory), CHUNK))
+    return [bytes(head), *frames]
+
+
+def _on_wire(array: Array, max_array: int) -> Array:
+    """The array little-endian and C-contiguous."""
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in _CODE_OF_DTYPE:
+        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can")
+    if array.ndim > _MAX_NDIM:
+        raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
+    if array.nbytes > max_array:
+        raise WireError(f"an array of {array.nbytes} bytes is over {max_array}; ask for fewer nodes at once")
+    return np.asarray(array, dtype=dtype, order="C")
+
+
+def _describe(array: Array) -> bytes:
+    shape = array.shape + (0,) * (_MAX_NDIM - array.ndim)
+    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, _PAD, *shape)
+
+
+def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
+    """A message from received frames (bytes or anything with the buffer protocol).
+
+    Arrays of one frame are views of it where alignment allows, else copies. Raises ``WireError`` for whatever is not
+    exactly a message of this version, or has arrays over ``max_array`` bytes, or ``max_message`` together, before any
+    memory is taken for them.
+    """
+    if not frames:
+        raise WireError("a message without frames")
+    head = bytes(frames[0]) if len(frames[0]) <= MAX_HEAD else b""
+    if len(head) < _HEADER.size:
+        raise WireError(f"a head of {len(frames[0])} bytes")
+    magic, version, kind, status, request_id, count, records_len, text_len, flags = _HEADER.unpack_from(head)
+    if magic != _MAGIC or version != VERSION or flags > _ALL_FLAGS:
+        raise WireError(f"magic {magic!r} version {version} flags {flags}; expected {_MAGIC!r} version {VERSION}")
+    if count > MAX_ARRAYS or records_len > MAX_RECORDS or text_len > MAX_TEXT:
+        raise WireError(f"{count} arrays, {records_len} bytes of records, {text_len} of text announced")
+    records_at = _HEADER.size + count * _DESCRIPTOR.size
+    text_at = records_at + records_len
+    if text_at + text_len > len(head):
+        raise WireError(f"a head of {len(head)} bytes; its fields need {text_at + text_len}")
+    arrays = _read_arrays(head, count, text_at + text_len, frames[1:], max_array, max_message)
+    try:
+        text, records = head[text_at : text_at + text_len].decode(), head[records_at:text_at]
+        size = sum(map(len, frames))
+        return Message(Kind(kind), Status(status), request_id, arrays, text, records, Flag(flags), size)
+    except ValueError as error:
+        raise WireError(str(error)) from None
+
+
+def kind_of(frames: Sequence[Any]) -> Kind | None:
+    """The kind of what may be a message; None for what is none at first sight."""
+    head = bytes(memoryview(frames[0])[: _HEADER.size]) if frames else b""
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC) or head[6] not in _KINDS:
+        return None
+    return Kind(head[6])
+
+
+def head_of(frames: Sequence[Any]) -> Message:
+    """Kind and request id of what ``kind_of`` takes for a message, for an answer to it; the rest is left out."""
+    _, _, kind, _, request_id, *_ = _HEADER.unpack_from(memoryview(frames[0]))
+    return Message(Kind(kind), Status.REQUEST, request_id)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A received descriptor."""
+
+    dtype: np.dtype[Any]
+    shape: list[int]
+    size: int  #: bytes of the array
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that it takes besides the head; 0 for an array in the head."""
+        return 0 if self.size <= SMALL else -(-self.size // CHUNK)
+
+
+def _read_arrays(
+    head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
+) -> tuple[Array, ...]:
+    """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
+    described = [_read_descriptor(head, position, max_array) for position in range(count)]
+    total, needed = sum(one.size for one in described), sum(one.num_frames for one in described)
+    if total > max_message or needed != len(frames):
+        raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {max_message} and {needed} are right")
+    arrays, used = [], 0
+    for one in described:
+        if not one.num_frames:
+            begin = end + -end % _ALIGN
+            end = begin + one.size
+            arrays.append(_array(head[begin:end], one).copy())  # writable
+        else:
+            mine = frames[used : used + one.num_frames]
+            used += len(mine)
+            arrays.append(_array(_joined(mine, one.size), one))
+    if end != len(head):
+        raise WireError(f"a head of {len(head)} bytes; {end} were announced")
+    return tuple(arrays)
+
+
+def _read_descriptor(head: bytes, position: int, max_array: int) -> _Described:
+    code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
+    if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
+        raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
+    dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
+    return _Described(dtype, shape, _num_bytes(shape, dtype, max_array))
+
+
+def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
+    """Bytes of an array. Raises ``WireError`` beyond ``limit``; an empty array's other dimensions must fit it too."""
+    size = math.prod(shape) * dtype.itemsize
+    if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
+        raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
+    return size
+
+
+def _joined(frames: Sequence[Any], size: int) -> Any:
+    """The memory of an array, copied only when it came in several frames."""
+    if sum(map(len, frames)) != size or any(len(frame) != CHUNK for frame in frames[:-1]):
+        raise WireError(f"frames of {[len(frame) for frame in frames[:9]]} bytes for {size}")
+    if len(frames) == 1:
+        return frames[0]
+    memory = slabs.empty(size, np.uint8)
+    for number, frame in enumerate(frames):
+        memory[number * CHUNK : (number + 1) * CHUNK] = np.frombuffer(frame, np.uint8)
+    return memory
+
+
+def _array(buffer: Any, one: _Described) -> Array:
+    if len(buffer) != one.size:
+        raise WireError(f"{len(buffer)} bytes for shape {one.shape} of {one.dtype} ({one.size} bytes)")
+    if not one.size:
+        return np.empty(one.shape, one.dtype)
+    array = np.frombuffer(buffer, dtype=one.dtype)
+    return (array if array.flags.aligned else array.copy()).reshape(one.shape)
+
+
+def narrow_ids(ids: Array) -> Array:
+    """Ids as int32 where they fit, else int64; a copy unless they are int32 already."""
+    fits = not len(ids) or (int(ids.max()) <= _INT32_MAX and int(ids.min()) >= -_INT32_MAX)
+    if not fits:
+        return slabs.cast(ids, np.int64)
+    return ids if ids.dtype == np.int32 else slabs.cast(ids, np.int32)
+
+
+def narrow(array: Array) -> Array:
+    """An array of int64 as int32 where it fits; any other as it is."""
+    if array.dtype != np.int64 or (array.size and not -_INT32_MAX <= array.min() <= array.max() <= _INT32_MAX):
+        return array
+    return slabs.cast(array, np.int32)
+
+
+def check_ids(array: Array) -> Array:
+    """Received ids, unchanged. Raises ``WireError`` unless they are a vector of int32 or int64."""
+    if array.ndim != 1 or array.dtype not in (np.int32, np.int64):
+        raise WireError(f"ids of dtype {array.dtype} and shape {array.shape}; expected int32 or int64 [n]")
+    return array
+
+
+def widen_ids(array: Array) -> Ids:
+    """Received ids as int64 [n]. Raises ``WireError`` unless they are a vector of int32 or int64."""
+    return slabs.cast(check_ids(array), np.int64)
+
+
+class TableWriter:
+    """Collects the arrays and names of a message."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Array] = []
+        self._places: dict[int, tuple[int, Array]] = {}  # holds the array, so that its id() stays its own
+        self._names: dict[str, int] = {}
+
+    def ids(self, array: Ids | None) -> int:
+        """The place of an array of int64 [n], which travels as int32 where it fits."""
+        if array is None:
+            return NONE
+        if id(array) not in self._places:
+            self._places[id(array)] = len(self._arrays), array
+            self._arrays.append(narrow_ids(array))
+        return self._places[id(array)][0]
+
+    def array(self, array: Array | None) -> int:
+        """What ``TableReader.array`` takes: an array of any dtype, int64 travelling as int32 where it fits."""
+        if array is None:
+            return NONE
+        self._arrays.append(sent := narrow(array))
+        return 2 * (len(self._arrays) - 1) + (sent.dtype != array.dtype)
+
+    def name(self, name: str | None) -> int:
+        """The place of a name. Raises ``WireError`` for one with a line break, since these end names."""
+        if name is None:
+            return NONE
+        if "\n" in name:
+            raise WireError(f"{name!r} is no name")
+        return self._names.setdefault(name, len(self._names))
+
+    def type(self, of: AnyType) -> int:
+        """The place of a type's name."""
+        return self.name(type_name(of))
+
+    def message(self, kind: Kind, records: bytes) -> Message:
+        """The request; its request id is still 0."""
+        return Message(kind, Status.REQUEST, 0, tuple(self._arrays), "\n".join(self._names), records)
+
+    def reply_to(self, request: Message, records: bytes) -> Message:
+        """The answer to a request."""
+        return request.reply(self._arrays, "\n".join(self._names), records)
+
+
+class TableReader:
+    """The arrays and names of a received message. All methods raise ``WireError`` for places that are not there."""
+
+    def __init__(self, message: Message):
+        self._message = message
+        self._names = message.text.split("\n")
+        self._wide: dict[int, Ids] = {}
+        self._types: dict[int, AnyType] = {}
+
+    def records(self, record: struct.Struct) -> Iterator[tuple[Any, ...]]:
+        """The message's records."""
+        if len(self._message.records) % record.size:
+            raise WireError(f"{len(self._message.records)} bytes of records of {record.size}")
+        return record.iter_unpack(self._message.records)
+
+    def ids(self, place: int) -> Ids:
+        """int64 [n]; the same object whenever asked for the same place."""
+        if place not in self._wide:
+            self._wide[place] = widen_ids(self._message.arrays[self._check(place, len(self._message.arrays), "array")])
+        return self._wide[place]
+
+    def array(self, place: int) -> Array:
+        """An array as it was, in dtype and shape."""
+        sent = self._message.arrays[self._check(place // 2, len(self._message.arrays), "array")]
+        if place % 2 and sent.dtype != np.int32:
+            raise WireError(f"array {place // 2} of dtype {sent.dtype} in place of int32")
+        return slabs.cast(sent, np.int64) if place % 2 else sent
+
+    def name(self, place: int) -> str:
+        return self._names[self._check(place, len(self._names), "name")]
+
+    def type(self, place: int) -> AnyType:
+        """A well-formed name of a type; whether the graph has it is the graph's to say."""
+        if place not in self._types:
+            try:
+                self._types[place] = type_of(self.name(place))
+            except DataError as error:
+                raise WireError(str(error)) from None
+        return self._types[place]
+
+    def edge_type(self, place: int) -> EdgeType:
+        of = self.type(place)
+        if isinstance(of, str):
+            raise WireError(f"{of!r} is no edge type")
+        return of
+
+    def node_type(self, place: int) -> NodeType:
+        of = self.type(place)
+        if not isinstance(of, str):
+            raise WireError(f"{of} is no node type")
+        return of
+
+    @staticmethod
+    def _check(place: int, count: int, what: str) -> int:
+        if not 0 <= place < count:
+            raise WireError(f"{what} {place} of {count}")
+        return place

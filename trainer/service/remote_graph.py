@@ -1,0 +1,363 @@
+"""The whole graph through graph servers: how a client, which holds no part, reads and samples it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core import rounding
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch_cost import Cost, CostMeter
+from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
+from trainer.core.remote_access import WireRows
+from trainer.core.schema import AnyType, EdgeType, NodeType
+from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
+from trainer.service.batch_messages import MAX_SEEDS
+from trainer.service.batch_scheduler import MAX_QUEUED
+from trainer.service.channel import GONE_AFTER
+from trainer.service.client import HostClient
+from trainer.service.curve_keys import CurveKeys
+from trainer.service.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
+from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
+
+
+class ServerChoice:
+    """Servers in the order in which they are asked, home first, and which of them are gone. Thread-safe."""
+
+    def __init__(self, home: HostClient, *others: HostClient):
+        self._clients = [home, *others]
+        self._gone: dict[HostClient, ServerGone] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @property
+    def all(self) -> tuple[HostClient, ...]:
+        with self._changed:
+            return tuple(self._clients)
+
+    @property
+    def gone(self) -> tuple[HostClient, ...]:
+        """Those that are to be asked whether they are back."""
+        with self._changed:
+            return tuple(self._gone)
+
+    def pick(self, until: float) -> HostClient | None:
+        """The first living server; waits for one while ``time.monotonic()`` is below ``until``, then None.
+
+        None at once after ``close()``.
+        """
+        with self._changed:
+            while not self._closed:
+                for client in self._clients:
+                    if client not in self._gone:
+                        return client
+                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    break
+            return None
+
+    def lost(self, client: HostClient, error: ServerGone) -> None:
+        """Ask others from now on."""
+        with self._changed:
+            self._gone.setdefault(client, error)
+
+    def back(self, client: HostClient) -> None:
+        """It answers again."""
+        with self._changed:
+            if self._gone.pop(client, None):
+                self._changed.notify_all()
+
+    def join(self, client: HostClient) -> None:
+        """One more, to be asked last."""
+        with self._changed:
+            self._clients.append(client)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wake those who wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def why(self, waited: float) -> str:
+        """What is wrong with each server that is gone, one per line, after ``waited`` seconds."""
+        with self._changed:
+            return "\n".join(f"{error}; it was not back within {waited:g} s" for error in self._gone.values())
+
+
+_AT_ONCE = 1 << 20  #: ids or edges that one request asks for: servers bound the size of requests and answers
+
+_BYTES_AT_ONCE = 1 << 25  #: of rows
+
+_SLICES_UNDER_WAY = 2
+
+_BATCHES_UNDER_WAY = MAX_QUEUED // 2  #: for a while a server may hold those of a broken connection beside the new ones
+
+_BACK_EVERY = 0.5  #: seconds between questions to a server that is gone
+
+_LEARN_EVERY = 10.0  #: seconds between questions for servers that have joined
+
+_PATIENCE_FOR_NEWS = 2.0  #: seconds an answer to those questions may take
+
+T = TypeVar("T")
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+def client_name(what: str = "") -> ClientName:
+    """This process, for the servers' books and for people: ``run-7/rank3 on gpu2 (pid 811)``."""
+    words = f"{what} on {socket.gethostname()} (pid {os.getpid()})".strip()
+    return ClientName(secrets.randbits(64), words[:200])
+
+
+class _Answering(Protocol[T_co]):
+    """An answer under way; ``client.Pending`` is one."""
+
+    def result(self, timeout: float | None = None) -> T_co: ...
+
+
+class Gateway:
+    """A ``CountedAccess`` to the whole graph, and whole batches. All methods are thread-safe.
+
+    Requests go to the first server, the *home*; while it is gone to the next one, with the same answer, since any
+    server may make any batch. All raise ``ServiceError`` naming the servers when none has answered within
+    ``server_wait`` seconds, or one that is there not within ``deadline`` seconds.
+    """
+
+    def __init__(
+        self, places: Sequence[ServerPlace], deadline: float, keys: CurveKeys | None = None, *,
+        server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
+    ):  # fmt: skip
+        """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``wire_rows``:
+        what floating-point rows are rounded to on their way. Nothing is asked before ``open``."""
+        self.home = places[0]
+        self.deadline, self.server_wait = deadline, server_wait
+        self.client = client or client_name()
+        self._keys, self._wire_rows = keys, wire_rows
+        self._choice = ServerChoice(*map(self._connect, places))
+        self._met: set[HostClient] = set()
+        self._version = 0
+        self._room = threading.BoundedSemaphore(_BATCHES_UNDER_WAY)
+        self._meter = CostMeter()
+        self._closed = threading.Event()
+        self._manifest: Manifest | None = None
+        self.digest = ""  #: sha256 of manifest.json, hex
+
+    def open(self, patience: float | None = None) -> Manifest:
+        """Get the manifest, once a server answers, within ``patience`` seconds (default: ``server_wait``)."""
+        threading.Thread(target=_look_after, args=(weakref.ref(self), self._closed), name="news", daemon=True).start()
+        text = self._ask(lambda client: client.submit_manifest(), patience, known=False)
+        self.digest = hashlib.sha256(text).hexdigest()
+        self._manifest = parse_manifest(text, f"manifest.json of {self.home.name}")
+        self._learn(self._ask(lambda client: client.submit_hello()))
+        return self._manifest
+
+    @property
+    def manifest(self) -> Manifest:
+        """Known once ``open`` has returned."""
+        assert self._manifest is not None
+        return self._manifest
+
+    @property
+    def servers(self) -> tuple[ServerPlace, ...]:
+        """All servers that may be asked, home first."""
+        return tuple(client.place for client in self._choice.all)
+
+    def sample_batch(self, work: BatchWork) -> Sampled:
+        """The batch, made by a server. Raises ``SettingsError`` for more seeds than a server takes."""
+        if (number := sum(map(len, work.seeds.nodes.values()))) > MAX_SEEDS:
+            raise SettingsError(f"a batch of {number} seeds; a graph server takes at most {MAX_SEEDS}")
+        with self._room:
+            return self._ask(lambda client: client.submit_batch(work, self.client))
+
+    def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
+        samples = self._ask(lambda client: client.submit_sample(requests))
+        self._count_bytes(*(array for found in samples for array in (found.counts, found.src, found.edge)))
+        return samples
+
+    def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        if sum(len(request.ids) * self._row_bytes(request) for request in requests) <= _BYTES_AT_ONCE:
+            return self._gather(requests)
+        return [self._gather_long(request) for request in requests]
+
+    def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
+        found = self._ask(lambda client: client.submit_has_edges(edge_type, src, dst))
+        self._count_bytes(found)
+        return found
+
+    def edge_list(self, edge_type: EdgeType) -> EdgeList:
+        if edge_type not in self.manifest.edges:
+            raise PartitionError(f"no edge type {edge_type}; there are {list(self.manifest.edges)}")
+        whole = EdgeList(*(np.empty(self.manifest.edges[edge_type].num_edges, np.int64) for _ in range(3)))
+        cuts = list(_slices(self.manifest.edges[edge_type].offsets))
+        with ThreadPoolExecutor(_SLICES_UNDER_WAY) as pool:
+            found = pool.map(lambda cut: self._edges(edge_type, *cut), cuts)
+            for (part_id, first, count), edges in zip(cuts, found, strict=True):
+                at = self.manifest.edges[edge_type].offsets[part_id] + first
+                to = slice(at, at + count)
+                whole.src[to], whole.dst[to], whole.orig_id[to] = edges.src, edges.dst, edges.orig_id
+        return whole
+
+    def take_cost(self) -> Cost:
+        return self._meter.take()
+
+    def seeds(self, of: NodeType, split: str) -> Ids:
+        """Global ids of a split's nodes, int64 [n], in the dataset's order."""
+        return self._shared(of, split, self.manifest.nodes[of].splits[split]).astype(np.int64)
+
+    def graph_attr(self, name: str) -> Array:
+        """An attribute of the graph as a whole."""
+        spec: AttrSpec = self.manifest.graph_attrs[name]
+        if not spec.shape:
+            return self._slice(SharedSlice(None, name, 0, 1)).reshape(())
+        return self._shared(None, name, spec.shape[0])
+
+    def to_global(self, of: NodeType, orig_ids: Ids) -> Ids:
+        """Global ids of original ids, int64 [n]; the ids must lie in range."""
+        pieces = [orig_ids[at : at + _AT_ONCE] for at in range(0, max(len(orig_ids), 1), _AT_ONCE)]
+        found = [self._ask(lambda client, ids=ids: client.submit_to_global(of, ids)) for ids in pieces]  # type: ignore[misc]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def close(self) -> None:
+        """End all connections; threads that wait for an answer raise ``ServiceError``."""
+        self._closed.set()
+        self._choice.close()
+        for client in self._choice.all:
+            client.close()
+
+    def look_around(self, learn: bool) -> None:
+        """Ask servers that are gone whether they are back, and, to ``learn``, one that is not for those that joined."""
+        living = self._choice.pick(0) if learn else None
+        for client in (*self._choice.gone, *([living] if living else [])):
+            try:
+                info = client.submit_hello().result(_PATIENCE_FOR_NEWS)
+                self._check(client, info)
+            except ServiceError:
+                continue  # as gone as before
+            self._learn(info)
+            self._choice.back(client)
+
+    def _ask(
+        self, submit: Callable[[HostClient], _Answering[T]], patience: float | None = None, known: bool = True
+    ) -> T:  # fmt: skip
+        """The answer of the first server that gives one; ``known``: it must hold the same partition."""
+        patience = self.server_wait if patience is None else patience
+        until, lost = time.monotonic() + patience, False
+        while (client := self._choice.pick(until)) and not (lost and time.monotonic() > until):
+            try:
+                if known and client not in self._met:
+                    self._check(client, client.submit_hello().result(self.deadline))
+                return submit(client).result(self.deadline + self.server_wait)
+            except ServerGone as error:
+                client.check_open()
+                self._choice.lost(client, error)
+                until, lost = until if lost else time.monotonic() + patience, True
+        self._choice.all[0].check_open()
+        raise ServiceError(self._choice.why(patience))
+
+    def _check(self, client: HostClient, info: HelloInfo) -> None:
+        """Raise ``ServiceError`` for a server of another partition."""
+        if self.digest and info.manifest_digest != self.digest:
+            raise ServiceError(
+                f"{client.name}: holds another partition than {self.home.name}: its manifest.json is "
+                f"{info.manifest_digest[:12]}, there it is {self.digest[:12]}; all servers must serve the same"
+            )
+        if self.digest:
+            self._met.add(client)
+
+    def _learn(self, info: HelloInfo) -> None:
+        """Add the servers that have joined."""
+        if info.version <= self._version:
+            return
+        self._version = info.version
+        known = {client.endpoint for client in self._choice.all} | {self.home.endpoint}
+        for place in info.servers:
+            if place.endpoint not in known:
+                self._choice.join(self._connect(place))
+
+    def _connect(self, place: ServerPlace) -> HostClient:
+        return HostClient(
+            place, self.deadline, self._keys, route=True, gone_after=GONE_AFTER, wire_rows=self._wire_rows
+        )  # fmt: skip
+
+    def _gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
+        answers = self._ask(lambda client: client.submit_gather(requests))
+        number = sum(len(request.ids) for request in requests)
+        size = sum(len(request.ids) * self._width(request.of, name) for request in requests for name in request.attrs)
+        self._meter.add(Cost(remote_bytes=size, rows=number, remote_rows=number))
+        return list(answers)
+
+    def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
+        """In pieces."""
+        number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
+        starts = range(0, max(len(request.ids), 1), number)
+        pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs}
+
+    def _row_bytes(self, request: RowRequest) -> int:
+        """Bytes of one row asked for, and of its id. Raises ``PartitionError`` for an unknown type."""
+        specs = self.manifest.nodes if isinstance(request.of, str) else self.manifest.edges
+        if request.of not in specs:
+            raise PartitionError(f"no type {request.of!r}; there are {list(specs)}")
+        attrs = specs[request.of].attrs  # type: ignore[index]
+        return 8 + sum(_width(attrs[name]) if name in attrs else 8 for name in request.attrs)
+
+    def _width(self, of: AnyType, name: str) -> int:
+        """Bytes of a row of an attribute, as it travels."""
+        spec = self.manifest.attrs_of(of).get(name)
+        if spec is None:
+            return np.dtype(np.int64).itemsize
+        return rounding.row_bytes(name, spec.stored, spec.shape, spec.travels_as(self._wire_rows))
+
+    def _edges(self, edge_type: EdgeType, part_id: int, first: int, count: int) -> EdgeList:
+        return self._ask(lambda client: client.submit_edges(part_id, edge_type, first, count))
+
+    def _shared(self, of: NodeType | None, name: str, rows: int) -> Array:
+        number = _AT_ONCE if of is not None else max(1, _BYTES_AT_ONCE // _width(self.manifest.graph_attrs[name]))
+        starts = range(0, max(rows, 1), number)
+        pieces = [self._slice(SharedSlice(of, name, at, min(number, rows - at))) for at in starts]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _slice(self, asked: SharedSlice) -> Array:
+        return self._ask(lambda client: client.submit_shared(asked))
+
+    def _count_bytes(self, *arrays: Array | None) -> None:
+        self._meter.add(Cost(remote_bytes=sum(array.nbytes for array in arrays if array is not None)))
+
+
+def _slices(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(part, first slot, number of edges) of all edges of a type."""
+    for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for first in range(0, end - begin, _AT_ONCE):
+            yield part_id, first, min(_AT_ONCE, end - begin - first)
+
+
+def _width(spec: AttrSpec) -> int:
+    """Bytes of a row, at least 1."""
+    return max(1, spec.stored.itemsize * math.prod(spec.shape[1:]))
+
+
+def _look_after(of: weakref.ref[Gateway], closed: threading.Event) -> None:
+    """A gateway's thread for news of its servers; ends with it."""
+    learn_at = time.monotonic() + _LEARN_EVERY
+    while not closed.wait(_BACK_EVERY):
+        gateway = of()
+        if gateway is None:
+            return
+        learn = time.monotonic() >= learn_at
+        learn_at = time.monotonic() + _LEARN_EVERY if learn else learn_at
+        gateway.look_around(learn)
+        del gateway

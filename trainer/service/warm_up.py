@@ -1,0 +1,131 @@
+"""Running every kernel that a request can need once, so that no request waits for the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trainer.core import rounding
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import DataError
+from trainer.core.schema import AnyType, EdgeType
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.replicas import Pending
+from trainer.sampler.settings import row_spec
+from trainer.sampler.subgraph_sampler import SubgraphSampler
+from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
+from trainer.store.part_store import Part, PartStore
+
+_ELSEWHERE = 0  #: a node rank
+
+
+def warm_up(graph: LocalGraph) -> None:
+    """Requests for own parts. Cold, that takes 8 s, and 1.3 s for each further dtype of weights or times; then Numba
+    has it on disk."""
+    _warm_rounding(graph.store)
+    done: set[tuple[np.dtype[Any], ...]] = set()
+    for part in graph.store.parts.values():
+        first = {of: np.array([nodes.start]) for of, nodes in part.nodes.items() if nodes.num_nodes}
+        rows = [RowRequest(of, ids, ("orig_id", "in_degree", *part.nodes[of].attrs)) for of, ids in first.items()]
+        edges = {of: np.array([edges.start]) for of, edges in part.edges.items() if edges.num_edges}
+        rows += [RowRequest(of, ids, ("orig_id", *part.edges[of].attrs)) for of, ids in edges.items()]
+        graph.gather(rows)
+        for edge_type in part.edges:
+            if edge_type[2] in first:
+                _warm_hops(graph, part, edge_type, first[edge_type[2]], done)
+
+
+def _warm_rounding(store: PartStore) -> None:
+    """Where some rows would be rounded if asked for so: whoever asks says whether. Cold, that takes 1 s."""
+    manifest = store.manifest
+    types: list[AnyType] = [*manifest.nodes, *manifest.edges]
+    specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
+    if any(rounding.rounds(name, spec.stored, spec.shape, "int8") for name, spec in specs):
+        rows = np.zeros((1, 2), np.float32)
+        rounding.from_int8(*rounding.to_int8(rows))
+        rounding.to_float16(rows)
+
+
+def _warm_hops(
+    graph: LocalGraph, part: Part, edge_type: EdgeType, nodes: Ids, done: set[tuple[np.dtype[Any], ...]]
+) -> None:
+    whole = HopRequest(edge_type, nodes, -1, 1, 0, with_edge=True, trees=nodes)
+    chosen = replace(whole, exclude=(nodes, nodes))
+    graph.sample_hops([whole, replace(whole, fanout=1), replace(whole, fanout=1, replace=True), chosen])
+    graph.has_edges(edge_type, nodes, nodes)
+    graph.sample_hops([replace(whole, sources=nodes[:0])])
+    edges, target = part.edges[edge_type], part.nodes[edge_type[2]]
+    for name, spec in graph.store.manifest.edges[edge_type].attrs.items():
+        kinds = edges.attrs[name].dtype, edges.indices.dtype, target.orig_id.dtype
+        usual = spec.dtype in ("float16", "float32")  # as the kernel compiled above
+        if kinds in done or usual or len(spec.shape) != 1 or spec.dtype == "bfloat16" or spec.stored.kind not in "biuf":
+            continue
+        done.add(kinds)
+        with suppress(DataError):  # no weights, then
+            graph.sample_hops([replace(whole, fanout=1, weight=name)])
+        if spec.stored.kind in "iu":
+            graph.sample_hops([replace(whole, fanout=1, bound=TimeBound(nodes, name, "edge"))])
+
+
+def warm_up_batches(graph: LocalGraph) -> None:
+    """Whole batches in which other servers have a share. That is played: none of them need be there."""
+    store = graph.store
+    others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)
+    routed = DistGraph(graph, {_ELSEWHERE: _Elsewhere(store, others)} if others else {})
+    hops = dict.fromkeys(store.manifest.edges, (2, 2))
+    attrs: dict[AnyType, tuple[str, ...]] = {of: tuple(spec.attrs) for of, spec in store.manifest.nodes.items()}
+    attrs |= {of: tuple(spec.attrs) for of, spec in store.manifest.edges.items()}
+    plain = SampleSettings(hops, edge_ids=True)
+    for settings in (plain, replace(plain, disjoint=True), replace(plain, induced=True)):
+        sampler = SubgraphSampler(routed, store.manifest, settings, attrs)
+        for of in store.manifest.nodes:
+            begins = [store.books[of].range_of(part) for part in (*store.parts, *others[:1])]
+            seeds = np.array([begin for begin, end in begins if begin < end], np.int64)
+            found = sampler.sample(SeedSet({of: seeds}), 0).subgraph
+            for edges in found.edges.values():
+                edges.ends()
+
+
+class _Elsewhere:
+    """A server where no node has neighbours and all rows are zeros."""
+
+    name = "elsewhere"
+
+    def __init__(self, store: PartStore, part_ids: Sequence[int]):
+        self._store, self.part_ids = store, part_ids
+
+    def submit_hello(self) -> Pending:
+        return _Played(None)
+
+    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending:
+        return _Played([HopSample(np.zeros(len(asked.nodes), np.int32), *_no_edges()) for asked in requests])
+
+    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending:
+        return _Played([{name: self._zeros(asked, name) for name in asked.attrs} for asked in requests])
+
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending:
+        return _Played(np.zeros(len(dst), np.bool_))
+
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending:
+        return _Played(EdgeList(*(np.zeros(count, np.int64) for _ in range(3))))
+
+    def _zeros(self, asked: RowRequest, name: str) -> Array:
+        dtype, shape = row_spec(self._store, asked.of, name)
+        return np.zeros((len(asked.ids), *shape), dtype)
+
+
+def _no_edges() -> tuple[Array, Array]:
+    return np.empty(0, np.int32), np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class _Played:
+    answer: Any
+
+    def result(self, timeout: float | None = None) -> Any:
+        return self.answer

@@ -1,0 +1,331 @@
+"""The partition manifest: what ``manifest.json`` holds, read strictly and written atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from trainer.core.errors import DataError, PartitionError
+from trainer.core.remote_access import WireRows
+from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
+
+FORMAT = "gnnfleet-partition"
+
+VERSION = 2
+
+_VERSION_KEPT = 3  #: of a folder in which files do not hold the rows themselves: older programs must not read it
+
+MANIFEST = "manifest.json"
+
+NAME_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")  #: attribute and split names: they become file names
+
+RESERVED_ATTRS = frozenset({"orig_id", "in_degree"})  #: what can be gathered besides attributes
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a partition folder."""
+
+    path: str  #: relative, ``/``-separated, begins with ``shared/`` or ``part<p>/``
+    bytes: int
+    sha256: str
+    dtype: str  #: numpy name, e.g. ``int32``
+    shape: tuple[int, ...]
+
+    @property
+    def part_id(self) -> int | None:
+        """The part the file belongs to; None for a shared file."""
+        top = PurePosixPath(self.path).parts[0]
+        return None if top == "shared" else int(top.removeprefix("part"))
+
+
+@dataclass(frozen=True)
+class AttrSpec:
+    """One attribute over all parts."""
+
+    dtype: str  #: torch's name: ``float32``, ``bfloat16`` (kept as the uint16 with the same bits)
+    shape: tuple[int, ...]  #: of the whole array, [num_nodes, …] or [num_edges, …]
+    kept: str = (
+        ""  #: ``int8``: files hold codes, and scales beside them (``trainer.core.rounding``); rows are ``dtype``
+    )
+
+    @property
+    def stored(self) -> np.dtype[Any]:
+        """dtype of the rows that can be gathered."""
+        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
+    def in_files(self) -> np.dtype[Any]:
+        """dtype of the arrays in files."""
+        return np.dtype(self.kept) if self.kept else self.stored
+
+    def travels_as(self, asked: WireRows) -> WireRows:
+        """How rows travel where ``asked`` is asked for: those kept as int8 always so, which loses nothing."""
+        return "int8" if self.kept else asked
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """The nodes of one type."""
+
+    num_nodes: int
+    offsets: tuple[int, ...]  #: [num_parts + 1]; part p owns offsets[p] <= gid < offsets[p+1]
+    attrs: Mapping[str, AttrSpec]
+    splits: Mapping[str, int]  #: name -> number of seeds
+    num_classes: int  #: of ``y``; 0 without class labels
+
+
+@dataclass(frozen=True)
+class EdgeSpec:
+    """The edges of one type; an edge belongs to the part of its target."""
+
+    num_edges: int
+    offsets: tuple[int, ...]  #: [num_parts + 1] global edge ids of each part
+    attrs: Mapping[str, AttrSpec]
+    src_times: tuple[str, ...]  #: time attributes of the source type that are kept per edge too
+    edge_cut: float  #: fraction of these edges whose ends lie in different parts
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one partition folder holds; see docs/ARCHITECTURE.md."""
+
+    dataset: str
+    fingerprint: str  #: of dataset, options, source files, num_parts, method, its options and seed
+    num_parts: int
+    algorithm: str
+    seed: int
+    hetero: bool
+    nodes: Mapping[NodeType, NodeSpec]
+    edges: Mapping[EdgeType, EdgeSpec]
+    edge_cut: float  #: fraction of all edges whose ends lie in different parts
+    balance: float  #: most nodes of a part / mean nodes of a part, over all types
+    graph_attrs: Mapping[str, AttrSpec]  #: arrays of the graph as a whole; shape is the array's
+    files: tuple[FileEntry, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)  #: what the algorithm was told beyond parts and seed
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all types."""
+        return sum(spec.num_nodes for spec in self.nodes.values())
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of all types."""
+        return sum(spec.num_edges for spec in self.edges.values())
+
+    def attrs_of(self, of: AnyType) -> Mapping[str, AttrSpec]:
+        """Attributes of a node or edge type of the graph."""
+        return self.nodes[of].attrs if isinstance(of, str) else self.edges[of].attrs
+
+    def files_of(self, part_id: int | None) -> tuple[FileEntry, ...]:
+        """Files of one part; of ``shared/`` when None."""
+        return tuple(entry for entry in self.files if entry.part_id == part_id)
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check ``manifest.json``.
+
+    Raises ``PartitionError`` when it is missing, invalid, or of another format or version.
+    """
+    path = Path(folder) / MANIFEST
+    return parse_manifest(_read_bytes(path), path)
+
+
+def parse_manifest(text: bytes, path: str | Path) -> Manifest:
+    """The manifest in a ``manifest.json``; ``path`` says in errors where it is. Raises as ``read_manifest`` does."""
+    try:
+        raw = json.loads(text.decode("utf-8"))
+    except ValueError as error:
+        raise PartitionError(f"{path} is invalid: {error}; make the partition again") from error
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise PartitionError(f"{path} is not a {FORMAT} manifest; point to a folder that `partition make` wrote")
+    if raw.get("version") not in (VERSION, _VERSION_KEPT):
+        raise PartitionError(
+            f"{path} has format version {raw.get('version')!r}, this program reads {VERSION} and {_VERSION_KEPT}; "
+            "make the partition again with this version"
+        )
+    try:
+        manifest = _from_json(raw)
+    except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
+        raise PartitionError(f"{path} is invalid: {_reason(error)}; make the partition again") from error
+    return manifest
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
+    """Write ``manifest.json`` (written beside, synced, renamed); returns its path."""
+    path = Path(folder) / MANIFEST
+    temporary = path.with_name(f".{MANIFEST}.{os.getpid()}")
+    version = _VERSION_KEPT if any(spec.kept for spec in _all_attrs(manifest)) else VERSION
+    text = _layout({"format": FORMAT, "version": version, **_to_json(manifest)}) + "\n"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    return path
+
+
+def manifest_digest(folder: str | Path) -> str:
+    """sha256 of ``manifest.json``, hex: equal digests mean equal partitions.
+
+    Raises ``PartitionError`` when it is missing.
+    """
+    return hashlib.sha256(_read_bytes(Path(folder) / MANIFEST)).hexdigest()
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
+        raise PartitionError(f"{path} is missing: {where}; make one with `partition make`") from None
+    except OSError as error:
+        raise PartitionError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    named = replace(manifest, nodes={}, edges={})  # asdict cannot key by tuples
+    return {
+        **asdict(named, dict_factory=_as_dict),
+        "nodes": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.nodes.items()},
+        "edges": {type_name(of): asdict(spec, dict_factory=_as_dict) for of, spec in manifest.edges.items()},
+    }
+
+
+def _as_dict(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without ``kept`` where files hold the rows themselves."""
+    return {name: value for name, value in fields if (name, value) != ("kept", "")}
+
+
+def _all_attrs(manifest: Manifest) -> Iterator[AttrSpec]:
+    for nodes in manifest.nodes.values():
+        yield from nodes.attrs.values()
+    for edges in manifest.edges.values():
+        yield from edges.attrs.values()
+
+
+def _layout(value: Any, depth: int = 0) -> str:
+    """JSON in which what holds no object stands on one line: an attribute, a file, offsets."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if not any(isinstance(item, dict) for item in inner):
+        return json.dumps(value)
+    indent = "\n" + " " * depth
+    if isinstance(value, dict):
+        lines = [f"{indent} {json.dumps(key)}: {_layout(item, depth + 1)}" for key, item in value.items()]
+        return "{" + ",".join(lines) + indent + "}"
+    return "[" + ",".join(f"{indent} {_layout(item, depth + 1)}" for item in value) + indent + "]"
+
+
+def _from_json(raw: dict[str, Any]) -> Manifest:
+    num_parts = _integer(raw["num_parts"])
+    return Manifest(
+        dataset=str(raw["dataset"]),
+        fingerprint=str(raw["fingerprint"]),
+        num_parts=num_parts,
+        algorithm=str(raw["algorithm"]),
+        seed=_integer(raw["seed"]),
+        options=dict(raw["options"]),
+        hetero=bool(raw["hetero"]),
+        nodes={_node_type(name): _node_spec(spec, num_parts) for name, spec in raw["nodes"].items()},
+        edges={_edge_type(name, raw["nodes"]): _edge_spec(spec, num_parts) for name, spec in raw["edges"].items()},
+        edge_cut=float(raw["edge_cut"]),
+        balance=float(raw["balance"]),
+        graph_attrs=_attr_specs(raw["graph_attrs"]),
+        files=tuple(_file_entry(entry, num_parts) for entry in raw["files"]),
+    )
+
+
+def _node_type(name: str) -> NodeType:
+    of = type_of(name)
+    if not isinstance(of, str):
+        raise ValueError(f"{name!r} is no node type")
+    return of
+
+
+def _edge_type(name: str, node_types: Mapping[str, Any]) -> EdgeType:
+    of = type_of(name)
+    if isinstance(of, str) or not {of[0], of[2]} <= set(node_types):
+        raise ValueError(f"{name!r} is no edge type between the node types")
+    return of
+
+
+def _node_spec(raw: dict[str, Any], num_parts: int) -> NodeSpec:
+    return NodeSpec(
+        num_nodes=_integer(raw["num_nodes"]),
+        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_nodes"])),
+        attrs=_attr_specs(raw["attrs"], _integer(raw["num_nodes"])),
+        splits={_name(name): _integer(count) for name, count in raw["splits"].items()},
+        num_classes=_integer(raw["num_classes"]),
+    )
+
+
+def _edge_spec(raw: dict[str, Any], num_parts: int) -> EdgeSpec:
+    return EdgeSpec(
+        num_edges=_integer(raw["num_edges"]),
+        offsets=_offsets(raw["offsets"], num_parts, _integer(raw["num_edges"])),
+        attrs=_attr_specs(raw["attrs"], _integer(raw["num_edges"])),
+        src_times=tuple(_name(name) for name in raw["src_times"]),
+        edge_cut=float(raw["edge_cut"]),
+    )
+
+
+def _attr_specs(raw: dict[str, Any], rows: int | None = None) -> dict[str, AttrSpec]:
+    specs = {
+        _name(name): AttrSpec(str(spec["dtype"]), _shape(spec["shape"]), str(spec.get("kept", "")))
+        for name, spec in raw.items()
+    }
+    for name, spec in specs.items():
+        _ = spec.stored  # raises TypeError for a dtype numpy does not know
+        if spec.kept and (spec.kept, spec.dtype, len(spec.shape) > 1) != ("int8", "float32", True):
+            raise ValueError(f"attribute {name!r}, {spec.dtype} {list(spec.shape)}, cannot be kept as {spec.kept!r}")
+        if rows is not None and spec.shape[:1] != (rows,):
+            raise ValueError(f"attribute {name!r} has shape {list(spec.shape)}, expected {rows} rows")
+    return specs
+
+
+def _file_entry(raw: dict[str, Any], num_parts: int) -> FileEntry:
+    path = str(raw["path"])
+    if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", path):
+        raise ValueError(f"path {path!r} does not begin with shared/ or part<p>/")
+    entry = FileEntry(path, _integer(raw["bytes"]), str(raw["sha256"]), str(raw["dtype"]), _shape(raw["shape"]))
+    if entry.part_id is not None and entry.part_id >= num_parts:
+        raise ValueError(f"path {path!r} belongs to no part; there are {num_parts}")
+    return entry
+
+
+def _offsets(raw: list[Any], num_parts: int, count: int) -> tuple[int, ...]:
+    offsets = tuple(_integer(value) for value in raw)
+    if len(offsets) != num_parts + 1 or offsets[0] != 0 or offsets[-1] != count:
+        raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
+    if any(low > high for low, high in zip(offsets, offsets[1:], strict=False)):
+        raise ValueError("offsets must not decrease")
+    return offsets
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(_integer(size) for size in value)
+
+
+def _name(value: str) -> str:
+    if not NAME_PATTERN.fullmatch(value):
+        raise ValueError(f"name {value!r} cannot be a file name")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return f"key {error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,90 @@
+"""A graph whose parts are all elsewhere, as a ``PartStore`` that holds none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.schema import NodeType
+from trainer.store.manifest import Manifest
+from trainer.store.part_store import PartStore
+
+K = TypeVar("K")
+
+_TABLE_FROM = 0.25  #: share of a type's nodes that is asked for one by one before the whole table is fetched
+
+
+class SharedArrays(Protocol):
+    """Whoever has what all parts share; ``service.gateway.Gateway`` is one. All raise ``ServiceError``."""
+
+    def seeds(self, of: NodeType, split: str) -> Ids: ...
+
+    def graph_attr(self, name: str) -> Array: ...
+
+    def to_global(self, of: NodeType, orig_ids: Ids) -> Ids: ...
+
+
+@dataclass(frozen=True)
+class RemoteStore(PartStore):
+    """Seeds, ids and attributes of the graph as a whole are fetched when first asked for, and kept."""
+
+    source: SharedArrays = field(kw_only=True)
+    _asked: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
+        """The graph of ``manifest``; ``name`` says in messages where it is."""
+
+        def table(of: NodeType) -> Array:
+            return source.to_global(of, np.arange(manifest.nodes[of].num_nodes))
+
+        splits = [(of, split) for of, spec in manifest.nodes.items() for split in spec.splits]
+        return cls(
+            folder=Path(name),
+            manifest=manifest,
+            parts={},
+            global_ids=_Fetched(manifest.nodes if manifest.num_parts > 1 else (), table),
+            splits=_Fetched(splits, lambda key: source.seeds(*key)),
+            graph_attrs=_Fetched(manifest.graph_attrs, source.graph_attr),
+            source=source,
+        )
+
+    def to_global(self, node_type: NodeType, orig_ids: Ids) -> Ids:
+        """As in ``PartStore``. Raises ``ServiceError``."""
+        if node_type not in self.global_ids:
+            return orig_ids
+        asked = self._asked[node_type] = self._asked.get(node_type, 0) + len(orig_ids)
+        if asked >= _TABLE_FROM * self.manifest.nodes[node_type].num_nodes:
+            return super().to_global(node_type, orig_ids)
+        return self.source.to_global(node_type, orig_ids)
+
+
+class _Fetched(Mapping[K, Array], Generic[K]):
+    """Arrays by name, each fetched once; safe to use from several threads."""
+
+    def __init__(self, keys: Iterable[K], fetch: Callable[[K], Array]):
+        self._fetch = fetch
+        self._arrays: dict[K, Array | None] = dict.fromkeys(keys)
+        self._lock = threading.Lock()
+
+    def __getitem__(self, key: K) -> Array:
+        with self._lock:
+            found = self._arrays[key]
+            if found is None:
+                found = self._arrays[key] = self._fetch(key)
+            return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._arrays
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)

@@ -1,0 +1,111 @@
+"""Rows of other hosts that this host keeps, for all of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.errors import PartitionError
+from trainer.core.schema import NodeType
+
+_INDEX = "cache.json"
+
+
+@dataclass(frozen=True)
+class CachedRows:
+    """Rows of some nodes of one type."""
+
+    slots: npt.NDArray[np.int32]  #: int32 [num_nodes] row of each global id, -1 where it is not kept
+    rows: Mapping[str, Array]  #: attribute, or ``orig_id``, ``in_degree`` -> [k, …] as it is stored
+
+    @classmethod
+    def of(cls, ids: Ids, rows: Mapping[str, Array], num_nodes: int) -> CachedRows:
+        """``rows[name][i]`` is that of the global id ``ids[i]``; the type has ``num_nodes`` nodes."""
+        slots = np.full(num_nodes, -1, np.int32)
+        slots[ids] = np.arange(len(ids), dtype=np.int32)
+        return cls(slots, {name: np.ascontiguousarray(values) for name, values in rows.items()})
+
+    @property
+    def num_rows(self) -> int:
+        return max(map(len, self.rows.values()), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows, without their slots."""
+        return sum(values.nbytes for values in self.rows.values())
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """Rows of the types that have some here. A column that is not kept is asked of the owners."""
+
+    types: Mapping[NodeType, CachedRows]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(cached.num_rows for cached in self.types.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows, without their slots."""
+        return sum(cached.num_bytes for cached in self.types.values())
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``folder``: beside it, then renamed into its place; whoever has the old one open keeps it.
+
+        Raises ``PartitionError`` where it cannot be written.
+        """
+        target = Path(folder)
+        new, old = (target.with_name(f".{target.name}.{what}.{os.getpid()}") for what in ("new", "old"))
+        try:
+            self._write(new)
+            if target.exists():
+                target.rename(old)
+            new.rename(target)
+        except OSError as error:
+            raise PartitionError(f"cache {target} cannot be written: {error.strerror}; see data.cache") from error
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> RowCache:
+        """Memory-mapped, so that the processes of a host share one copy. Raises ``PartitionError``."""
+        root = Path(folder)
+        try:
+            index: dict[NodeType, list[str]] = json.loads((root / _INDEX).read_text(encoding="utf-8"))
+            return cls(
+                {
+                    of: CachedRows(_map(root / f"{place}.slots.npy"), _columns(root, place, names))
+                    for place, (of, names) in enumerate(index.items())
+                }
+            )
+        except (OSError, ValueError) as error:
+            raise PartitionError(f"cache {root} cannot be read: {error}; delete it, it is made again") from error
+
+    def _write(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for place, cached in enumerate(self.types.values()):
+            np.save(folder / f"{place}.slots.npy", cached.slots)
+            for number, values in enumerate(cached.rows.values()):
+                np.save(folder / f"{place}.{number}.npy", values)
+        index = {of: list(cached.rows) for of, cached in self.types.items()}
+        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _columns(root: Path, place: int, names: list[str]) -> dict[str, Array]:
+    return {name: _map(root / f"{place}.{number}.npy") for number, name in enumerate(names)}
+
+
+def _map(path: Path) -> Array:
+    array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array.view(np.ndarray)  # kernels are compiled for plain arrays

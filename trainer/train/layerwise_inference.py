@@ -1,0 +1,318 @@
+"""Full-graph inference: layer by layer for all nodes with all their neighbours.
+
+Sampled inference computes a node's row once for every seed that reaches it; here each layer computes it
+once. A layer's rows stay on the disk of the rank that computed them, and who needs some asks that rank over
+torch.distributed: hosts share no disk, and graph servers serve what a partition holds, not what a run makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.core.arrays import Array, Ids
+from trainer.core.batch import Block, HeteroBatch
+from trainer.core.errors import SettingsError
+from trainer.core.ranks import RankGroup
+from trainer.core.row_exchange import exchange_rows
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.loader.device import as_tensor
+from trainer.loader.open import Graph
+from trainer.loader.seed_order import RankLayout
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
+from trainer.nn.hetero_models import HeteroModel
+from trainer.nn.models import BlockModel
+from trainer.sampler.multi_hop import cut_block, sample_multi_hop
+from trainer.sampler.relabel import RelabelTables
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring nodes of one part that one rank computes."""
+
+    part_id: int
+    rank: int
+    first: int  #: global ids first … last - 1
+    last: int
+    row: int  #: of ``first`` among the rank's own rows
+
+
+class Shares:
+    """The nodes of one type, shared out: each part's evenly over the ranks beside it."""
+
+    def __init__(self, offsets: Sequence[int], layout: RankLayout):
+        self.ranges = tuple(_ranges(offsets, layout))
+        self._starts = np.array([of.first for of in self.ranges], np.int64)
+        self._ranks = np.array([of.rank for of in self.ranges], np.int64)
+        self._rows = np.array([of.row for of in self.ranges], np.int64)
+
+    def own(self, rank: int) -> tuple[Range, ...]:
+        """A rank's ranges, by global id."""
+        return tuple(of for of in self.ranges if of.rank == rank)
+
+    def owned(self, rank: int) -> int:
+        """Nodes of a rank."""
+        return sum(of.last - of.first for of in self.own(rank))
+
+    def owners(self, ids: Ids) -> Ids:
+        """Rank of each global id, int64."""
+        return self._ranks[self._at(ids)]
+
+    def rows(self, ids: Ids) -> Ids:
+        """Each global id's place among its owner's rows, int64."""
+        at = self._at(ids)
+        return self._rows[at] + ids - self._starts[at]
+
+    def _at(self, ids: Ids) -> Ids:
+        return np.searchsorted(self._starts, ids, side="right") - 1
+
+
+def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[Range]:
+    """No range is empty, so that starts are distinct."""
+    held = [0] * layout.world_size
+    for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # a host may serve and not train
+        bounds = [first + (last - first) * place // len(ranks) for place in range(len(ranks) + 1)]
+        for rank, begin, end in zip(ranks, bounds, bounds[1:], strict=False):
+            if begin < end:
+                yield Range(part_id, rank, begin, end, held[rank])
+                held[rank] += end - begin
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """One layer's result for the nodes of one type, each rank's own on its own disk."""
+
+    shares: Shares
+    values: Array  #: float32 [own nodes, f]
+
+    def fetch(self, ids: Ids) -> Tensor:
+        """Rows of any nodes, float32 [n, f]; all ranks take part."""
+        owners = torch.from_numpy(self.shares.owners(ids))
+        return exchange_rows(torch.from_numpy(ids), owners, self._answer)
+
+    def _answer(self, ids: Tensor) -> Tensor:
+        return torch.from_numpy(self.values[self.shares.rows(ids.numpy())])
+
+
+Rows = Mapping[NodeType, Tensor]
+
+Blocks = Mapping[EdgeType, Block]
+
+
+class LayerStack(Protocol):
+    """The layers of a model in evaluation. Give your own model one to infer with it over a whole graph."""
+
+    @property
+    def needs(self) -> tuple[LayerNeed, ...]:
+        """What each layer reads and writes, first layer first."""
+
+    @property
+    def needs_degree(self) -> bool:
+        """Whether layers want whole-graph in-degrees."""
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        """What the first layer reads, of each of its source types: [n, f], from features and ids."""
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        """What the layer after ``number`` (from 0) reads of each target type; logits after the last one."""
+
+
+class BlockStack:
+    """A model of a homogeneous graph."""
+
+    def __init__(self, model: BlockModel):
+        self.model, self.needs_degree = model, model.needs_degree
+        self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        return {HOMO_NODE: batch.x[HOMO_NODE]}
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree)
+        return {HOMO_NODE: h if number + 1 == len(self.model.layers) else h.relu()}
+
+
+class HeteroStack:
+    """A ``HeteroModel``."""
+
+    needs_degree = False
+
+    def __init__(self, model: HeteroModel, facts: GraphFacts):
+        self.model = model
+        needs = layer_needs(facts.node_types, facts.edge_types, facts.target, model.shape.num_layers)
+        alone = LayerNeed((facts.target,), (facts.target,), ())  # where no edge type ends in the target
+        self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
+
+    def begin(self, batch: HeteroBatch) -> Rows:
+        return self.model.inputs(batch)  # type: ignore[no-any-return]
+
+    def layer(
+        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> Rows:
+        if number < len(self.model.layers):
+            rows = self.model.layers[number](blocks, rows, num_dst)
+            rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
+        if number + 1 < len(self.needs):
+            return rows
+        return {self.model.target: self.model.head(rows[self.model.target])}
+
+
+def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
+    """The layers of a bundled model. Raises ``SettingsError`` for any other."""
+    if isinstance(model, BlockModel):
+        return BlockStack(model)
+    if isinstance(model, HeteroModel):
+        return HeteroStack(model, facts)
+    raise SettingsError(
+        f"{type(model).__name__} is no bundled model; give a LayerStack of it (trainer/train/layerwise_inference.py)"
+    )
+
+
+EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
+
+Computed = dict[NodeType, LayerRows]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some nodes of one type with all their neighbours, by one layer's edge types."""
+
+    ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
+    blocks: Mapping[EdgeType, Block]
+    num_dst: Mapping[NodeType, int]  #: of every type; 0 but for one
+
+
+@dataclass
+class WholeGraph:
+    """All nodes of an opened graph, shared out over the ranks. ``nodes_at_once`` bounds memory."""
+
+    graph: Graph
+    layout: RankLayout
+    group: RankGroup
+    scratch: Path  #: folder for the rows of layers; 4 bytes * own nodes * width for each of two layers
+    nodes_at_once: int = 4096
+    weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in sampling by it
+    shares: dict[NodeType, Shares] = field(init=False)
+    _tables: RelabelTables = field(init=False)
+
+    def __post_init__(self) -> None:
+        manifest = self.graph.manifest
+        self.shares = {of: Shares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
+        self._tables = RelabelTables(manifest)
+
+    @torch.no_grad()
+    def run(self, stack: LayerStack) -> Computed:
+        """What the last layer gives for every node of its target types; all ranks take part."""
+        before: Computed = {}
+        for number, need in enumerate(stack.needs):
+            before = {of: self._layer(stack, number, need, of, before) for of in need.targets}
+        return before
+
+    def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: Computed) -> LayerRows:
+        """One layer for all own nodes of one type; ranks with fewer chunks go on with empty ones."""
+        chunks = list(self._chunks(of, need))
+        rows, done = None, 0
+        for place in range(max(self.group.gather(len(chunks)))):
+            ids = chunks[place] if place < len(chunks) else np.empty(0, np.int64)
+            out = self._compute(stack, number, need, self._chunk(of, ids, need), before)[of].cpu().numpy()
+            if rows is None:
+                rows = self._file(f"layer{number}-{of}", self.shares[of].owned(self.group.rank), out.shape[1])
+            rows[done : done + len(out)] = out
+            done += len(out)
+        return LayerRows(self.shares[of], np.empty((0, 0), np.float32) if rows is None else rows)
+
+    def _compute(
+        self, stack: LayerStack, number: int, need: LayerNeed, chunk: Chunk, before: Computed
+    ) -> Mapping[NodeType, Tensor]:
+        device = self.group.device
+        if number == 0:
+            rows = stack.begin(self._features(chunk).to(device))
+        else:
+            rows = {of: before[of].fetch(chunk.ids[of]).to(device) for of in need.sources}
+        blocks = {of: block.to(device) for of, block in chunk.blocks.items()}
+        degree = self._degree(chunk, need).to(device) if stack.needs_degree else None
+        return stack.layer(number, blocks, rows, chunk.num_dst, degree)
+
+    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed) -> Chunk:
+        num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
+        if not need.edge_types:
+            return Chunk({of: ids}, {}, num_dst)
+        settings = SampleSettings(dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need))
+        found = sample_multi_hop(
+            self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
+        )  # fmt: skip
+        blocks = {}
+        for edge_type in need.edge_types:
+            indptr, indices, num_src = cut_block(found, edge_type, 0)
+            blocks[edge_type] = Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
+        return Chunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
+
+    def _weight(self, need: LayerNeed) -> str | None:
+        specs = self.graph.manifest.edges
+        return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
+
+    def _features(self, chunk: Chunk) -> HeteroBatch:
+        """A chunk's original ids and features."""
+        specs = self.graph.manifest.nodes
+        wanted = [
+            RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
+            for of, ids in chunk.ids.items()
+        ]
+        found = dict(zip(chunk.ids, self.graph.access.gather(wanted), strict=True))
+        (target,) = [of for of, count in chunk.num_dst.items() if count] or list(chunk.ids)[:1]
+        return HeteroBatch(
+            step=0, key=0, num_seeds=chunk.num_dst[target], global_seeds=0, target=target,
+            n_id={of: torch.from_numpy(np.asarray(rows["orig_id"], np.int64)) for of, rows in found.items()},
+            x={of: as_tensor(rows["x"], specs[of].attrs["x"]).float() for of, rows in found.items() if "x" in rows},
+            y=None, input_id=torch.empty(0, dtype=torch.int64), blocks=(chunk.blocks,),
+            num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
+        )  # fmt: skip
+
+    def _degree(self, chunk: Chunk, need: LayerNeed) -> Tensor:
+        (of,) = need.sources
+        (rows,) = self.graph.access.gather([RowRequest(of, chunk.ids[of], ("in_degree",))])
+        return torch.from_numpy(np.asarray(rows["in_degree"]))
+
+    def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
+        """Own nodes in pieces that fit into memory, in the order of own rows."""
+        ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
+        for piece in self.shares[of].own(self.group.rank):
+            cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
+            number = np.floor(np.cumsum(cost) - cost / 2).astype(np.int64)
+            cuts = np.flatnonzero(np.diff(number)) + 1
+            yield from np.split(np.arange(piece.first, piece.last), cuts)
+
+    def _degrees(self, piece: Range, of: NodeType, ending: list[EdgeType]) -> Ids:
+        """In-edges of own nodes: those by ``ending`` where the part is here, else all, as its server knows them."""
+        part = self.graph.store.parts.get(piece.part_id)
+        degrees = np.zeros(piece.last - piece.first, np.int64)
+        if part is None and ending:
+            ids = np.arange(piece.first, piece.last)
+            (rows,) = self.graph.access.gather([RowRequest(of, ids, ("in_degree",))])
+            return np.asarray(rows["in_degree"])
+        if part is None:
+            return degrees
+        first, last = (at - part.nodes[of].start for at in (piece.first, piece.last))
+        for edge_type in ending:
+            degrees += np.diff(part.edges[edge_type].indptr[first : last + 1])
+        return degrees
+
+    def _file(self, name: str, count: int, width: int) -> Array:
+        """A new array on disk: the page cache holds what fits of it."""
+        if count * width == 0:
+            return np.empty((count, width), np.float32)
+        return np.lib.format.open_memmap(
+            self.scratch / f"rank{self.group.rank}-{name}.npy", mode="w+", dtype=np.float32, shape=(count, width)
+        )

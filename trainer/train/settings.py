@@ -1,0 +1,188 @@
+"""Settings of ``python -m trainer train``: one frozen dataclass, one flag per field."""
+
+from __future__ import annotations
+
+import operator
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+from trainer.core.errors import SettingsError
+from trainer.core.remote_access import CacheSize, Reach
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "at_least": ("at least", operator.ge),
+    "above": ("more than", operator.gt),
+    "below": ("less than", operator.lt),
+}
+
+
+def setting(help: str, default: Any, **limits: float) -> Any:
+    """A settings field: its one-line help, its default, its limits (``at_least``, ``above``, ``below``)."""
+    return field(default=default, metadata={"help": help, "limits": limits})
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What is trained, and how. Raises ``SettingsError`` with every mistake when made."""
+
+    model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
+        "Model; rgcn, hgt and rsage take heterogeneous graphs.", "sage"
+    )
+    target: str | None = setting("Node type to classify; default: the only one with labels and train seeds.", None)
+    hidden: int = setting("Width of hidden layers.", 256, at_least=1)
+    layers: int | None = setting("Number of layers; default: length of fanouts, and must equal it.", None, at_least=1)
+    heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
+    dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
+    fanouts: tuple[int, ...] = setting("Neighbours per hop, seeds outward; -1 takes all.", (15, 10, 5))
+    eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
+    replace: bool = setting("Sample neighbours with replacement.", False)
+    weight_attr: str | None = setting("Edge attribute: a neighbour's chance goes with it.", None)
+    time_attr: str | None = setting("Integer node attribute: no neighbour later than its seed.", None)
+    temporal_strategy: Literal["uniform", "last"] = setting(
+        "With time_attr: draw neighbours, or the latest.", "uniform"
+    )
+    disjoint: bool = setting("A subgraph for each seed that shares no node with the others.", False)
+    batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
+    eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
+    epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
+    lr: float = setting("Learning rate (Adam).", 0.004, above=0)
+    embedding_lr: float | None = setting(
+        "Learning rate of the rows of featureless nodes (SparseAdam); default: lr.", None, above=0
+    )
+    weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
+    seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
+    eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
+    checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
+    tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
+    sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
+    prefetch: int = setting("Batches alive per process; at least one more than sampler_threads.", 2, at_least=1)
+    device_cache: str = setting(
+        "Rows of features kept on the GPU, those asked for most: a share of all, a size (512MB), or 0.", "0"
+    )
+    backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
+    precision: Literal["float32", "bfloat16"] = setting(
+        "What layers compute in; bfloat16 adds up in float32, and changes results.", "float32"
+    )
+    timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0, below=1_000_000)
+    resume: str | None = setting("Checkpoint file to go on from; rank 0 reads it.", None)
+
+    def __post_init__(self) -> None:
+        problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self)]
+        if problems:
+            raise SettingsError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """A training run as one process sees it: the settings, and where things are."""
+
+    settings: TrainSettings
+    parts: Path | None  #: partition folder; None on a client node, which holds no part
+    run_dir: Path  #: metrics and checkpoints go here
+    part_ids: tuple[int, ...] | None = None  #: parts opened here; None: all
+    cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
+    key_file: Path | None = None  #: service.key, when the graph service is encrypted
+    reach: Reach = Reach()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds any wait may take."""
+        return self.settings.timeout
+
+
+@dataclass(frozen=True)
+class InferJob:
+    """Full-graph inference as one process sees it."""
+
+    checkpoint: Path  #: rank 0 reads it
+    parts: Path | None  #: partition folder; None on a client node, which holds no part
+    out: Path  #: results go here
+    part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
+    cluster: Path | None = None
+    key_file: Path | None = None
+    reach: Reach = Reach()
+    nodes_at_once: int = 4096  #: nodes computed together; bounds memory
+    timeout: float = 120.0  #: seconds any wait may take
+
+
+class IntList(click.ParamType):
+    """Whole numbers with commas: ``15,10,5``."""
+
+    name = "n,n,…"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:  # fmt: skip
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(word) for word in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers like 15,10,5", param, ctx)
+
+
+def settings_options(function: F) -> F:
+    """Give a click command one option per field of ``TrainSettings``."""
+    hints = typing.get_type_hints(TrainSettings)
+    for entry in reversed(fields(TrainSettings)):
+        function = _option(entry, hints[entry.name])(function)
+    return function
+
+
+def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
+    flag = "--" + entry.name.replace("_", "-")
+    help = entry.metadata["help"]
+    if hint is bool:
+        return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
+    return click.option(flag, type=_click_type(hint), default=entry.default, help=help, show_default=_shown(entry))
+
+
+def _click_type(hint: Any) -> click.ParamType:
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return click.Choice(options)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        (hint,) = (option for option in options if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return IntList()
+    plain: dict[Any, click.ParamType] = {int: click.INT, float: click.FLOAT, str: click.STRING}
+    return plain[hint]
+
+
+def _shown(entry: Field[Any]) -> bool | str:
+    return ",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else True
+
+
+def _beyond_limits(settings: TrainSettings) -> Iterator[str]:
+    for entry in fields(settings):
+        value = getattr(settings, entry.name)
+        for name, limit in entry.metadata["limits"].items():
+            words, holds = _LIMITS[name]
+            if value is not None and not holds(value, limit):
+                yield f"{entry.name} is {value}; it must be {words} {limit}"
+
+
+def _bad_cache(settings: TrainSettings) -> Iterator[str]:
+    try:
+        CacheSize.parse(settings.device_cache)
+    except SettingsError as error:
+        yield f"device_cache: {error}"
+
+
+def _bad_fanouts(settings: TrainSettings) -> Iterator[str]:
+    if settings.layers not in (None, len(settings.fanouts)):
+        yield f"layers is {settings.layers}, but there are {len(settings.fanouts)} fanouts; give one fanout per layer"
+    for name in ("fanouts", "eval_fanouts"):
+        fanouts = getattr(settings, name)
+        if fanouts is not None and (not fanouts or any(fanout < 1 and fanout != -1 for fanout in fanouts)):
+            yield f"{name} is {list(fanouts)}; it must list at least one number, each at least 1, or -1 for all"
+    if settings.eval_fanouts is not None and len(settings.eval_fanouts) != len(settings.fanouts):
+        yield f"eval_fanouts has {len(settings.eval_fanouts)} numbers, fanouts {len(settings.fanouts)}; one per layer"

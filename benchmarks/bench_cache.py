@@ -25,16 +25,16 @@ from table import Row, show
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_access import CacheSize
+from trainer.graph.cache_fill import fill_cache
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.cache_fill import fill_cache
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import RowRequest
 from trainer.store.part_store import open_parts
-from trainer.train.setup import batch_plan
+from trainer.train.job import batch_plan
 
 CACHE = Path(__file__).resolve().parent.parent / ".gnnfleet" / "bench"
 

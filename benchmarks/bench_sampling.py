@@ -18,9 +18,9 @@ from graphs import BATCH, CACHE, FANOUTS, partitioned
 from table import Row, median_seconds
 from trainer.core import slabs
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import RankLayout, Share
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import Graph, open_graph
-from trainer.loader.seed_order import RankLayout, Share
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.multi_hop import sample_multi_hop

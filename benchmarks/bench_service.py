@@ -27,8 +27,8 @@ from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.server import GraphServer
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 
 DIM = 100
 SPAWN = multiprocessing.get_context("spawn")

@@ -21,12 +21,12 @@ from pathlib import Path
 from unittest import mock
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
-from launcher.fanout import on_nodes
 from launcher.plan.build import make_plan
 from launcher.plan.placement import run_dir
 from launcher.preflight.preflight import run_preflight
 from launcher.run.tmux_session import start_session
 from launcher.transport import Transport, close_all, connect_all
+from launcher.transport.fanout import on_nodes
 from netns import Host, NetCluster, unavailable
 from table import Row
 

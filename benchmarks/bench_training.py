@@ -14,14 +14,14 @@ from torch_geometric.nn import GraphSAGE
 from graphs import BATCH, FANOUTS, partitioned
 from table import Row, median_seconds
 from trainer.core.batch import Batch
+from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.loader.neighbor_loader import DistNeighborLoader
-from trainer.loader.open import Graph, open_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.nn.graph_facts import facts_of
+from trainer.nn.kernels.precision import PRECISIONS
 from trainer.nn.layers import linear_first
 from trainer.nn.models import build_model
-from trainer.nn.precision import PRECISIONS
 from trainer.nn.trim import Trimmed
 from trainer.train.settings import TrainSettings
 from typed_step import typed_step

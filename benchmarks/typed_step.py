@@ -14,9 +14,9 @@ from torch_geometric.data import HeteroData
 from table import Row
 from trainer.core.batch import HeteroBatch
 from trainer.core.schema import EdgeType
+from trainer.graph.in_memory import as_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.in_memory import as_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.nn.graph_facts import GraphFacts, facts_of
 from trainer.nn.hetero_layers import Rows
 from trainer.nn.kernels.spmm import edge_targets

@@ -15,9 +15,8 @@ import torch
 import trainer
 from trainer.loader.block_loader import BatchLoader
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.job import loader_settings
+from trainer.train.job import loader_settings, trained_model
 from trainer.train.settings import TrainSettings
-from trainer.train.setup import trained_model
 
 
 def look(graph):

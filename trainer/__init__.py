@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.graph.open import Graph
     from trainer.loader.graph_saint import (
         DistGraphSAINTEdgeSampler,
         DistGraphSAINTNodeSampler,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     )
     from trainer.loader.link_loader import DistLinkNeighborLoader
     from trainer.loader.neighbor_loader import DistNeighborLoader
-    from trainer.loader.open import Graph
     from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
     from trainer.train.steplog import StepLog
 
@@ -80,7 +80,7 @@ def open(
     ``SettingsError`` without a path outside a run and for a file or data in memory, ``PartitionError``
     for a folder or part that is missing or damaged, and ``ServiceError`` for a host that does not answer.
     """
-    from trainer.loader.environment import open_any
+    from trainer.graph.environment import open_any
 
     return open_any(path, part, cluster=cluster, node_rank=node_rank, key_file=key_file, deadline=deadline)
 
@@ -104,8 +104,8 @@ def connect(
     Raises ``SettingsError`` for what is no endpoint, and ``ServiceError`` naming the server and the cause when none
     can be reached, the key is not admitted, or what answers there is no graph server.
     """
-    from trainer.loader.environment import this_process
-    from trainer.loader.open import connect_servers
+    from trainer.graph.environment import this_process
+    from trainer.graph.open import connect_servers
 
     return connect_servers(endpoint, key, this_process(), deadline=deadline, name=name)
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import trainer
 from trainer.core.batch import Batch
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

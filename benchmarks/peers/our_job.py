@@ -25,9 +25,9 @@ from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
 from trainer.core.remote_access import CacheSize, Reach
+from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import Graph, open_graph
-from trainer.loader.seed_order import RankLayout
 
 if TYPE_CHECKING:
     from trainer.data.dataset import Dataset

@@ -18,15 +18,14 @@ import torch
 from trainer.core.batch import Batch
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.slabs import keep_freed_memory
+from trainer.graph.open import open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader
-from trainer.loader.open import open_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.train.epoch import AnyBatch, train_epoch
-from trainer.train.job import loader_settings
+from trainer.train.job import loader_settings, make_model
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.settings import TrainSettings
-from trainer.train.setup import make_model
 from trainer.train.task import node_classification, pick_target
 
 

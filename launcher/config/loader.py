@@ -18,10 +18,20 @@ import yaml
 
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.validation import FLOAT, Place, Reader, dotted
-from launcher.config.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, read_tree
+from launcher.config.validation import Place, Reader, dotted
 from launcher.errors import ConfigError, Problem
 from launcher.hostlist import fold
+from launcher.yaml_tree import (
+    Dumper,
+    Origin,
+    Report,
+    Scalar,
+    Section,
+    Tree,
+    YamlSequence,
+    expand_nodes,
+    read_tree,
+)
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
@@ -205,17 +215,6 @@ def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
     for (first, _), *others in alike.values():
         more = f" (and so for {fold(name for _, name in others)})" if others and others[0][1] else ""
         yield replace(first, message=first.message + more)
-
-
-class Dumper(yaml.SafeDumper):
-    """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
-
-
-Dumper.add_representer(str, _represent_text)
 
 
 def _read_file(path: Path, report: Report) -> Section:

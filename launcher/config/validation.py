@@ -12,7 +12,10 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.config.yaml_tree import (
+from launcher.errors import Problem
+from launcher.hostlist import RangeError, expand, is_range
+from launcher.yaml_tree import (
+    FLOAT,
     Origin,
     Report,
     Scalar,
@@ -23,14 +26,10 @@ from launcher.config.yaml_tree import (
     expand_nodes,
     is_count,
 )
-from launcher.errors import Problem
-from launcher.hostlist import RangeError, expand, is_range
 
 Place = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
 
 _INT = re.compile(r"[-+]?\d[\d_]*")
-
-FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 _HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
 

@@ -13,10 +13,10 @@ from typing import Any
 from launcher.command import Command, quote
 from launcher.config.schema import ClusterConfig, node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
-from launcher.fanout import on_nodes
 from launcher.init.request import Wish
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent, program_source
 
 _SECONDS = 120.0  # Pythons on a slow network disk

@@ -14,10 +14,10 @@ from launcher.config.consistency import LOCAL_HOSTS, check_nodes
 from launcher.config.loader import resolve_paths
 from launcher.config.schema import ClusterConfig
 from launcher.config.validation import Reader
-from launcher.config.yaml_tree import Section, read_tree
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.files import written_path
 from launcher.hostlist import RangeError, expand, is_range
+from launcher.yaml_tree import Section, read_tree
 
 _OF_NODE = re.compile(r"(?:nodes\.\d+|defaults)\.(\w+)")
 

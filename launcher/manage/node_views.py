@@ -11,12 +11,12 @@ from typing import Any
 
 from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import on_nodes
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Completed, Transport
+from launcher.transport.fanout import on_nodes
 
 _ABSENT = "gnnfleet: nothing of this run is here"
 

@@ -12,7 +12,6 @@ from launcher.command import Command
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import OpenRun, opened
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import read_run
@@ -20,6 +19,7 @@ from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.report.run_history import find_run, matching
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _TIMEOUT = 20.0
 

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.errors import FleetError, Interrupted, TransportError
-from launcher.fanout import on_nodes
 from launcher.manage.collect_run import Brought, bring, folder_for
 from launcher.manage.node_views import OpenRun, if_there, was_absent
 from launcher.plan.model import NodePlan
@@ -24,6 +23,7 @@ from launcher.report.verdict import NodeView, from_here, known_without_nodes
 from launcher.run.tmux_session import how_to_stop
 from launcher.text import count
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _EXTRA = 10.0  # seconds a node may take to stop beyond its grace, before force
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import Answers, on_nodes
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import interpreter
 from launcher.plan.ports import candidate_ports
@@ -29,6 +28,7 @@ from launcher.preflight.preflight_report import PreflightReport
 from launcher.preflight.shared_folder import Sharing
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
+from launcher.transport.fanout import Answers, on_nodes
 from launcher.transport.rpc import NodeAgent
 
 

@@ -14,7 +14,6 @@ from launcher.command import Command, Secret
 from launcher.config.roles import GraphServer, ServingCluster, left_out
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, OutOfReach, PreflightRefused, UsageError
-from launcher.fanout import on_nodes
 from launcher.plan.build import new_key_pair
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodePlan
@@ -26,6 +25,7 @@ from launcher.serving.client_keys import admit, server_key, withdraw
 from launcher.serving.cluster_state import FILES, Described, NodeThere, look, newest, open_serving, server_lines
 from launcher.serving.serve_status import ServeStatus
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _TIMEOUT = 30.0
 

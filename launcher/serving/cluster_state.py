@@ -18,7 +18,6 @@ from launcher.config.loader import to_yaml
 from launcher.config.roles import GraphServer
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
 from launcher.plan.model import LaunchPlan
@@ -31,6 +30,7 @@ from launcher.run.launch import Job
 from launcher.run.options import LaunchOptions
 from launcher.text import count, spans
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import OpenRun
 from launcher.plan.build import offline_plan
 from launcher.plan.model import LaunchPlan
@@ -22,6 +21,7 @@ from launcher.serving.start_stop import clear_node
 from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 
 @contextmanager

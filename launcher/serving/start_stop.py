@@ -10,7 +10,6 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError, TransportError
-from launcher.fanout import on_nodes
 from launcher.manage.node_views import if_there, look_at, was_absent
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import user_at_host
@@ -18,6 +17,7 @@ from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
 from launcher.serving.cluster_state import NodeThere, remove_files
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _EVERY = 0.5  # seconds between two looks
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RemoteFileError, SyncError
-from launcher.fanout import on_nodes
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.partition import PartFile, PartitionFiles, parse_manifest
 from launcher.sync.push import ask_files, hash_time
 from launcher.transport.base import Transport
+from launcher.transport.fanout import on_nodes
 
 _SHOWN = 12
 

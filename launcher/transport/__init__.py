@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig
 from launcher.errors import PasswordRefused, TransportError
-from launcher.fanout import on_nodes
 from launcher.transport.base import Completed, Talk, Transport
+from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from ast import literal_eval
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -93,10 +92,6 @@ class NodeAgent:
         """Reply of ``launcher/node/programs/<program>.py``. Raises ``TransportError`` and ``NodeCallError``."""
         sources = {name: source for name, source in bundle(program).items() if name not in self._sent}
         self._sent |= sources.keys()
-        return self.run(program, sources, request, timeout)
-
-    def run(self, program: str, sources: Mapping[str, str], request: dict[str, Any], timeout: float) -> Any:
-        """Reply of one of the modules sent now (``programs.<name>`` -> source) or before; raises as ``call``."""
         answer = self._exchange({"program": program, "sources": sources, "request": request}, timeout)
         if "error" in answer:
             last = "\n    ".join(answer["error"].strip().splitlines()[-5:])
@@ -136,12 +131,12 @@ def parsed(text: str) -> Any:
 
 
 def call(transport: Transport, python: Command, program: str, request: dict[str, Any], timeout: float) -> Any:
-    """Run one node program (its source) in a Python of its own; returns its reply.
+    """Reply of ``launcher/node/programs/<program>.py`` in a Python of its own.
 
     ``request`` is JSON: its tuples arrive as lists. Raises ``TransportError`` and ``NodeCallError``.
     """
     with NodeAgent(transport, python) as agent:
-        return agent.run("program", {"programs.program": program}, json.loads(json.dumps(request)), timeout)
+        return agent.call(program, json.loads(json.dumps(request)), timeout)
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:

@@ -15,7 +15,7 @@ from trainer.core.errors import ServerGone
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.messages import ServerPlace
+from trainer.service.wire.messages import ServerPlace
 
 _PORT = 5000
 pytestmark = pytest.mark.slow

@@ -22,9 +22,8 @@ from trainer.core.errors import ServiceError
 from trainer.loader.block_loader import BatchLoader
 from trainer.service.curve_keys import CurveKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.job import loader_settings
+from trainer.train.job import loader_settings, trained_model
 from trainer.train.settings import TrainSettings
-from trainer.train.setup import trained_model
 
 LONG = 5000  # epochs
 #: On this machine: tests/launcher/test_serving_local.py.

@@ -78,6 +78,8 @@ def serving(made: MadeRun, *servers: int) -> MadeRun:
 
 def test_a_serving_cluster_says_so_and_is_done_when_stopped(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     serving(made, 0, 1)
+    status, told = asked(capsys, "resume", "r1")
+    assert status == 2 and "r1 is a serving cluster" in told and "gnnfleet serve --config FILE --name r1" in told
     status, told = asked(capsys, "status", "r1")
     lines = told.splitlines()
     assert status == 0 and lines[0].startswith("run r1 serves: 2 nodes; its launcher (alice@")
@@ -102,6 +104,7 @@ def test_following_a_serving_cluster_until_it_is_stopped(made: MadeRun, capsys: 
     assert status == 0 and "Done in" in told and "failed" not in told
 
 
+@pytest.mark.slow
 def test_watching_a_serving_cluster_that_loses_a_server_does_the_others_no_harm(
     made: MadeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,12 +127,7 @@ def test_watching_a_serving_cluster_that_loses_a_server_does_the_others_no_harm(
     assert "node1 (local) is lost" in told and "every node stops" not in told
 
 
-def test_a_serving_cluster_cannot_be_resumed(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    serving(made, 0, 1)
-    status, told = asked(capsys, "resume", "r1")
-    assert status == 2 and "r1 is a serving cluster" in told and "gnnfleet serve --config FILE --name r1" in told
-
-
+@pytest.mark.slow
 def test_a_run_that_goes_on_without_a_server_is_no_failure(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
     made.kill()
     made = MadeRun(made.top / "three", num_nodes=3)

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.report.verdict import State
-from operate_kit import TRAINS, MadeRun
+from operate_kit import MadeRun
 
 
 @pytest.fixture(autouse=True)
@@ -40,83 +40,6 @@ def status_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
     told: dict = json.loads(capsys.readouterr().out)
     assert told["exit_status"] == status
     return told
-
-
-@pytest.mark.parametrize("stage", ["connect", "preflight", "partition", "sync"])
-def test_launcher_killed_before_the_start_leaves_nothing_on_the_nodes(made, capsys, stage) -> None:
-    made.launched(stage)
-    status, told = asked(capsys, "status")
-    assert status == 1
-    assert "run r1 never started: its launcher (alice@" in told and "nothing of it runs on the nodes" in told
-    assert "next: " not in told, "there is no checkpoint"
-
-
-@pytest.mark.parametrize(("stage", "doing"), [("preflight", "checking its nodes"), ("sync", "sending files")])
-def test_living_launcher_before_the_start(made, capsys, stage, doing) -> None:
-    made.launched(stage, alive=True)
-    told = status_of(capsys, "r1")
-    assert told["state"] == "preparing" and doing in told["sentence"]
-    assert told["launcher"]["alive"] is True
-
-
-def test_killed_while_starting_tells_which_nodes_run(made, capsys) -> None:
-    made.launched("start").start(TRAINS, 0)
-    made.await_training(0)
-    told = status_of(capsys)
-    assert told["state"] == "running" and "died while starting the run" in told["sentence"]
-    assert [node["state"] for node in told["nodes"]] == ["training", "not started"]
-    assert told["notes"] == ["node1 (local): not started"]
-
-
-def test_run_without_launcher_is_shown_rank_by_rank(made, capsys) -> None:
-    made.launched("train").start()
-    made.await_training()
-    status, told = asked(capsys, "status")
-    assert status == 0
-    first, header, *rows = told.splitlines()
-    assert first.startswith("run r1 trains: 2 nodes, 2 ranks, epoch 4 of 10, step 13 of 40; its launcher (alice@")
-    assert header.split() == ["node", "rank", "state", "epoch", "step", "seeds/s", "loss", "remote", "heartbeat"]
-    assert rows[0].split()[:9] == ["node0", "(local)", "0", "training", "4", "13/40", "1,234", "0.5000", "25%"]
-    assert "next: gnnfleet follow r1" in told and "next: gnnfleet stop r1" in told
-
-
-@pytest.mark.parametrize("stage", ["train", "collect"])
-def test_ended_run_that_nobody_collected(made, capsys, stage) -> None:
-    made.launched(stage).start("print('short')")
-    for node in made.nodes:
-        node.end()
-    told = status_of(capsys)
-    assert told["state"] == "done" and told["notes"] == []
-    assert told["next"] == ["gnnfleet collect r1"]
-
-
-def test_failed_run_names_the_first_cause(made, capsys) -> None:
-    made.launched("train").start("raise SystemExit(3)")
-    for node in made.nodes:
-        node.end()
-    told = status_of(capsys)
-    assert told["state"] == "failed"
-    assert "r1 has failed (2 nodes, 2 ranks): node0: rank 0 ended with exit status 3; its launcher" in told["sentence"]
-    assert told["next"] == ["gnnfleet collect r1"], "no checkpoint has come here yet"
-
-
-def test_killed_supervisor_is_seen(made, capsys) -> None:
-    made.launched("train").start()
-    made.await_training()
-    made.nodes[1].supervisor.kill()
-    made.nodes[1].supervisor.wait()
-    told = status_of(capsys)
-    assert [node["state"] for node in told["nodes"]] == ["training", "lost"]
-    assert any("the supervisor (pid" in note and "node1" in note for note in told["notes"])
-
-
-def test_detached_and_foreign_launchers(made, capsys) -> None:
-    made.launched("train", detached=True).start()
-    made.await_training()
-    assert "has left it to itself since" in status_of(capsys)["sentence"]
-    made.launched("train", host="laptop", boot_id="of the laptop")
-    sentence = status_of(capsys)["sentence"]
-    assert sentence.endswith("it was launched by alice@laptop, whose launcher cannot be seen from here")
 
 
 def test_from_a_machine_that_never_saw_the_run(made, capsys, monkeypatch, tmp_path) -> None:

@@ -122,7 +122,11 @@ def test_start_script_and_node_json_carry_odd_names_unharmed(tmp_path: Path) -> 
     found = json.loads(subprocess.run(["bash", placed["start.sh"]], capture_output=True, check=True, timeout=30).stdout)
     run_dir = plan.nodes[0].run_dir
     assert run_dir.startswith(str(home)) and found[2] == run_dir
-    assert found[0] == [str(stub), f"{plan.nodes[0].code_dir}/launcher/node/supervisor/supervisor.py", f"{run_dir}/node.json"]
+    assert found[0] == [
+        str(stub),
+        f"{plan.nodes[0].code_dir}/launcher/node/supervisor/supervisor.py",
+        f"{run_dir}/node.json",
+    ]
     assert found[1].items() >= {**env, "SET": "x y"}.items()
     assert found[1]["PATH"].startswith(f"{stub.parent}:")
     spec = json.loads(placed["node.json"].read_text())

@@ -86,7 +86,7 @@ def test_torch_is_asked_for_its_cuda_without_importing_it(tmp_path: Path, monkey
 
 
 def versions_told_by(python: Path, *flags: str) -> dict[str, str]:
-    code = "from launcher.node import packages; print(packages.versions())"
+    code = "from launcher.node.programs import packages; print(packages.versions())"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([str(python), *flags, "-c", code], env=env, capture_output=True, text=True, check=True)
     found: dict[str, str] = literal_eval(done.stdout)
@@ -108,7 +108,8 @@ def test_without_the_site_module_the_same_packages_are_found(tmp_path: Path) -> 
 def test_what_starts_on_all_nodes_at_once_imports_little() -> None:
     """Each of these takes about as long as Python itself to start, on a hundred nodes at once."""
     heavy = {"typing", "json", "subprocess", "socket", "threading", "re", "enum", "collections"}
-    code = f"import sys; from launcher.node import agent, probe, sharing, wire; print({heavy!r} & set(sys.modules))"
+    programs = "agent, folders, network, probe"
+    code = f"import sys; from launcher.node.programs import {programs}; print({heavy!r} & set(sys.modules))"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -309,13 +310,14 @@ def test_the_probe_runs_on_the_oldest_python_supported() -> None:
 
 def test_the_probe_loads_no_more_than_it_needs() -> None:
     """It runs on a hundred hosts at once: each of these takes milliseconds to load."""
-    code = "import json, sys; from launcher.node import probe; probe.main(json.loads(sys.argv[1])); print(*sys.modules)"
+    code = (
+        "import json, sys; from launcher.node.programs import probe; "
+        "probe.main(json.loads(sys.argv[1])); print(*sys.modules)"
+    )
     argv = [sys.executable, "-c", code, json.dumps(request())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert not loaded & {
         "importlib.metadata",
         "launcher.node.leases",
-        "launcher.node.programs.probe",
-        "launcher.node.programs.machine",
     }

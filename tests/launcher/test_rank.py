@@ -21,13 +21,13 @@ from launcher.node.describe import describe, size
 from launcher.node.log_lines import LineLog, TracebackFinder
 from launcher.node.supervisor import oom
 from launcher.node.supervisor.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
-from node_kit import NODE, PYTHON, python, wait_until
+from node_kit import PYTHON, RANK_RUNNER, python, wait_until
 
 ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
 
 
 def rank_argv(folder: Path, argv: list[str]) -> list[str]:
-    return [PYTHON, str(NODE / "rank.py"), "--run-dir", str(folder), "--", *argv]
+    return [PYTHON, str(RANK_RUNNER), "--run-dir", str(folder), "--", *argv]
 
 
 def run_rank(folder: Path, code: str) -> int:

@@ -16,7 +16,7 @@ from launcher.errors import SessionError
 from launcher.plan.model import NodePlan
 from launcher.run.tmux_session import session_status, start_session, stop_session
 from launcher.transport.local import LocalTransport
-from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until
+from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, python, wait_until
 
 TMUX = shutil.which("tmux")
 pytestmark = pytest.mark.skipif(TMUX is None, reason="needs tmux")
@@ -57,7 +57,7 @@ def make(home: Path) -> Iterator[Make]:
 
 
 def node_plan(folder: RunFolder, k: int, interpreter: str, setup: tuple[str, ...]) -> NodePlan:
-    argv = (interpreter, str(NODE / "supervisor.py"), str(folder.path / "node.json"))
+    argv = (interpreter, str(SUPERVISOR), str(folder.path / "node.json"))
     start = Command(argv, {"MARK": "a b"}, str(folder.path), setup)
     return NodePlan(
         node_rank=k,

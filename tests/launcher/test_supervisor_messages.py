@@ -17,7 +17,7 @@ import pytest
 from golden_kit import GOLDEN, check_text
 from launcher.files import write_whole
 from launcher.node import leases
-from node_kit import NODE, PYTHON, python, wait_until
+from node_kit import PYTHON, SUPERVISOR, python, wait_until
 from peers_kit import SERVE, SLEEP, Run
 
 STEPS = """
@@ -148,7 +148,7 @@ def told(name: str, run: Run) -> str:
 
 def damaged(folder: Path) -> str:
     (folder / "node.json").write_text("{")
-    argv = [PYTHON, str(NODE / "supervisor.py"), str(folder / "node.json")]
+    argv = [PYTHON, str(SUPERVISOR), str(folder / "node.json")]
     return subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False).stderr.strip()
 
 

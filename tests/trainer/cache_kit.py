@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer.core.batch_cost import Cost
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.store.part_store import open_parts

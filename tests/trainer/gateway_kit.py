@@ -9,15 +9,15 @@ from pathlib import Path
 from load_kit import parts_of
 from partitions import write_store
 from trainer.core.ranks import Ranks
-from trainer.loader.open import Graph, _opened
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.open import Graph, _opened
+from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.remote_graph import Gateway
 from trainer.service.server import GraphServer
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 

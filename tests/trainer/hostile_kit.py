@@ -20,10 +20,10 @@ import zmq
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
-from trainer.service import batch_messages, hop_messages, messages
-from trainer.service import frames as wire
 from trainer.service.curve_keys import CurveKeys, read_key_file
-from trainer.service.frames import Flag, Kind, Message, Status, encode
+from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire import frames as wire
+from trainer.service.wire.frames import Flag, Kind, Message, Status, encode
 
 Frames = list[bytes]
 

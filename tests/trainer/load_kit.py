@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import Data, HeteroData
 
 from partitions import random_graph, store_of, typed_store
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 

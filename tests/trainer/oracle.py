@@ -12,13 +12,13 @@ import torch
 from load_kit import parts_of
 from service_kit import place_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
+from trainer.service.wire.messages import HelloInfo
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from torch_geometric.data import Data
 from load_kit import assert_same, opened, parts_of
 from partitions import store_of
 from service_kit import client_of, serving
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 

@@ -18,8 +18,8 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.server import GraphServer
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
 

@@ -13,8 +13,8 @@ from load_kit import assert_same
 from odd_graphs import GRAPHS, TO, cut, seeds_of
 from oracle import assert_identical, facts, hosts_of, layout_of, loader_of
 from pyg_reference import node_loader
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.seed_order import RankLayout
 
 HOW = {
     "uniform": {},

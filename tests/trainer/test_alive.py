@@ -12,9 +12,9 @@ import torch
 
 from load_kit import homo_data, parts_of
 from trainer.core.ranks import RankGroup, Ranks
+from trainer.graph.prefetch import ordered_ahead
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.prefetch import ordered_ahead
-from trainer.loader.seed_order import RankLayout
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
 from trainer.train.epoch import evaluate, train_epoch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.core.errors import ServiceError
-from trainer.loader.environment import await_own_server
+from trainer.graph.environment import await_own_server
 
 
 def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:

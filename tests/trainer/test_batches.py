@@ -18,9 +18,9 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork, Sampled, SubgraphSampler
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.sampler.types import Rows as Places
-from trainer.service import batch_messages
-from trainer.service.frames import Message, decode, encode
-from trainer.service.messages import ClientName
+from trainer.service.wire import batch_messages
+from trainer.service.wire.frames import Message, decode, encode
+from trainer.service.wire.messages import ClientName
 
 ME = ClientName(2**64 - 1, "run-7/rank3 on gpu2 (pid 811)")
 SEEDS = np.array([1, 5, 7, 50, 5])

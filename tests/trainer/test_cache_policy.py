@@ -13,13 +13,13 @@ from test_cluster_train import start, two_nodes
 from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
 from trainer.core.remote_access import CacheSize
 from trainer.core.schema import HOMO_NODE
-from trainer.loader import cache_policy
+from trainer.graph import cache_policy
+from trainer.graph.cache_fill import fill_cache
+from trainer.graph.cache_policy import RowCounts, most_requested
+from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.cache_fill import fill_cache
-from trainer.loader.cache_policy import RowCounts, most_requested
-from trainer.loader.open import Graph, open_graph
-from trainer.loader.seed_order import RankLayout
-from trainer.train.setup import batch_plan
+from trainer.train.job import batch_plan
 
 SKEWED = {"num_nodes": 12_000, "avg_degree": 8, "skew": 2.1, "train": 0.2, "num_features": 16}
 FANOUTS, BATCH = (8, 4), 200

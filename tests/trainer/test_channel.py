@@ -13,10 +13,10 @@ import zmq
 
 from service_kit import INFO, free_endpoint, serving
 from trainer.core.errors import ServerGone, ServiceError
-from trainer.service import messages
 from trainer.service.client import HostClient
-from trainer.service.frames import Kind, Message, Status, decode, encode
-from trainer.service.messages import ServerPlace
+from trainer.service.wire import messages
+from trainer.service.wire.frames import Kind, Message, Status, decode, encode
+from trainer.service.wire.messages import ServerPlace
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from trainer import (
     DistShaDowKHopSampler,
 )
 from trainer.core.errors import PartitionError
+from trainer.graph.open import open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import open_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.service.cluster import Cluster, ClusterNode
 from trainer.store.manifest import AttrSpec
 

@@ -12,8 +12,8 @@ import trainer
 from gateway_kit import HALVES, serving_parts
 from train_kit import command_line, curve, finish, free_port, job, metrics, start_words, write_parts
 from trainer.core.errors import SettingsError
-from trainer.loader.environment import open_run
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.environment import open_run
+from trainer.graph.seed_order import RankLayout
 from trainer.train.infer import infer
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob, TrainSettings

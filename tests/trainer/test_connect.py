@@ -20,8 +20,8 @@ from oracle import assert_identical
 from service_kit import free_endpoint, new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.loader import open
-from trainer.loader.open import open_graph
+from trainer.graph import open
+from trainer.graph.open import open_graph
 from trainer.service.curve_keys import admit_guest, write_key_file
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from trainer.service.batch_scheduler import FORGET, MAX_CLIENTS, MAX_QUEUED, PATIENCE, BatchDesk, Job
-from trainer.service.messages import ClientName
+from trainer.service.wire.messages import ClientName
 
 NOW = 0.0  #: a ``next`` that does not wait
 

@@ -15,15 +15,14 @@ from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.remote_access import CacheSize
 from trainer.core.schema import NodeType
+from trainer.graph.cache_fill import device_rows
+from trainer.graph.device import DeviceRows, feed, tensors_of
+from trainer.graph.open import Graph, open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.cache_fill import device_rows
-from trainer.loader.device import DeviceRows, feed, tensors_of
-from trainer.loader.open import Graph, open_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.types import RowRequest
-from trainer.train.job import train
-from trainer.train.setup import batch_plan
+from trainer.train.job import batch_plan, train
 
 CPU = torch.device("cpu")
 

@@ -21,13 +21,13 @@ from trainer import DistNeighborLoader
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.loader.open import open_graph
+from trainer.graph.open import open_graph
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 from trainer.service import remote_graph as gateway_module
 from trainer.service.batch_scheduler import MAX_QUEUED
-from trainer.service.messages import ServerPlace
 from trainer.service.remote_graph import Gateway
+from trainer.service.wire.messages import ServerPlace
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 

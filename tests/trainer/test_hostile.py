@@ -35,7 +35,7 @@ from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys, write_key_file
-from trainer.service.messages import ClientName, ServerPlace
+from trainer.service.wire.messages import ClientName, ServerPlace
 from trainer.store.part_store import open_parts
 
 NODES = 2000

@@ -15,17 +15,16 @@ from train_kit import finish, free_port, infer_words, job, metrics, start_words,
 from trainer.cli import main
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import Ranks
+from trainer.graph.open import open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import open_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.partition.assign import assign_parts
 from trainer.partition.write import write_partition
 from trainer.store.manifest import read_manifest
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.infer import infer
-from trainer.train.job import train
+from trainer.train.job import train, trained_model
 from trainer.train.settings import InferJob
-from trainer.train.setup import trained_model
 
 MODELS = {"sage": False, "gcn": False, "gat": False, "rgcn": True, "hgt": True, "rsage": True}
 

@@ -9,7 +9,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_reference import link_loader
 from trainer import DistLinkNeighborLoader
 from trainer.core.errors import SettingsError
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.seed_order import RankLayout
 
 TO, REV = ("user", "buys", "item"), ("item", "rev_buys", "user")
 

@@ -18,15 +18,15 @@ from service_kit import place_of
 from trainer import DistNeighborLoader
 from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.schema import HOMO_NODE
+from trainer.graph.open import Graph
+from trainer.graph.prefetch import ordered_ahead
+from trainer.graph.seed_order import RankLayout, SeedOrder, split_step
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.open import Graph
-from trainer.loader.prefetch import ordered_ahead
-from trainer.loader.seed_order import RankLayout, SeedOrder, split_step
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
+from trainer.service.wire.messages import HelloInfo
 
 NUM_NODES, NUM_EDGES, NUM_SEEDS = 400, 6000, 103
 
@@ -283,7 +283,7 @@ def test_a_typed_batch_holds_rows_of_the_types_that_have_them_and_exact_blocks()
 
 
 def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path, monkeypatch):
-    from trainer.loader import open as opening
+    from trainer.graph import open as opening
 
     store, closed = graph_store(3, only=[0]), []
     client = HostClient(place_of("tcp://127.0.0.1:9", 1, "b", (1,)), deadline=1)

@@ -11,7 +11,7 @@ from torch_geometric.sampler.base import SubgraphType
 from load_kit import CITES, REV, WRITES, hetero_data, homo_data, parts_of
 from trainer import DistNeighborLoader
 from trainer.core.errors import SettingsError
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.seed_order import RankLayout
 
 MASK = torch.arange(60) % 3 == 0
 

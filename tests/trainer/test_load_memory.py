@@ -12,9 +12,9 @@ from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data
 from pyg_reference import node_loader
 from trainer import DistNeighborLoader
 from trainer.core.errors import DataError, SettingsError
+from trainer.graph.in_memory import as_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.in_memory import as_graph
-from trainer.loader.seed_order import RankLayout
 from trainer.sampler.types import RowRequest
 
 

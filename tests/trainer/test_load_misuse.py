@@ -14,7 +14,7 @@ from partitions import random_graph, store_of
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.loader.in_memory import as_graph
+from trainer.graph.in_memory import as_graph
 
 
 def first_nodes(**options):

@@ -12,7 +12,7 @@ from load_kit import CITES, WRITES, assert_same, assert_same_blocks, hetero_data
 from pyg_reference import node_loader
 from trainer import DistNeighborLoader
 from trainer.core.errors import SettingsError
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.seed_order import RankLayout
 from trainer.store.manifest import AttrSpec
 
 WHOLE = [-1, -1]

@@ -12,7 +12,7 @@ from load_kit import hetero_data, homo_data, opened, parts_of, plain_graph
 from partitions import typed_store
 from trainer import DistGraphSAINTNodeSampler, DistNeighborLoader, DistShaDowKHopSampler
 from trainer.core.errors import SettingsError
-from trainer.loader.in_memory import as_graph
+from trainer.graph.in_memory import as_graph
 
 ASKED = ("num_nodes", "num_edges", "num_features", "num_node_features")
 

@@ -16,8 +16,8 @@ from partitions import write_store
 from train_kit import REPOSITORY, environment, run_script
 from trainer import DistNeighborLoader
 from trainer.core.errors import PartitionError, SettingsError
-from trainer.loader.environment import open_any, open_run, this_process
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.environment import open_any, open_run, this_process
+from trainer.graph.seed_order import RankLayout
 
 #: As torch_geometric's documentation has it, but for the import and the data argument.
 SCRIPT = """

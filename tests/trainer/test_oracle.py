@@ -14,8 +14,8 @@ from oracle import assert_identical, hosts_of, loader_of
 from service_kit import new_keys
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
 from trainer.core.errors import SettingsError
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.seed_order import RankLayout
 
 HOW = {
     "uniform": {},

@@ -9,8 +9,8 @@ import torch
 
 from load_kit import CITES, hetero_data, homo_data, parts_of
 from oracle import facts, hosts_of, layout_of, loader_of, trees
+from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.seed_order import RankLayout
 
 HOW = {
     "uniform": {},

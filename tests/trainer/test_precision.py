@@ -21,8 +21,8 @@ from trainer.core.errors import CheckpointError
 from trainer.core.ranks import Ranks
 from trainer.nn import layers
 from trainer.nn.kernels import dropout, spmm
+from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import build_model
-from trainer.nn.precision import why_slow
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 

@@ -16,7 +16,7 @@ from test_oracle import HOW, arguments_of
 from trainer.core.errors import PartitionError
 from trainer.core.remote_access import Reach
 from trainer.core.schema import HOMO_EDGE
-from trainer.loader.open import Graph, open_graph
+from trainer.graph.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.request_split import edge_slice

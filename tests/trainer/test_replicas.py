@@ -21,8 +21,8 @@ from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
 from trainer.service.curve_keys import write_key_file
-from trainer.service.messages import ClientName, ServerPlace
 from trainer.service.server_peers import Peers
+from trainer.service.wire.messages import ClientName, ServerPlace
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 

@@ -25,8 +25,8 @@ from trainer.partition.write import write_partition
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import RowRequest
-from trainer.service import messages
-from trainer.service.frames import Flag, Kind, Message, Status, decode, encode
+from trainer.service.wire import messages
+from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
 from trainer.store.manifest import read_manifest
 from trainer.store.part_store import open_parts
 

@@ -28,9 +28,9 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
-from trainer.service import messages
 from trainer.service.client import HostClient
-from trainer.service.frames import Kind, Message, Status, decode, encode
+from trainer.service.wire import messages
+from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 

@@ -20,11 +20,11 @@ from trainer.core.batch_cost import Cost
 from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
-from trainer.service import batch_messages, hop_messages, messages
 from trainer.service import client as pieces
 from trainer.service.client import HostClient
-from trainer.service.frames import Flag, Kind, Message, Status, decode, encode
-from trainer.service.messages import ClientName, ServerPlace, SharedSlice
+from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
+from trainer.service.wire.messages import ClientName, ServerPlace, SharedSlice
 
 WORK = HOMO["attributes and labels"]
 

@@ -12,8 +12,8 @@ from requests_kit import NODES, PLAIN, WRITES, hops_of_every_kind
 from trainer.core.errors import WireError
 from trainer.core.schema import HOMO_EDGE
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, TimeBound
-from trainer.service import frames, hop_messages, messages
-from trainer.service.frames import Kind, Message, Status, decode, encode
+from trainer.service.wire import frames, hop_messages, messages
+from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 
 
 def sent(message: Message) -> Message:
@@ -89,7 +89,7 @@ def fits_no_request() -> dict[str, list[HopRequest]]:
 
 @pytest.mark.parametrize("name", fits_no_request())
 def test_requests_that_make_no_sense_are_refused(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("trainer.service.frames.narrow_ids", lambda ids: ids)
+    monkeypatch.setattr("trainer.service.wire.frames.narrow_ids", lambda ids: ids)
     message = hop_messages.sample_request(fits_no_request()[name])
     with pytest.raises(WireError):
         hop_messages.read_sample_request(message)

@@ -10,9 +10,9 @@ import pytest
 
 from requests_kit import PLAIN, hops_of_every_kind
 from trainer.core.errors import ServiceError, WireError
-from trainer.service import frames as wire
-from trainer.service import hop_messages, messages
-from trainer.service.frames import Kind, Message, Status, decode, encode
+from trainer.service.wire import frames as wire
+from trainer.service.wire import hop_messages, messages
+from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 
 ARRAYS = (
     np.arange(12, dtype=np.int64).reshape(3, 4),

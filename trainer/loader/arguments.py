@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import AnyType, EdgeType
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 from trainer.sampler.settings import check_settings
 from trainer.sampler.types import SampleSettings, TimeRule
 from trainer.store.manifest import Manifest

@@ -15,12 +15,12 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.graph.device import DeviceRows, as_tensor
+from trainer.graph.open import Graph
+from trainer.graph.prefetch import ordered_ahead
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.loader.arguments import time_level
-from trainer.loader.device import DeviceRows, as_tensor
-from trainer.loader.open import Graph
-from trainer.loader.prefetch import ordered_ahead
 from trainer.loader.pyg_batch import as_label, hetero_blocks, homo_blocks
-from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import Sampled, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet, TimeRule

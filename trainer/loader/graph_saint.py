@@ -27,13 +27,13 @@ from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.rng import GOLDEN, batch_key, hashed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
+from trainer.graph.in_memory import as_graph
+from trainer.graph.open import Graph
+from trainer.graph.prefetch import ordered_ahead
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, Share
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
-from trainer.loader.in_memory import as_graph
-from trainer.loader.open import Graph
-from trainer.loader.prefetch import ordered_ahead
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.loader.seed_order import OTHER_STREAM, RankLayout, Share
 from trainer.loader.subgraph_loaders import Ends, check_homogeneous, induced_settings
 from trainer.sampler.types import HopRequest, RowRequest, SeedSet
 

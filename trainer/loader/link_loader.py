@@ -18,6 +18,8 @@ from torch import Tensor
 from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
+from trainer.graph.in_memory import as_graph
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, Share
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
@@ -27,12 +29,10 @@ from trainer.loader.arguments import (
     subgraph_kind,
     wanted_attrs,
 )
-from trainer.loader.in_memory import as_graph
 from trainer.loader.link_seeds import canonical, labels_with_negatives, link_inputs, negative_rule, node_draws
 from trainer.loader.negatives import NegativeRule, draw_negatives
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.loader.seed_order import OTHER_STREAM, RankLayout, Share
 from trainer.sampler.subgraph_sampler import Sampled
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore

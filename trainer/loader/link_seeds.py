@@ -14,9 +14,9 @@ from torch_geometric.sampler import NegativeSampling
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
+from trainer.graph.open import Graph
 from trainer.loader.negatives import DST, SRC, NegativeRule, NodeDraw
 from trainer.loader.node_seeds import as_array, checked_ids
-from trainer.loader.open import Graph
 from trainer.sampler.types import RowRequest, SampleSettings
 
 

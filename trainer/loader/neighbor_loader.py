@@ -12,6 +12,8 @@ import torch
 from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import NodeType
+from trainer.graph.in_memory import as_graph
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
@@ -21,11 +23,9 @@ from trainer.loader.arguments import (
     subgraph_kind,
     wanted_attrs,
 )
-from trainer.loader.in_memory import as_graph
 from trainer.loader.node_seeds import node_inputs, split_name
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share
 from trainer.sampler.types import RowRequest, SeedSet
 
 

@@ -14,7 +14,7 @@ import torch
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, NodeType
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from trainer.core.arrays import Array
 from trainer.core.batch import Block
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
-from trainer.loader.device import as_tensor
+from trainer.graph.device import as_tensor
+from trainer.graph.open import Graph
 from trainer.loader.node_seeds import checked_ids
-from trainer.loader.open import Graph
 from trainer.sampler.multi_hop import cut_block
 from trainer.sampler.subgraph_sampler import Rows, Sampled
 from trainer.sampler.types import EdgeSet, NodeSet, RowRequest, SampledSubgraph

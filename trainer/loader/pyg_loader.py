@@ -25,12 +25,12 @@ from trainer.core.arrays import Ids
 from trainer.core.batch_cost import Cost, CostSum
 from trainer.core.errors import SettingsError
 from trainer.core.rng import batch_key
+from trainer.graph.open import Graph
+from trainer.graph.prefetch import Sampler, ordered_ahead
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.node_seeds import as_array
-from trainer.loader.open import Graph
-from trainer.loader.prefetch import Sampler, ordered_ahead
 from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, hetero_blocks, homo_blocks, join_of, sampler_output
-from trainer.loader.seed_order import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
 from trainer.sampler.subgraph_sampler import Sampled
 from trainer.sampler.types import SampleSettings, SeedSet
 

@@ -25,14 +25,14 @@ from trainer.core.compiled import njit
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.graph.in_memory import as_graph
+from trainer.graph.open import Graph
+from trainer.graph.prefetch import Sampler
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share, split_step
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, sample_settings, wanted_attrs, whole_number
-from trainer.loader.in_memory import as_graph
 from trainer.loader.node_seeds import node_inputs, split_name
-from trainer.loader.open import Graph
-from trainer.loader.prefetch import Sampler
 from trainer.loader.pyg_batch import Attrs, Output
 from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share, split_step
 from trainer.sampler.subgraph_sampler import Sampled
 from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, SampledSubgraph, SampleSettings, SeedSet
 

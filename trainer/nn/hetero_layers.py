@@ -24,9 +24,9 @@ from trainer.core.batch import Block
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.nn.graph_facts import LayerNeed
+from trainer.nn.kernels.precision import for_sums
 from trainer.nn.kernels.spmm import aggregate, attend, edge_dots, edge_targets
 from trainer.nn.layers import SAGEConv, linear_first
-from trainer.nn.precision import for_sums
 
 Blocks = Mapping[EdgeType, Block]
 

@@ -16,7 +16,7 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_layers import Rows
 from trainer.nn.kernels.dropout import hash_dropout, node_salt
-from trainer.nn.precision import in_own_precision, product_dtype
+from trainer.nn.kernels.precision import in_own_precision, product_dtype
 from trainer.nn.sharded_embedding import Embeddings
 
 

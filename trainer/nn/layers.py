@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from trainer.core.batch import Block
 from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.precision import product_dtype, sum_dtype
 from trainer.nn.kernels.sage import sage_rows
 from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
-from trainer.nn.precision import product_dtype, sum_dtype
 
 
 def glorot(weight: Tensor) -> None:

@@ -14,8 +14,8 @@ from trainer.nn.graph_facts import GraphFacts
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
 from trainer.nn.hetero_models import HeteroModel, HeteroShape, widths
 from trainer.nn.kernels.activation import Activation
+from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
-from trainer.nn.precision import PRECISIONS, in_own_precision
 from trainer.nn.sharded_embedding import Embeddings
 
 

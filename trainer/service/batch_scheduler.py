@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.service.messages import ClientName
+from trainer.service.wire.messages import ClientName
 
 _RECENT_REPLIES = 8  #: replies of which the largest stands for the next one
 

@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from trainer.core.errors import WireError
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.frames import MAX_FRAME, Kind, Message, decode, encode
+from trainer.service.wire.frames import MAX_FRAME, Kind, Message, decode, encode
 
 SLICE = 0.1  #: seconds; the longest a waiting thread stays away from close() and from news of the connection
 

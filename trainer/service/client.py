@@ -20,12 +20,12 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, Sampled
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.service import batch_messages, hop_messages, messages
 from trainer.service.channel import Call, Channel
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.frames import Flag, Kind, Message, Status
-from trainer.service.messages import ClientName, HelloInfo, ServerPlace, ServerStats, SharedSlice, flag_of
 from trainer.service.server import client_context
+from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire.frames import Flag, Kind, Message, Status
+from trainer.service.wire.messages import ClientName, HelloInfo, ServerPlace, ServerStats, SharedSlice, flag_of
 
 PIECE = 4 << 20  #: bytes of an answer, about
 

@@ -16,7 +16,7 @@ from trainer.core.remote_access import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 
 ROLES = ("worker", "server", "client")
 

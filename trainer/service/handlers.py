@@ -19,9 +19,9 @@ from trainer.sampler.request_split import edge_slice
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphSampler
 from trainer.sampler.types import EdgeList, GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
-from trainer.service import batch_messages, hop_messages, messages
-from trainer.service.frames import Flag, Kind, Message
-from trainer.service.messages import FormOf, HelloInfo, ServerPlace, ServerStats, SharedSlice, form_of
+from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire.frames import Flag, Kind, Message
+from trainer.service.wire.messages import FormOf, HelloInfo, ServerPlace, ServerStats, SharedSlice, form_of
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
 

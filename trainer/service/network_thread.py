@@ -11,11 +11,11 @@ from typing import Any
 import zmq
 
 from trainer.core.errors import ServiceError, WireError
-from trainer.service import messages
 from trainer.service.batch_scheduler import BatchDesk, WaitingTurns
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of
 from trainer.service.stats import Counters
+from trainer.service.wire import messages
+from trainer.service.wire.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of
 
 REPLIES = "inproc://replies"
 

@@ -26,12 +26,12 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, Sampled
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
-from trainer.service.batch_messages import MAX_SEEDS
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
+from trainer.service.wire.batch_messages import MAX_SEEDS
+from trainer.service.wire.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 
 

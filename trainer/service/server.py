@@ -17,14 +17,14 @@ import zmq
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.sampler.subgraph_sampler import BatchWork
-from trainer.service import batch_messages
 from trainer.service.batch_scheduler import BatchDesk, DeskStatus, Job, WaitingTurns
 from trainer.service.curve_keys import CurveKeys, start_authenticator
-from trainer.service.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.messages import HelloInfo, ServerStats
 from trainer.service.network_thread import REPLIES, Mover, bound_front
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
+from trainer.service.wire import batch_messages
+from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
+from trainer.service.wire.messages import HelloInfo, ServerStats
 
 MAX_REQUEST = 64 << 20  #: bytes
 

@@ -17,7 +17,7 @@ from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, greeting_problem, read_cluster
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.messages import ServerPlace
+from trainer.service.wire.messages import ServerPlace
 
 _DEADLINE = 120.0  #: seconds of silence of a peer that is there
 

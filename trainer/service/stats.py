@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.service.batch_scheduler import DeskStatus
-from trainer.service.frames import Kind
-from trainer.service.messages import HelloInfo, ServerStats
+from trainer.service.wire.frames import Kind
+from trainer.service.wire.messages import HelloInfo, ServerStats
 
 STATS_EVERY = 2.0  #: seconds
 

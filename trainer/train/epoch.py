@@ -16,7 +16,7 @@ from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import TrainingError
 from trainer.core.ranks import RankGroup
-from trainer.loader.device import feed
+from trainer.graph.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
 from trainer.train.step_timing import Lap, Pace, Phase, by_host, traffic

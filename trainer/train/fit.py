@@ -13,8 +13,8 @@ from torch import nn
 
 from trainer.core.ranks import RankGroup
 from trainer.core.slabs import give_back_freed_memory
-from trainer.loader.cache_fill import FilledCache
-from trainer.loader.cache_policy import Prediction
+from trainer.graph.cache_fill import FilledCache
+from trainer.graph.cache_policy import Prediction
 from trainer.nn.sharded_embedding import (
     ShardedEmbedding,
     embedding_state,

@@ -19,14 +19,12 @@ from trainer.core.arrays import Array
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import NodeType
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 from trainer.nn.graph_facts import facts_of
 from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
-from trainer.train.layerwise_inference import LayerRows, Range, WholeGraph, stack_of
-from trainer.train.settings import InferJob
-from trainer.train.setup import (
+from trainer.train.job import (
     check_same_partition,
     layout_of,
     one_host_layout,
@@ -34,6 +32,8 @@ from trainer.train.setup import (
     read_on_first,
     trained_model,
 )
+from trainer.train.layerwise_inference import LayerRows, Range, WholeGraph, stack_of
+from trainer.train.settings import InferJob
 
 
 @dataclass(frozen=True)

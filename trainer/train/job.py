@@ -4,31 +4,166 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
+import torch
+from torch import nn
+
+from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, pick_device
+from trainer.core.remote_access import CacheSize, Reach
 from trainer.core.schema import NodeType
 from trainer.core.slabs import keep_freed_memory
-from trainer.loader.block_loader import BatchLoader, LoaderSettings
-from trainer.loader.environment import await_own_server
-from trainer.loader.open import Graph
-from trainer.nn.precision import why_slow
-from trainer.train.checkpoint import check_fits, graph_record
+from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache
+from trainer.graph.cache_policy import BatchPlan
+from trainer.graph.environment import await_own_server, is_client
+from trainer.graph.open import Graph, open_client, open_graph
+from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import BatchLoader, LoaderSettings, columns_of
+from trainer.nn.graph_facts import facts_of, layer_needs
+from trainer.nn.kernels.precision import why_slow
+from trainer.nn.models import build_model
+from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
+from trainer.service.cluster import read_cluster
+from trainer.store.manifest import Manifest
+from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
 from trainer.train.regroup import GoOn, with_team
-from trainer.train.settings import TrainJob, TrainSettings
-from trainer.train.setup import (
-    check_same_partition,
-    fill_device_cache,
-    fill_host_cache,
-    layout_of,
-    make_model,
-    open_places,
-    read_on_first,
-)
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.task import node_classification, pick_target
+
+
+def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
+    """The job's parts opened here, the hosts of the others connected; on a client node the graph that servers hold.
+
+    Raises as ``open_graph`` and ``open_client`` do, and ``SettingsError`` without a partition folder elsewhere.
+    """
+    if job.parts is None:
+        if job.cluster is None or not is_client(job.cluster, ranks.node_rank):
+            raise SettingsError(
+                f"no partition folder: give --parts (GNNFLEET_PARTS); only a client node of a run, and node"
+                f" {ranks.node_rank} is none, can do without"
+            )
+        return open_client(
+            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout, reach=job.reach,
+        )  # fmt: skip
+    return open_graph(
+        job.parts, job.part_ids, cluster_file=job.cluster, node_rank=ranks.node_rank, key_file=job.key_file,
+        deadline=job.timeout, reach=job.reach,
+    )  # fmt: skip
+
+
+def check_same_partition(graph: Graph, group: RankGroup) -> None:
+    """Refuse, naming the hosts, when a rank holds another manifest than rank 0, or asks servers that do."""
+    digests = group.gather((str(group.ranks), group.agree(lambda: graph.digest)))
+    others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
+    if others:
+        group.settle()
+        raise PartitionError(
+            f"manifest.json in {graph.store.folder} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
+            f"{', '.join(others)}. Bring all nodes the same partition"
+        )
+
+
+def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
+    """Which ranks sit beside which part: those that read it from their own disk, and clients whose home server does."""
+    owned = group.gather(graph.near_parts)
+    parts = range(graph.manifest.num_parts)
+    return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
+
+
+def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
+    """As ``layout_of``, but each part beside the ranks of a single node, since those share a disk.
+
+    Of the nodes that have a part at hand, or of all where none has, it falls to the one with the fewest so far.
+    """
+    told = group.gather((group.ranks.node_rank, graph.near_parts))
+    nodes = sorted({node for node, _ in told})
+    given = dict.fromkeys(nodes, 0)
+    chosen = []
+    for part in range(graph.manifest.num_parts):
+        near = sorted({node for node, parts in told if part in parts}) or nodes
+        chosen.append(min(near, key=lambda node: given[node]))
+        given[chosen[-1]] += 1
+    return RankLayout(group.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
+
+
+def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
+    """The loader's batches."""
+    attrs = columns_of(graph, loader.settings)
+    columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
+    return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
+
+
+def fill_host_cache(
+    graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, group: RankGroup
+) -> FilledCache | None:
+    """Cache rows of other hosts for the loader's batches. Collective; see ``fill_cache``."""
+    node = f"{group.ranks.node_rank} {group.ranks.host}"
+    plan = batch_plan(graph, loader)
+    return fill_cache(graph.access, graph.store, plan, node, reach.cache, run_dir / "cache", group)
+
+
+def fill_device_cache(
+    graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, group: RankGroup
+) -> None:
+    """Keep the rows on this rank's device that its train batches request most. Raises as ``device_rows`` does."""
+    size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
+    if size == CacheSize():
+        return
+    rows = device_rows(graph, batch_plan(graph, loader), size, group.device)
+    for one in loaders.values():
+        one.keep(rows)
+
+
+def make_model(
+    settings: TrainSettings, manifest: Manifest, target: NodeType, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """The model as it begins, and rows, as wide as its layers, of the node types that reach it without features."""
+    facts = facts_of(manifest, target)
+    reached = layer_needs(facts.node_types, facts.edge_types, target, len(settings.fanouts))[0].sources
+    bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
+    embedding = ShardedEmbedding(bare, settings.hidden, settings.seed, device) if bare and facts.hetero else None
+    return build_model(settings, facts, embedding), embedding
+
+
+def trained_model(
+    saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
+) -> tuple[nn.Module, ShardedEmbedding | None]:
+    """A checkpoint's best model, or its last where none was scored, in evaluation; and the rows it looks up.
+
+    Under torch.distributed all ranks call this; ``saved`` holds embedding tables on rank 0.
+    """
+    settings, best = TrainSettings(**saved.settings), saved.best
+    model, embedding = make_model(settings, manifest, saved.graph["target"], device)
+    model.load_state_dict(dict(best.model if best else saved.model))
+    if embedding is not None:
+        last = saved.embedding and saved.embedding["tables"]
+        embedding.weight.data.copy_(scatter_tables(embedding, best.embedding if best else last))
+    return model.to(device or "cpu").eval(), embedding
+
+
+def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
+    """The checkpoint that rank 0 reads and checks, on every rank; embedding tables stay on rank 0.
+
+    Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` that says so.
+    """
+
+    def read() -> Checkpoint | None:
+        if group.rank != 0:
+            return None
+        checkpoint = load_checkpoint(path)
+        check(checkpoint)
+        return checkpoint
+
+    own = group.agree(read)
+    checkpoint = group.from_first(own and own.without_tables())
+    assert checkpoint is not None
+    return own or checkpoint
+
 
 SPLITS = ("train", "val", "test")
 

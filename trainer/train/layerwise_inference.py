@@ -22,9 +22,9 @@ from trainer.core.errors import SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.row_exchange import exchange_rows
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.loader.device import as_tensor
-from trainer.loader.open import Graph
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.device import as_tensor
+from trainer.graph.open import Graph
+from trainer.graph.seed_order import RankLayout
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.hetero_models import HeteroModel
 from trainer.nn.models import BlockModel

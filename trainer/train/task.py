@@ -14,7 +14,7 @@ from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import HOMO_NODE, NodeType
-from trainer.loader.open import Graph
+from trainer.graph.open import Graph
 from trainer.sampler.types import RowRequest
 from trainer.store.manifest import Manifest, NodeSpec
 

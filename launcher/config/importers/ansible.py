@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launcher.config.importers.base import Flags, Foreign, Source, number, section, text
-from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 
 ALL = "all"
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.importers.pyg_command import Remote
-from launcher.config.yaml_tree import Origin, Scalar, Section, Tree
-from launcher.config.yaml_tree import YamlSequence as TreeList
 from launcher.errors import ConfigError, Problem, UsageError
+from launcher.yaml_tree import Origin, Scalar, Section, Tree
+from launcher.yaml_tree import YamlSequence as TreeList
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from launcher.config.importers.ansible import inventory, read_ini, read_yaml
 from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
 from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
-from launcher.config.yaml_tree import Section
 from launcher.errors import ConfigError, Problem, UsageError
+from launcher.yaml_tree import Section
 
 _KEY = re.compile(r"^([A-Za-z_]\w*)\s*:(?:\s|$)", re.MULTILINE)
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import yaml
 
 from launcher.config.importers.base import Foreign
-from launcher.config.loader import Dumper
-from launcher.config.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence
 from launcher.text import OWN_VENV
+from launcher.yaml_tree import Dumper, Origin, Scalar, Section, Tree, YamlSequence
 
 _HERE = {"key", "source", "folder", "resume"}  #: keys whose values are paths of this machine
 

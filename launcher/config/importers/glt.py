@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, text
-from launcher.config.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 
 #: Its lists that ours are made of, besides `nodes`.
 LISTS = ("ports", "usernames", "python_bins", "dst_paths", "visible_devices", "node_ranks")

@@ -7,8 +7,8 @@ import re
 
 from launcher.config.importers.base import Flags, Foreign, Source, listed, number, said, section, split_hosts, text
 from launcher.config.importers.pyg_command import Remote
-from launcher.config.yaml_tree import Origin, Section, Tree
 from launcher.errors import ConfigError, Problem
+from launcher.yaml_tree import Origin, Section, Tree
 
 HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*"
 

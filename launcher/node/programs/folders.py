@@ -1,6 +1,7 @@
-"""Folders and file systems of a node, tried out rather than believed.
+"""Node program: folders and file systems of a node; is a folder the same one as on other nodes?
 
-Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
+Writes small files to test what a folder allows, and removes them. Python 3.8, standard library only, and little of
+that: node/programs/probe.py uses it too.
 
 ``{"op": "write", "folder", "name"}`` makes an empty file there; replies {"written", "identity"}. ``{"op": "look", …}``
 replies {"seen", "identity"}. ``{"op": "remove", …}`` takes the file away, as does the end of this process.

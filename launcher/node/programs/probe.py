@@ -14,7 +14,6 @@ import _socket as socket
 import os
 import sys
 import time
-from typing import Any, Iterable
 
 from launcher.node.programs import folders, machine, packages
 from launcher.node.programs.folders import Suspect, lives
@@ -22,7 +21,7 @@ from launcher.node.programs.network import addresses
 
 TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to start
 if TYPE_CHECKING:
-    from typing import Sequence
+    from typing import Any, Iterable, Sequence
 
 LISTEN = "0A"  # state in /proc/net/tcp
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from trainer.core.compiled import njit
 from trainer.core.rng import batch_key, mix
 from trainer.core.schema import HOMO_NODE, NodeType
+from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
-from trainer.nn.precision import sum_dtype
 
 # A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
 # "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.

@@ -21,7 +21,7 @@ from trainer.core import rounding
 from trainer.core.arrays import Ids
 from trainer.core.remote_access import CacheSize, WireRows
 from trainer.core.schema import AnyType, NodeType
-from trainer.loader.seed_order import SeedOrder
+from trainer.graph.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.feature_gather import Answer, HeldRows, Piece
 from trainer.sampler.settings import blank_rows, row_spec

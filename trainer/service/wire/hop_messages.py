@@ -15,7 +15,7 @@ import numpy as np
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import WireError
 from trainer.sampler.types import HopRequest, HopSample, TimeBound
-from trainer.service.frames import MAX_ARRAYS, NONE, Kind, Message, TableReader, TableWriter, check_ids, narrow_ids
+from trainer.service.wire.frames import MAX_ARRAYS, NONE, Kind, Message, TableReader, TableWriter, check_ids, narrow_ids
 
 _RECORD = struct.Struct("<9iIqqQ")
 

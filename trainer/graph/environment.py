@@ -13,8 +13,8 @@ from typing import Any
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.remote_access import Reach
-from trainer.loader.open import Graph, open_client, open_graph
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.open import Graph, open_client, open_graph
+from trainer.graph.seed_order import RankLayout
 from trainer.service.cluster import read_cluster
 
 _GLANCE = 0.02  #: seconds between looks for a graph server's ready file

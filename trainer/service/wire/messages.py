@@ -23,7 +23,7 @@ from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.request_split import EDGES_AT_ONCE
 from trainer.sampler.types import EdgeList, RowRequest
-from trainer.service.frames import (
+from trainer.service.wire.frames import (
     MAX_ARRAY,
     MAX_ARRAYS,
     NONE,

@@ -16,6 +16,17 @@ from launcher.errors import Problem
 from launcher.hostlist import RangeError, expand, is_range
 
 
+class Dumper(yaml.SafeDumper):
+    """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
+
+
+FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a value was written."""
@@ -203,3 +214,6 @@ def _names(host: Scalar) -> list[str]:
         return expand(host.text) if is_range(host.text) else []
     except RangeError:
         return []
+
+
+Dumper.add_representer(str, _represent_text)

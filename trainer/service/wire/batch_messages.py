@@ -19,8 +19,8 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, Rows, Sampled
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.sampler.types import Rows as Places
-from trainer.service.frames import NONE, Kind, Message, TableReader, TableWriter
-from trainer.service.messages import ClientName, FormOf, restored, rounded
+from trainer.service.wire.frames import NONE, Kind, Message, TableReader, TableWriter
+from trainer.service.wire.messages import ClientName, FormOf, restored, rounded
 
 MAX_SEEDS = 1 << 20  #: of one batch, over all types
 

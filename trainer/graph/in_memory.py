@@ -17,8 +17,8 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeTyp
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import first_outside
 from trainer.data.memory import dataset_of, shared_array
-from trainer.loader.environment import this_process
-from trainer.loader.open import Graph
+from trainer.graph.environment import this_process
+from trainer.graph.open import Graph
 from trainer.partition.cut import EdgeCut, Relabelling, relabel
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph

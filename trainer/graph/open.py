@@ -14,8 +14,8 @@ from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.remote_access import Reach
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
-from trainer.loader.prefetch import RemoteSampler, Sampler
-from trainer.loader.seed_order import RankLayout
+from trainer.graph.prefetch import RemoteSampler, Sampler
+from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.subgraph_sampler import SubgraphSampler
@@ -24,14 +24,14 @@ from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster
 from trainer.service.curve_keys import CurveKeys, read_key_file
-from trainer.service.messages import HelloInfo, ServerPlace
 from trainer.service.remote_graph import Gateway, client_name
+from trainer.service.wire.messages import HelloInfo, ServerPlace
 from trainer.store.manifest import Manifest, manifest_digest
 from trainer.store.part_store import PartStore, open_parts
 from trainer.store.remote_store import RemoteStore
 
 if TYPE_CHECKING:
-    from trainer.loader.cache_policy import Prediction
+    from trainer.graph.cache_policy import Prediction
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def open_graph(
 
 
 def _cache_rows(graph: Graph, *what: Any) -> Prediction | None:
-    from trainer.loader.cache_fill import cache_rows  # needs torch
+    from trainer.graph.cache_fill import cache_rows  # needs torch
 
     return cache_rows(graph, *what)
 

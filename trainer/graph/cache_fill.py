@@ -20,7 +20,7 @@ from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.remote_access import CacheSize
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.loader.cache_policy import (
+from trainer.graph.cache_policy import (
     BatchPlan,
     CachedColumns,
     Prediction,
@@ -33,8 +33,8 @@ from trainer.loader.cache_policy import (
     presample,
     remote_ids,
 )
-from trainer.loader.device import DeviceRows, as_tensor
-from trainer.loader.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
+from trainer.graph.device import DeviceRows, as_tensor
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.settings import check_settings, row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler

@@ -97,6 +97,7 @@ class Login(AuthStrategy):
     def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
         """Make offers until the host wants no more; the last of them."""
         tried: list[str] = []
+        unwanted: list[Offer] = []  # for now: the method may be the second that the host wants
         allowed: Collection[str] | None = None  # the host has not said
         while offer := next((each for each in offers if allowed is None or each.method in allowed), None):
             is_key = offer.method == "publickey"
@@ -107,6 +108,9 @@ class Login(AuthStrategy):
                     return offer
             except paramiko.BadAuthenticationType as error:
                 allowed = error.allowed_types
+                if offer in unwanted:
+                    offers.remove(offer)
+                unwanted.append(offer)
                 continue
             except paramiko.AuthenticationException:
                 if not transport.is_active():

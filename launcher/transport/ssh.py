@@ -155,7 +155,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     host, timeout = route[-1], max(timeout, route[-1].connect_timeout)
     check = HostKeyCheck(host, host_keys)
     if check.needs_certificate:
-        raise NeedsOpenSsh(f"@cert-authority for {check.name}", host)
+        raise NeedsOpenSsh("@cert-authority", host)
     options = {
         "auth_strategy": Login(host, credentials),
         "auth_timeout": timeout,
@@ -205,7 +205,10 @@ def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
     """A TCP connection, or the pipes of a ProxyCommand; paramiko's knows no shell, and dies of Ctrl-C."""
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
-        with socket.create_connection((host.host, host.port), timeout, source) as sock:
+        name = host.host
+        if host.family:
+            name = str(socket.getaddrinfo(name, host.port, host.family, socket.SOCK_STREAM)[0][4][0])
+        with socket.create_connection((name, host.port), timeout, source) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each command waits 40 ms for an ACK
             yield sock
         return

@@ -45,12 +45,12 @@ _DEFAULTS: Options = {
     "globalknownhostsfile": ["/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"],
 }
 _ONLY_OPENSSH = {
-    "addressfamily": "AddressFamily",
     "bindinterface": "BindInterface",
     "knownhostscommand": "KnownHostsCommand",
     "proxyusefdpass": "ProxyUseFdpass",
     "revokedhostkeys": "RevokedHostKeys",
 }
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 #: ProxyJump by its older name
 _JUMP = re.compile(
     r"(?:\S*/)?ssh (?:-[aqTx]+ )*(?:-W \[?%h]?:%p (?:-[aqTx]+ )*([^\s%-][^\s%]*)|([^\s%-][^\s%]*) -W \[?%h]?:%p)"
@@ -75,6 +75,7 @@ class SshHost:
     key_alias: str  #: name in known_hosts; "" without HostKeyAlias
     known_hosts: tuple[Path, ...]  #: new keys are written to the first
     checking: str  #: StrictHostKeyChecking: ask, yes, accept-new or no
+    family: int  #: address family, 0 for any
     bind_address: str
     connect_timeout: float  #: seconds; 0 where ssh_config has none
     only_openssh: str  #: the keyword that paramiko cannot follow, or ""
@@ -274,9 +275,10 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
         key_alias=value("hostkeyalias"),
         known_hosts=tuple(map(Path, paths("userknownhostsfile", "globalknownhostsfile", split=True))),
         checking={"off": "no", "false": "no", "true": "yes"}.get(found := value("stricthostkeychecking", "ask"), found),
+        family=_FAMILIES.get(value("addressfamily"), 0),
         bind_address=value("bindaddress"),
         connect_timeout=float(seconds) if (seconds := value("connecttimeout")).isdigit() else 0.0,
-        only_openssh=next((shown for key, shown in _ONLY_OPENSSH.items() if value(key) not in ("", "no", "any")), ""),
+        only_openssh=next((shown for key, shown in _ONLY_OPENSSH.items() if value(key) not in ("", "no")), ""),
         has_control_path=bool(value("controlpath")),
     )
     filled = [resolved.proxy_command, *resolved.identity_files, *resolved.certificate_files, resolved.agent]

@@ -19,7 +19,7 @@ from table import Row, median_seconds
 from trainer.core import slabs
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.graph.open import Graph, open_graph
-from trainer.graph.seed_order import RankLayout, Share
+from trainer.graph.seed_order import RankLayout, SeedShare
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sampler.local_graph import LocalGraph
@@ -29,7 +29,7 @@ from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, S
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import PartStore
 
-Work = Callable[[Share], SampledSubgraph]
+Work = Callable[[SeedShare], SampledSubgraph]
 
 
 def run(small: bool) -> list[Row]:
@@ -41,7 +41,7 @@ def run(small: bool) -> list[Row]:
         ]  # fmt: skip
 
 
-def shares_of(graph: Graph, target: NodeType) -> list[Share]:
+def shares_of(graph: Graph, target: NodeType) -> list[SeedShare]:
     settings = LoaderSettings("train", FANOUTS, BATCH, target=target)
     return list(islice(BatchLoader(graph, settings, 0, RankLayout.single(1)).shares(0), 8))
 
@@ -51,7 +51,7 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
     graph, tables, split = LocalGraph(store), RelabelTables(store.manifest), store.seeds(target, "train")
     settings = SampleSettings(fanouts, **kind)
 
-    def sample(share: Share) -> SampledSubgraph:
+    def sample(share: SeedShare) -> SampledSubgraph:
         seeds, times = split[share.positions], np.full(len(share.positions), 500)
         chosen = SeedSet({target: seeds}, {target: share.places}, {target: times} if settings.time else {})
         return sample_multi_hop(graph, store.manifest, chosen, settings, share.key, tables)
@@ -59,13 +59,13 @@ def sampler(store: PartStore, target: NodeType, fanouts: dict[EdgeType, tuple[in
     return sample
 
 
-def speed(work: Work, shares: list[Share]) -> float:
+def speed(work: Work, shares: list[SeedShare]) -> float:
     """Million edges per second."""
     edges = sum(len(found.src) for share in shares for found in work(share).edges.values())
     return edges / 1e6 / median_seconds(lambda: [work(share) for share in shares])
 
 
-def sampling(graph: Graph, shares: list[Share]) -> list[Row]:
+def sampling(graph: Graph, shares: list[SeedShare]) -> list[Row]:
     """Edges per second of multi-hop sampling, against numpy doing the same hops with whole-array operations."""
     fanouts = {HOMO_EDGE: FANOUTS}
     works = [sampler(graph.store, HOMO_NODE, fanouts) for _ in range(2)]
@@ -86,7 +86,7 @@ def sampling(graph: Graph, shares: list[Share]) -> list[Row]:
     ]
 
 
-def positions(graph: Graph, shares: list[Share], small: bool) -> list[Row]:
+def positions(graph: Graph, shares: list[SeedShare], small: bool) -> list[Row]:
     """Where batches have their nodes, by hashing and by an entry for every node, as graphs grow; CPU time."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     edges = [work(share) for share in shares[:4]]
@@ -123,7 +123,7 @@ def alternately(works: list[Callable[[], None]], repeats: int = 9) -> list[float
     return [median(seconds[1:]) for seconds in taken]
 
 
-def steered(graph: Graph, shares: list[Share]) -> list[Row]:
+def steered(graph: Graph, shares: list[SeedShare]) -> list[Row]:
     """Conditional draws look at every edge of a row; beside the plain draws of the same run."""
     store = with_columns(graph.store)
     kinds: dict[str, dict[str, Any]] = {
@@ -180,7 +180,7 @@ def numpy_sample(graph: Graph, seeds: np.ndarray) -> np.ndarray:
     return nodes
 
 
-def gathering(graph: Graph, shares: list[Share]) -> list[Row]:
+def gathering(graph: Graph, shares: list[SeedShare]) -> list[Row]:
     """GB/s of feature rows, against torch's index_select on the same memory."""
     work = sampler(graph.store, HOMO_NODE, {HOMO_EDGE: FANOUTS})
     nodes = [work(share).nodes[HOMO_NODE].ids for share in shares]

@@ -28,7 +28,7 @@ from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import GraphServer
-from trainer.service.wire.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 DIM = 100
 SPAWN = multiprocessing.get_context("spawn")
@@ -91,7 +91,7 @@ def our_server(num_nodes: int, keys: CurveKeys | None) -> Iterator[Callable[[np.
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(num_nodes, keys, there), daemon=True)
     process.start()
-    client = HostClient(ServerPlace("loopback", 1, "loopback", here.recv(), (0,)), 30.0, keys)
+    client = HostClient(ServerAddress("loopback", 1, "loopback", here.recv(), (0,)), 30.0, keys)
     try:
         yield lambda nodes: client.gather([RowRequest(HOMO_NODE, nodes, ("x",))])
     finally:

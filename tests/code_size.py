@@ -1,4 +1,4 @@
-"""`make size`: files, lines, short files and import circles of launcher/ and trainer/.
+"""`make size`: files, lines, short files and import circles of each package.
 
 python tests/code_size.py [CHECKOUT]     default: this one
 """
@@ -23,11 +23,11 @@ def size_report(repository: Path) -> str:
     short = []
     for module in modules.values():
         count = len(module.path.read_text().splitlines())
-        for package in dict.fromkeys((f"{module.name.split('.')[0]}, all", module.package, "both")):
+        for package in dict.fromkeys((f"{module.name.split('.')[0]}, all", module.package, "all")):
             lengths.setdefault(package, []).append(count)
         if count < SHORT and not (module.path.name == "__init__.py" and len(module.body) < 2):
             short.append(f"{module.path.relative_to(repository)} ({count})")
-    lines += [_row(package, lengths[package]) for package in sorted(lengths, key=lambda name: (name == "both", name))]
+    lines += [_row(package, lengths[package]) for package in sorted(lengths, key=lambda name: (name == "all", name))]
     for title, graph in (("packages", package_graph(modules)), ("files", module_graph(modules))):
         found = circles(graph)
         lines += [f"\nimport circles among {title}: {len(found)}", *(f"  {', '.join(group)}" for group in found)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-PACKAGES = ("launcher", "trainer")
+PACKAGES = ("launcher", "trainer", "gnnfleet")
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,12 @@ def read_modules(repository: Path, packages: Iterable[str] = PACKAGES) -> dict[s
     return found
 
 
-def imported(module: Module, known: Collection[str], at_import: bool = False) -> Iterator[str]:
+def imported(module: Module, known: Collection[str]) -> Iterator[str]:
     """Dotted names that ``module`` imports: a module among ``known`` where it is one, else as written.
 
-    Imports inside functions count as well, and those for type checkers, unless ``at_import``. Raises ``ValueError`` for
-    a relative import.
+    Imports inside functions count as well, and those for type checkers. Raises ``ValueError`` for a relative import.
     """
-    body = [node for node in module.body if not at_import or _runs_at_import(node)]
-    for node in (inner for outer in body for inner in ast.walk(outer)):
+    for node in (inner for outer in module.body for inner in ast.walk(outer)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -55,25 +53,23 @@ def imported(module: Module, known: Collection[str], at_import: bool = False) ->
             yield from (name if name in known else node.module for name in names)
 
 
-def _runs_at_import(node: ast.stmt) -> bool:
-    checking_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    return not checking_only and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-
-
 def module_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """Which modules each module imports when it is imported."""
+    """Which modules each module imports, inside functions and for type checkers included."""
     return {
-        name: {other for other in imported(module, modules, at_import=True) if other in modules and other != name}
+        name: {other for other in imported(module, modules) if other in modules and other != name}
         for name, module in modules.items()
     }
 
 
 def package_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
-    """From which other packages the files of each package import, imports inside functions included."""
-    graph: dict[str, set[str]] = {module.package: set() for module in modules.values()}
-    for module in modules.values():
-        others = {modules[name].package for name in imported(module, modules) if name in modules}
-        graph[module.package] |= others - {module.package}
+    """From which others the files of each package import, imports inside functions included.
+
+    A file beside the packages of launcher/ or trainer/ counts by itself.
+    """
+    unit = {name: module.package if "." in module.package else name for name, module in modules.items()}
+    graph: dict[str, set[str]] = {name: set() for name in unit.values()}
+    for name, module in modules.items():
+        graph[unit[name]] |= {unit[other] for other in imported(module, modules) if other in modules} - {unit[name]}
     return graph
 
 

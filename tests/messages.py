@@ -1,4 +1,4 @@
-"""Every message that launcher and trainer can show a user, read from the source."""
+"""Every message that our packages can show a user, read from the source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BASES = {"FleetError", "TrainerError", "RangeError", "_Wrong", "LeaseError"}
-OTHERS = {"UsageError", "BadParameter", "ClickException", "LookupError"}  # click's, and what becomes one of ours
+OTHERS = {
+    "UsageError",
+    "BadParameter",
+    "ClickException",
+    "LookupError",
+    "ImportError",
+}  # click's, and what becomes one of ours
 SHOWN = {"Problem", "report", "make_cause", "own_cause", "failed", "_finding", "_error"}  # of a config, of a run's end
 FINDINGS = {"finding": 1, "Finding": 2}  # calls that make one of preflight, with the place of its severity
 REMEDIES = {"remedy", "command", "host", "by_hand"}  # arguments that are no message
@@ -41,7 +47,7 @@ class Message:
 
 @cache
 def messages() -> list[Message]:
-    """Of both packages; the line is that of the words."""
+    """Of all packages; the line is that of the words."""
     modules = _modules()
     names = _errors(modules) | OTHERS | SHOWN
     found = {message for module in modules for message in module.messages(names)}
@@ -50,7 +56,7 @@ def messages() -> list[Message]:
 
 @cache
 def spoken_texts() -> tuple[str, ...]:
-    """Every text with a space in the source of both packages, docstrings and all, as ``fixed`` has it."""
+    """Every text with a space in the source of all packages, docstrings and all, as ``fixed`` has it."""
     trees = [each.tree() for each in _modules()]
     kinds = (ast.Constant, ast.JoinedStr)
     found = {text for tree in trees for each in ast.walk(tree) if isinstance(each, kinds) for text in _texts(each)}
@@ -64,9 +70,8 @@ def fixed(text: str) -> str:
 
 
 def _modules() -> list[_Module]:
-    return [
-        _Module(path) for package in ("launcher", "trainer") for path in sorted((REPOSITORY / package).rglob("*.py"))
-    ]
+    packages = ("gnnfleet", "launcher", "trainer")
+    return [_Module(path) for package in packages for path in sorted((REPOSITORY / package).rglob("*.py"))]
 
 
 def _errors(modules: list[_Module]) -> set[str]:

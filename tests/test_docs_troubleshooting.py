@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every message that launcher and trainer can show, and none that they cannot."""
+"""docs/troubleshooting.md has every message that our packages can show, and none that they cannot."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_entry_is_said() -> None:
     found = [fixed(message.text) for message in messages()]
     left = [entry for entry in ENTRIES if not any(has(text, entry) for text in found)]
     unsaid = [entry for entry in left if not any(has(text, entry) for text in spoken_texts())]
-    assert unsaid == [], "neither launcher nor trainer says that"
+    assert unsaid == [], "none of our packages says that"
 
 
 def test_every_row_has_cause_and_cure() -> None:

@@ -1,4 +1,4 @@
-"""Who imports whom: the directions drawn in docs/ARCHITECTURE.md, read from the source."""
+"""Who imports whom: the order drawn in docs/ARCHITECTURE.md, read from the source."""
 
 from __future__ import annotations
 
@@ -7,70 +7,63 @@ from pathlib import Path
 
 import pytest
 
-from import_graph import circles, imported, module_graph, read_modules
+from import_graph import circles, imported, module_graph, package_graph, read_modules
 
 MODULES = read_modules(Path(__file__).resolve().parents[1])
 IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.items()}
 
-#: What a module or package must not import (prefixes). Deferred imports count as well.
-FORBIDDEN = {
-    "launcher": ["trainer", "torch", "torch_geometric", "numba", "numpy", "pymetis", "ogb"],
-    "trainer": ["launcher", "paramiko", "fabric", "libtmux"],
-    "launcher.errors": ["launcher"],
-    "launcher.command": ["launcher"],
-    "launcher.config.schema": ["launcher.plan.build", "launcher.transport", "launcher.run.launch", "launcher.cli.main"],
-    "launcher.transport": [f"launcher.{name}" for name in ("plan", "session", "sync", "preflight", "run", "cli")],
-    "launcher.plan.build": [f"launcher.{name}" for name in ("transport", "session", "sync", "preflight", "run", "cli")],
-    "launcher.run.tmux_session": [
-        "launcher.sync.push",
-        "launcher.preflight.preflight",
-        "launcher.run.launch",
-        "launcher.cli.main",
-    ],
-    "launcher.sync.push": [
-        "launcher.run.tmux_session",
-        "launcher.preflight.preflight",
-        "launcher.run.launch",
-        "launcher.cli.main",
-    ],
-    "launcher.preflight.preflight": [
-        "launcher.run.tmux_session",
-        "launcher.sync.push",
-        "launcher.run.launch",
-        "launcher.cli.main",
-    ],
-    "launcher.live": [f"launcher.{name}" for name in ("transport", "session", "follow", "conduct", "run", "cli")],
-    "launcher.run.monitor": [f"launcher.{name}" for name in ("conduct", "run", "operate", "cli")],
-    "launcher.run.lifecycle": [f"launcher.{name}" for name in ("run", "operate", "cli")],
-    "launcher.run.launch": ["launcher.cli.main"],
-    "trainer.core.errors": ["trainer", "torch"],
-    "trainer.core.rng": ["trainer", "torch"],
-    "trainer.core.arrays": ["trainer", "torch"],
-    "trainer.partition": [f"trainer.{name}" for name in ("sample", "service", "load", "nn", "train", "cli")],
-    "trainer.store.partition_book": ["trainer.store"],
-    "trainer.store.manifest": ["trainer.store"],
-    "trainer.store": [f"trainer.{name}" for name in ("sample", "service", "load", "nn", "train", "cli")],
-    "trainer.sample": [f"trainer.{name}" for name in ("load", "nn", "train", "cli")],
-    "trainer.service": [f"trainer.{name}" for name in ("load", "nn", "train", "cli")],
-    "trainer.nn": [f"trainer.{name}" for name in ("store", "service", "load", "train", "cli")],
-    "trainer.load": ["trainer.nn", "trainer.train", "trainer.cli"],
-    "trainer.train": ["trainer.cli"],
+#: Packages from bottom to top: each imports only those before it, also inside functions.
+ORDER = {
+    "launcher": (
+        "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport", "nodecall",
+        "plan", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
+    ),
+    "trainer": ("core", "store", "data", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli"),
+    "gnnfleet": ("shadow", "nn", "tasks"),
+}  # fmt: skip
+#: What no module of a package imports.
+FOREIGN = {
+    "launcher": ["gnnfleet", "trainer", "torch", "torch_geometric", "numba", "numpy", "pymetis", "ogb"],
+    "trainer": ["gnnfleet", "launcher", "paramiko", "fabric", "libtmux"],
+    "trainer.core.errors": ["torch"],
+    "trainer.core.rng": ["torch"],
+    "trainer.core.arrays": ["torch"],
 }
+#: What users import or run; imported by nothing of the package.
+ENTRIES = {"launcher.tasks", "trainer.__main__"}
 
 
 def within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-@pytest.mark.parametrize("package", FORBIDDEN)
-def test_forbidden_directions(package: str) -> None:
-    assert any(within(module, package) for module in MODULES), f"{package} is gone; correct FORBIDDEN"
+def place(module: str) -> int:
+    """Of a module's package in ``ORDER``; the whole package's ``__init__`` and ``ENTRIES`` stand above all."""
+    top, _, rest = module.partition(".")
+    head = rest.split(".")[0]
+    assert not rest or head in ORDER[top] or module in ENTRIES, f"{module} has no place in ORDER"
+    return ORDER[top].index(head) if head in ORDER[top] else len(ORDER[top])
+
+
+def test_packages_import_only_what_is_below_them() -> None:
+    upward = [
+        f"{module} imports {name}"
+        for module in MODULES
+        for name in sorted(IMPORTS[module] & MODULES.keys())
+        if name.split(".")[0] == module.split(".")[0] and name not in ORDER and place(name) > place(module)
+    ]
+    assert upward == []
+
+
+@pytest.mark.parametrize("package", FOREIGN)
+def test_foreign_packages_stay_outside(package: str) -> None:
+    assert any(within(module, package) for module in MODULES), f"{package} is gone; correct FOREIGN"
     wrong = [
         f"{module} imports {name}"
         for module in MODULES
         if within(module, package)
         for name in IMPORTS[module]
-        if any(within(name, other) for other in FORBIDDEN[package])
+        if any(within(name, other) for other in FOREIGN[package])
     ]
     assert wrong == []
 
@@ -82,8 +75,8 @@ def test_node_programs_use_the_standard_library_only() -> None:
             assert name.split(".")[0] in allowed or within(name, "launcher.node"), f"{module} imports {name}"
 
 
-def test_no_import_circles_among_files() -> None:
-    """Over what runs when a module is imported."""
+def test_no_import_circles_among_packages_or_files() -> None:
+    assert circles(package_graph(MODULES)) == []
     assert circles(module_graph(MODULES)) == []
 
 

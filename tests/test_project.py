@@ -67,8 +67,8 @@ def test_constraints_pin_every_direct_dependency() -> None:
 
 
 def test_all_packages_are_packaged() -> None:
-    """Every folder with Python files below the two packages is found by setuptools."""
-    for package in ("launcher", "trainer"):
+    """Every folder with Python files below our packages is found by setuptools."""
+    for package in ("gnnfleet", "launcher", "trainer"):
         folders = {path.parent for path in (REPOSITORY / package).rglob("*.py")}
         assert [folder for folder in folders if not (folder / "__init__.py").exists()] == []
 

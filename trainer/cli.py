@@ -16,29 +16,29 @@ from typing import Any, NoReturn, cast, get_args
 import click
 
 from trainer.core.errors import SettingsError, TrainerError
-from trainer.core.remote_access import CacheSize, Reach, Topology, WireRows
+from trainer.core.remote_access import CacheSize, RemoteAccess, Topology, WireRows
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.
-_ELSEWHERE = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
+_LAZY_COMMANDS = {name: ("trainer.partition.cli", name) for name in ("partition", "inspect", "verify")}
 
-_ELSEWHERE["profile"] = ("trainer.train.profile", "profile")
+_LAZY_COMMANDS["profile"] = ("trainer.train.profile", "profile")
 
 
 def _dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-class _Commands(click.Group):
-    """A group that also holds the commands of ``_ELSEWHERE``."""
+class _LazyGroup(click.Group):
+    """A group that also holds the commands of ``_LAZY_COMMANDS``."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *_ELSEWHERE})
+        return sorted({*super().list_commands(ctx), *_LAZY_COMMANDS})
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _ELSEWHERE:
+        if name not in _LAZY_COMMANDS:
             return super().get_command(ctx, name)
-        module, attribute = _ELSEWHERE[name]
+        module, attribute = _LAZY_COMMANDS[name]
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
@@ -146,7 +146,7 @@ _GRAPH_OPTIONS = (
     ),
 )
 
-_REACH = tuple(field.name for field in fields(Reach))
+_REACH = tuple(field.name for field in fields(RemoteAccess))
 
 
 def _graph_options(function: F) -> F:
@@ -154,7 +154,7 @@ def _graph_options(function: F) -> F:
 
     @functools.wraps(function)
     def reaching(**options: Any) -> Any:
-        reach = Reach(**{name: options.pop(name) for name in _REACH})
+        reach = RemoteAccess(**{name: options.pop(name) for name in _REACH})
         return function(**options, reach=reach)
 
     for option in reversed(_GRAPH_OPTIONS):
@@ -162,7 +162,7 @@ def _graph_options(function: F) -> F:
     return cast(F, reaching)
 
 
-@click.group(cls=_Commands, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, context_settings={"token_normalize_func": _dashes, "help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Partition a graph, train on it, infer over it, serve its parts to other hosts."""
 
@@ -176,7 +176,7 @@ def cli() -> None:
 @settings_options
 def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
-    reach: Reach, **settings: Any,
+    reach: RemoteAccess, **settings: Any,
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, one rank of it."""
     job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, reach)

@@ -13,16 +13,17 @@ from launcher.command import Command, Secret, render
 from launcher.config.roles import ServingCluster
 from launcher.errors import node_label
 from launcher.files import CODE_ROOT, file_sha256
-from launcher.plan.commands import Job, NodeCommands
+from launcher.plan.commands import NodeCommands, RunContext
 from launcher.plan.model import PlannedFile, copied, generated, target_text
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.placement import Site, endpoint, node_login
 
 
 def code_files() -> list[Path]:
-    """The files a node needs, absolute and sorted: the supervisor's and all of ``trainer/``."""
+    """The files a node needs, absolute and sorted: the supervisor's, all of ``trainer/`` and of ``gnnfleet/``."""
     own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
-    return sorted([*own, *(path for path in (CODE_ROOT / "trainer").rglob("*") if _is_code(path))])
+    packages = (path for package in ("gnnfleet", "trainer") for path in (CODE_ROOT / package).rglob("*"))
+    return sorted([*own, *(path for path in packages if _is_code(path))])
 
 
 def code_digest() -> str:
@@ -52,28 +53,28 @@ class SharedFiles:
     common: str  #: what every node.json says alike: labels, roles and parts of all nodes, as members of a JSON object
 
 
-def shared_files(job: Job) -> SharedFiles:
+def shared_files(context: RunContext) -> SharedFiles:
     """Our own code with its digests, and the cluster description."""
     code = tuple(copied(relative(path), path) for path in code_files())
-    targets = (target_text(node_login(job.config, site.node)) for site in job.sites)
-    labels = tuple(node_label(site.node_rank, target) for site, target in zip(job.sites, targets, strict=True))
-    roles, parts = [site.node.role for site in job.sites], [site.parts for site in job.sites]
+    targets = (target_text(node_login(context.config, site.node)) for site in context.sites)
+    labels = tuple(node_label(site.node_rank, target) for site, target in zip(context.sites, targets, strict=True))
+    roles, parts = [site.node.role for site in context.sites], [site.parts for site in context.sites]
     common = json.dumps({"labels": labels, "roles": roles, "parts": parts})[1:]
-    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(job), indent=1)), common)
+    return SharedFiles(code, generated("cluster.json", json.dumps(_cluster(context), indent=1)), common)
 
 
 def node_files(
-    job: Job, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
+    context: RunContext, site: Site, commands: NodeCommands, shared: SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
     """Everything that has to be on the node before start; ``manifest`` None: no parts to send (yet)."""
     files = [_below(site.code_dir, file) for file in shared.code]
     if manifest and site.parts:
-        files += _part_files(site, manifest, job.topology.replicated)
-    if job.own and site.ranks:
-        files += [_below(f"{site.run_dir}/files", file) for file in job.own.files]
-    if job.resume and site.ranks:
-        files.append(_below(site.run_dir, job.resume))
-    return (*files, *_generated(job, site, commands, shared))
+        files += _part_files(site, manifest, context.topology.replicated)
+    if context.own and site.ranks:
+        files += [_below(f"{site.run_dir}/files", file) for file in context.own.files]
+    if context.resume and site.ranks:
+        files.append(_below(site.run_dir, context.resume))
+    return (*files, *_generated(context, site, commands, shared))
 
 
 def _below(folder: str, file: PlannedFile) -> PlannedFile:
@@ -89,21 +90,21 @@ def _part_files(site: Site, manifest: PartitionFiles, replicated: bool) -> list[
     ]
 
 
-def _generated(job: Job, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
+def _generated(context: RunContext, site: Site, commands: NodeCommands, shared: SharedFiles) -> list[PlannedFile]:
     start = f"#!/usr/bin/env bash\n{render(commands.start)}\n"
-    spec = Secret(f"{json.dumps(_node_spec(job, site, commands))[:-1]}, {shared.common}")
+    spec = Secret(f"{json.dumps(_node_spec(context, site, commands))[:-1]}, {shared.common}")
     files = [
         _below(site.run_dir, shared.cluster),
         generated(f"{site.run_dir}/start.sh", start, mode=0o700),  # it holds the user's env
         generated(f"{site.run_dir}/node.json", spec, mode=0o600, secret=True),
         PlannedFile(f"{site.run_dir}/run.json", 0, mode=0o600),  # made at launch: launcher.plan.serialize
     ]
-    if job.encrypted:
+    if context.encrypted:
         files.append(PlannedFile(f"{site.run_dir}/service.key", 0, mode=0o600, secret=True))
     return files
 
 
-def _cluster(job: Job) -> Mapping[str, Any]:
+def _cluster(context: RunContext) -> Mapping[str, Any]:
     nodes = [
         {
             "node_rank": site.node_rank,
@@ -113,23 +114,23 @@ def _cluster(job: Job) -> Mapping[str, Any]:
             "parts": site.parts,
             "ranks": site.ranks,
         }
-        for site in job.sites
+        for site in context.sites
     ]
-    head = {"run_id": job.run_id, "num_parts": job.num_parts, "version": job.version}
-    return {**head, "nodes": nodes, "serving": _serving(job.serving) if job.serving else None}
+    head = {"run_id": context.run_id, "num_parts": context.num_parts, "version": context.version}
+    return {**head, "nodes": nodes, "serving": _serving(context.serving) if context.serving else None}
 
 
 def _serving(cluster: ServingCluster) -> Mapping[str, Any]:
     return {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]}
 
 
-def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
-    run = job.config.run
+def _node_spec(context: RunContext, site: Site, commands: NodeCommands) -> Mapping[str, Any]:
+    run = context.config.run
     return {
-        "run_id": job.run_id,
-        "token": job.token.reveal(),
+        "run_id": context.run_id,
+        "token": context.token.reveal(),
         "node_rank": site.node_rank,
-        "num_nodes": len(job.sites),
+        "num_nodes": len(context.sites),
         "run_dir": site.run_dir,
         "ranks": site.ranks,
         "server": _process(commands.server) if commands.server else None,
@@ -137,10 +138,10 @@ def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any
         "ready_file": f"{site.run_dir}/server.ready",
         "start_timeout": run.start_timeout,
         "grace": run.grace,
-        "control": _control(job),
+        "control": _control(context),
         "peer_timeout": run.peer_timeout,
-        "leases": _leases(job, site),
-        "operator": job.operator,
+        "leases": _leases(context, site),
+        "operator": context.operator,
         "on_stall": run.on_stall,
         "stall_after": run.stall_after,
         "on_nan": run.on_nan,
@@ -150,19 +151,19 @@ def _node_spec(job: Job, site: Site, commands: NodeCommands) -> Mapping[str, Any
     }
 
 
-def _control(job: Job) -> Mapping[str, Any] | None:
+def _control(context: RunContext) -> Mapping[str, Any] | None:
     """Where the supervisors meet: at the lead node."""
-    if job.control_port is None:
+    if context.control_port is None:
         return None
-    site = job.sites[job.lead]
-    return {"node_rank": job.lead, "address": site.address, "bind": site.bind, "port": job.control_port}
+    site = context.sites[context.lead]
+    return {"node_rank": context.lead, "address": site.address, "bind": site.bind, "port": context.control_port}
 
 
-def _leases(job: Job, site: Site) -> list[str]:
+def _leases(context: RunContext, site: Site) -> list[str]:
     """What the node takes from other runs on its machine."""
     devices = sorted(set(site.node.devices))
-    leads = site.node_rank == job.lead and site.ranks
-    ports = [job.master_port, *([job.control_port] if job.control_port else [])] if leads else []
+    leads = site.node_rank == context.lead and site.ranks
+    ports = [context.master_port, *([context.control_port] if context.control_port else [])] if leads else []
     ports += [site.service_port] if site.serves else []
     return [*(f"cuda:{device}" for device in devices), *(f"port:{port}" for port in ports)]
 

@@ -15,7 +15,7 @@ from trainer.core.errors import ServerGone
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.wire.messages import ServerPlace
+from trainer.service.wire.messages import ServerAddress
 
 _PORT = 5000
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def host() -> Iterator[Host]:
 
 def client_of(host: Host, deadline: float, gone_after: float | None = None) -> HostClient:
     endpoint = f"tcp://{host.address}:{_PORT}"
-    client = HostClient(ServerPlace("node1 (h1)", 1, "h1", endpoint, (0,)), deadline, gone_after=gone_after)
+    client = HostClient(ServerAddress("node1 (h1)", 1, "h1", endpoint, (0,)), deadline, gone_after=gone_after)
     until = time.monotonic() + 60  # its kernels may have to be compiled first
     while True:
         try:

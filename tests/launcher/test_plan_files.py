@@ -128,6 +128,8 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
 def test_code_files_are_the_nodes_code_and_nothing_else() -> None:
     names = {path.relative_to(CODE_ROOT).as_posix() for path in code_files()}
     assert {"launcher/__init__.py", "launcher/node/supervisor/supervisor.py", "trainer/core/errors.py"} <= names
-    assert all(name.startswith(("launcher/node/", "trainer/")) for name in names - {"launcher/__init__.py"})
+    assert "gnnfleet/__init__.py" in names
+    folders = ("gnnfleet/", "launcher/node/", "trainer/")
+    assert all(name.startswith(folders) for name in names - {"launcher/__init__.py"})
     assert not any("__pycache__" in name or name.endswith(".pyc") for name in names)
     assert len(code_digest()) == 64 and code_digest() == code_digest()

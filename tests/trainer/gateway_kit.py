@@ -17,7 +17,7 @@ from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.remote_graph import Gateway
 from trainer.service.server import GraphServer
-from trainer.service.wire.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
@@ -31,7 +31,7 @@ class Servers:
         self.folder, self.held, self.keys = folder, held, keys
         self.version, self.listed = 1, tuple(range(len(held)))  #: what HELLO tells
         self.servers: dict[int, GraphServer] = {}
-        self.places: dict[int, ServerPlace] = {}
+        self.places: dict[int, ServerAddress] = {}
         self._clients: list[HostClient] = []
         self._locals: dict[int, LocalGraph] = {}
 
@@ -44,7 +44,7 @@ class Servers:
         server = GraphServer(local, endpoint, info, 1, self.keys, batch_threads=2, topology=lambda: self._topology())
         server.start()
         self.servers[number] = server
-        self.places[number] = ServerPlace(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
+        self.places[number] = ServerAddress(f"node{number} (s{number})", number, f"s{number}", server.endpoint, parts)
 
     def join(self) -> None:
         """Tell all servers of each other."""
@@ -63,7 +63,7 @@ class Servers:
         for client in self._clients:
             client.close()
 
-    def _topology(self) -> tuple[int, tuple[ServerPlace, ...]]:
+    def _topology(self) -> tuple[int, tuple[ServerAddress, ...]]:
         return self.version, tuple(self.places[number] for number in self.listed if number in self.places)
 
 

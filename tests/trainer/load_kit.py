@@ -107,10 +107,3 @@ def assert_same(ours, theirs, ignore=()):
             assert torch.equal(mine[key], others[key]), key
         else:
             assert mine[key] == others[key], key
-
-
-def assert_same_blocks(ours, theirs):
-    for mine, other in zip(ours.blocks, theirs.blocks, strict=True):
-        pairs = [(mine[of], other[of]) for of in other] if isinstance(other, dict) else [(mine, other)]
-        for a, b in pairs:
-            assert torch.equal(a.indptr, b.indptr) and torch.equal(a.indices, b.indices) and a.num_src == b.num_src

@@ -1,4 +1,4 @@
-"""Blocks and typed batches for tests of models: by plain Python from edge lists, apart from ``trainer.sample``."""
+"""Blocks and typed batches for tests of models: by plain Python from edge lists, apart from ``trainer.sampler``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling contract in plain Python, on an uncut graph in original ids: slow, and apart from ``trainer.sample``.
+"""The sampling contract in plain Python, on an uncut graph in original ids: slow, and apart from ``trainer.sampler``.
 
 A sampled node is named ``(tree, id)``, with tree None unless disjoint.
 """

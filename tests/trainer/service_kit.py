@@ -19,7 +19,7 @@ from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import GraphServer
-from trainer.service.wire.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
 
@@ -90,7 +90,7 @@ def serving(graph=None, keys=None, **options):
 
 def place_of(endpoint, node_rank=INFO.node_rank, host=INFO.host, parts=INFO.part_ids):
     """Where a server of these tests is."""
-    return ServerPlace(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
+    return ServerAddress(f"node{node_rank} ({host})", node_rank, host, endpoint, tuple(parts))
 
 
 @contextlib.contextmanager

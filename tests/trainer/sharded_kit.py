@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from forked import Forked
-from train_kit import finish, free_port, rank_environment
+from train_kit import run_forked
 from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, initial_rows, load_embedding_state
 
 NODES = {"author": 23, "field.of-study": 4, "venue": 1}
@@ -97,9 +96,7 @@ def train_sharded(optimizer: str, steps: range, saved: Path | None) -> dict[str,
 
 def run_sharded(folder: Path, size: int, *runs: tuple[str, range, Path | None]) -> list[dict[str, object]]:
     """What rank 0 of ``size`` processes saves after each run of (optimizer, steps, checkpoint to go on from)."""
-    port = free_port()
-    ranks = [Forked(_rank, (folder, runs), rank_environment(rank, size, port)) for rank in range(size)]
-    for ended in [finish(rank, 180) for rank in ranks]:
+    for ended in run_forked(_rank, (folder, runs), size):
         assert ended.returncode == 0, ended.output
     return [torch.load(folder / f"run{number}.pt", weights_only=True) for number in range(len(runs))]
 

@@ -20,7 +20,7 @@ def test_it_goes_on_once_the_ready_file_is_there(tmp_path: Path) -> None:
     time.sleep(0.1)
     assert waiter.is_alive()
     ready.touch()
-    waiter.join(5)
+    waiter.join(60)
     assert not waiter.is_alive()
 
 

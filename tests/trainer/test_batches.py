@@ -15,9 +15,9 @@ from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import ServiceError, WireError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.sampler.subgraph_sampler import BatchWork, Sampled, SubgraphSampler
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSampler
+from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.types import Rows as Places
 from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import Message, decode, encode
 from trainer.service.wire.messages import ClientName
@@ -87,7 +87,7 @@ def graphs():
     return {"homo": parts_of(homo_data(), 3), "hetero": parts_of(hetero_data(), 3)}
 
 
-def sample(graph, work: BatchWork) -> Sampled:
+def sample(graph, work: BatchWork) -> SampledBatch:
     sampler = SubgraphSampler(graph.access, graph.store.manifest, work.settings, work.attrs, work.labels)
     return sampler.sample(work.seeds, work.key)
 
@@ -161,10 +161,10 @@ def sampled(draw):
     fanouts = {("a", "to", "a"): (1,) * hops} if hops else {}
     attrs = {of: tuple(name for name in one if name != "orig_id") for of, one in rows.items()}
     work = BatchWork(SampleSettings(fanouts, induced=induced), seeds, 1, attrs, (label_type, tuple(labels)))
-    return Sampled(SampledSubgraph(hops, nodes, edges, induced), rows, labels, 0), work
+    return SampledBatch(SampledSubgraph(hops, nodes, edges, induced), rows, labels, 0), work
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(sampled())
 def test_any_batch_comes_back_bit_for_bit(made_of) -> None:
     made, work = made_of
@@ -202,7 +202,7 @@ def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
     rng = random.Random(0)
     works = [*HOMO.values(), *HETERO.values()]
     refused = 0
-    for number in range(6000):
+    for number in range(2000):
         message = batch_messages.batch_request(works[number % len(works)], ME)
         records = bytearray(message.records)
         for _ in range(rng.randint(1, 4)):
@@ -213,14 +213,14 @@ def test_damaged_requests_raise_nothing_but_wire_errors() -> None:
             batch_messages.read_batch_request(dataclasses.replace(message, records=bytes(records)))
         except WireError:
             refused += 1
-    assert refused > 3000
+    assert refused > 1000
 
 
 def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arrays(graphs) -> None:
     rng, work = random.Random(1), HOMO["attributes and labels"]
     good = batch_messages.batch_reply(batch_messages.batch_request(work, ME), sample(graphs["homo"], work))
     refused = 0
-    for _ in range(4000):
+    for _ in range(1500):
         records = bytearray(good.records)
         for _ in range(rng.randint(1, 3)):
             records[rng.randrange(len(records) // 8) * 8] = rng.randrange(30)
@@ -237,7 +237,7 @@ def test_damaged_batches_raise_nothing_but_wire_errors_and_stay_within_their_arr
             edges = back.subgraph.edges[HOMO_EDGE]
             assert edges.src.max(initial=0) < len(back.subgraph.nodes[HOMO_NODE].ids)
             assert (edges.row_begin + edges.row_count).max(initial=0) <= len(edges.src)
-    assert refused > 3000
+    assert refused > 1100
 
 
 def test_a_batch_of_other_seeds_is_refused(graphs) -> None:

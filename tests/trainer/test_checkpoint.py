@@ -15,7 +15,7 @@ from trainer.core.errors import CheckpointError
 from trainer.store.manifest import EdgeSpec, Manifest, NodeSpec
 from trainer.train import checkpoint as module
 from trainer.train.checkpoint import (
-    Best,
+    BestEpoch,
     Checkpoint,
     check_fits,
     graph_record,
@@ -40,7 +40,7 @@ def made(epoch: int = 3, best_epoch: int | None = 2, **settings: Any) -> Checkpo
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()
     tables = {"author": torch.rand(9, 2)}
-    best = None if best_epoch is None else Best(best_epoch, 0.75, model.state_dict(), tables)
+    best = None if best_epoch is None else BestEpoch(best_epoch, 0.75, model.state_dict(), tables)
     return Checkpoint(
         epoch=epoch,
         model=model.state_dict(),

@@ -16,7 +16,7 @@ from trainer.sampler.neighbor import draw_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = """
-from trainer.compiled import njit
+from trainer.core.compiled import njit
 from trainer.inner import PLUS, inner
 
 @njit()
@@ -37,9 +37,10 @@ def inner(x):
 def code(tmp_path: Path) -> Path:
     """A package ``trainer`` with nothing but two kernels."""
     folder = tmp_path / "code" / "trainer"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").touch()
-    shutil.copy(ROOT / "trainer" / "compiled.py", folder)
+    (folder / "core").mkdir(parents=True)
+    for package in (folder, folder / "core"):
+        (package / "__init__.py").touch()
+    shutil.copy(ROOT / "trainer" / "core" / "compiled.py", folder / "core")
     (folder / "outer.py").write_text(CALLER)
     (folder / "inner.py").write_text(INNER)
     return folder.parent
@@ -105,7 +106,7 @@ def test_kernels_of_the_trainer_lie_there() -> None:
 MIXED = """
 import sys
 import numpy as np
-from trainer.compiled import njit
+from trainer.core.compiled import njit
 
 @njit()
 def squares(n):

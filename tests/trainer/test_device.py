@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module", params=["synthetic", "synthetic-hetero"])
 def graph(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Graph:
     folder = tmp_path_factory.mktemp("parts") / "parts"
-    make_partition(PartitionSpec(request.param, str(folder), None, {}, 2, "random"))
+    make_partition(PartitionSpec(request.param, str(folder), None, {"num_nodes": 2000}, 2, "random"))
     return open_graph(folder)
 
 

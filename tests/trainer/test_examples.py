@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from forked import REPOSITORY, fork
 from trainer.cli import cli
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = REPOSITORY / "docs" / "examples.md"
 
 #: What each script prints at last, and the least it must be. Chance is 0.2 (plain, times), 0.125 (papers), AUC 0.5.
@@ -65,12 +63,10 @@ def parts(folder: Path, request: pytest.FixtureRequest) -> None:
 
 
 def run(words: list[str], folder: Path) -> str:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, *words[1:]]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "", "no warnings"
-    return done.stdout
+    process = fork(words[1:], {**os.environ, "PYTHONPATH": str(REPOSITORY)}, folder)
+    assert process.wait(200) == 0, process.output
+    assert "Warning" not in process.output
+    return process.output
 
 
 def test_the_page_runs_every_example() -> None:

@@ -90,6 +90,7 @@ def window(crowd: Crowd, batches: int, seconds: float = 120.0) -> list[Got]:
     return crowd.got(start)
 
 
+@pytest.mark.slow
 def test_twenty_clients_have_equal_shares(server: Server) -> None:
     with crowd_of(server.endpoint, [Asks(f"client{k}") for k in range(CLIENTS)]) as crowd:
         share = shares(window(crowd, 60 * CLIENTS), range(CLIENTS))
@@ -108,6 +109,7 @@ def test_shares_are_of_bytes_whatever_the_size_of_a_batch(server: Server) -> Non
     assert batches[0] < 0.5 * batches[1]
 
 
+@pytest.mark.slow
 def test_clients_that_hang_or_die_cost_no_more_than_the_buffer(server: Server) -> None:
     """Six that hang would have 36 batches of 11 MB sent to them, were it not for the buffer's bound."""
     hanging, killed, others = range(6), range(6, 9), range(9, CLIENTS)

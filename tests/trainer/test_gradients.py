@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from train_kit import free_port
+from train_kit import free_port, rank_environment, run_script
 
 TRAIN = """
 import os, sys, torch, torch.distributed as dist
 from torch import nn
-from trainer.ranks import Ranks
-from trainer.train.gradients import averaged
-from trainer.train.optimize import Adam, Optimizers
-from trainer.ranks import RankGroup
+from trainer.core.ranks import RankGroup, Ranks
+from trainer.train.optimize import Adam, Optimizers, averaged
 
 def trained(ours):
     torch.manual_seed(1 + ours * dist.get_rank())  # all begin with rank 0's weights
@@ -36,18 +35,22 @@ def trained(ours):
 
 dist.init_process_group("gloo")
 ours = trained(True)
-assert "torch._dynamo" not in sys.modules, "two seconds of imports are back"
+assert "alone" not in sys.argv or "torch._dynamo" not in sys.modules, "two seconds of imports are back"
 assert torch.equal(ours, trained(False))
 """
 
 
+def test_small_models_train_as_with_torch_s_own(tmp_path: Path) -> None:
+    for ended in run_script(["-c", TRAIN], 2, tmp_path):
+        assert ended.returncode == 0, ended.output
+
+
 @pytest.mark.slow  # two processes import torch and torch._dynamo
-def test_small_models_train_as_with_torch_s_own_and_import_no_compiler() -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+def test_they_import_no_compiler() -> None:
+    port = free_port()
+    argv = [sys.executable, "-c", TRAIN, "alone"]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAIN], env={**os.environ, **meeting, "RANK": str(rank)}, stderr=subprocess.PIPE
-        )
+        subprocess.Popen(argv, env={**os.environ, **rank_environment(rank, 2, port)}, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
     for process in ranks:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from load_kit import CITES, WRITES, assert_same, assert_same_blocks, hetero_data, homo_data, opened, parts_of
+from load_kit import CITES, WRITES, assert_same, hetero_data, homo_data, opened, parts_of
 from pyg_reference import node_loader
 from trainer import DistNeighborLoader
 from trainer.core.errors import SettingsError
@@ -28,7 +28,6 @@ HOW = {
     "bidirectional": {"subgraph_type": "bidirectional"},
     "induced": {"subgraph_type": "induced"},
 }
-FINITE = {**HOW, "edge last": {"time_attr": "edge_time", "temporal_strategy": "last", "input_time": 30}}
 
 
 def with_times(how, count):
@@ -57,51 +56,8 @@ def test_whole_neighbourhoods_are_torch_geometrics_batches_to_the_last_attribute
         assert_same(mine, other, ignore=("num_nodes",))
 
 
-@pytest.mark.parametrize("how", FINITE)
-@pytest.mark.parametrize("make", [homo_data, hetero_data])
-def test_finite_batches_are_bit_identical_over_parts_threads_and_memory(make, how):
-    data = make()
-    seeds, count = seeds_of(data)
-    arguments = {**with_times(FINITE[how], count), "batch_size": 9, "shuffle": True, "seed": 4}
-    expected = list(DistNeighborLoader(data, [4, 3], seeds, **arguments))
-    for num_parts, threads in ((1, 1), (2, 3), (4, 1)):
-        batches = list(DistNeighborLoader(parts_of(data, num_parts), [4, 3], seeds, threads=threads, **arguments))
-        for mine, other in zip(batches, expected, strict=True):
-            assert_same(mine, other, ignore=("num_nodes",))
-            if "subgraph_type" not in arguments:
-                assert_same_blocks(mine, other)
-
-
-@pytest.mark.parametrize("how", ["plain", "disjoint", "node times"])
-@pytest.mark.parametrize("make", [homo_data, hetero_data])
-def test_disjoint_seeds_get_the_same_tree_whatever_the_number_of_ranks(make, how):
-    """Each seed's neighbours: a share of a batch sees them as the whole batch does."""
-    data = make()
-    graph, (seeds, _) = parts_of(data, 2), seeds_of(data)
-    arguments = {**HOW[how], "shuffle": True, "seed": 2}
-    (whole,) = DistNeighborLoader(graph, [3], seeds, batch_size=99, **arguments)
-    shares = [
-        list(DistNeighborLoader(graph, [3], seeds, batch_size=33, rank=rank, layout=three_ranks(), **arguments))
-        for rank in range(3)
-    ]
-    expected = first_hop(whole)
-    got = [item for (share,) in shares for item in first_hop(share).items()]
-    assert dict(got) == expected and len(got) == len(expected)
-
-
 def three_ranks():
     return RankLayout(3, ((0, 1), (2,)))
-
-
-def first_hop(batch):
-    """Of each seed, by its input id: the original ids of its in-edges, per edge type."""
-    store = batch["paper"] if hasattr(batch, "node_types") else batch
-    edges = {e: batch[e] for e in batch.edge_types} if hasattr(batch, "node_types") else {None: batch}
-    of_paper = {e: s for e, s in edges.items() if e is None or e[2] == "paper"}
-    return {
-        int(seed): {e: sorted(s.e_id[s.edge_index[1] == place].tolist()) for e, s in of_paper.items()}
-        for place, seed in enumerate(store.input_id)
-    }
 
 
 @pytest.mark.parametrize("num_seeds", [1, 6, 9, 10, 11, 13, 24, 25])

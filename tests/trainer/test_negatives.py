@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import chisquare
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.loader.negatives import NegativeRule, NodeDraw, draw_negatives
+from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
 
 KEY = 12345
 
@@ -38,7 +38,7 @@ def test_their_number_is_the_amount_of_the_global_batch_rounded_up(amount, expec
 @pytest.mark.parametrize("amount", [1, 3])
 def test_ranks_draw_what_one_process_draws(triplet, amount):
     rule = NegativeRule(triplet, amount)
-    ends = NodeDraw(50), NodeDraw(70)
+    ends = NegativeDraw(50), NegativeDraw(70)
     whole = drawn(rule, range(9), 9, ends)
     shares = [drawn(rule, share, 9, ends) for share in ([0, 3, 8], [1, 2, 4, 5, 6, 7], [])]
     assert whole == {**shares[0], **shares[1], **shares[2]}
@@ -47,26 +47,28 @@ def test_ranks_draw_what_one_process_draws(triplet, amount):
 
 def test_a_fraction_is_shared_out_without_loss():
     rule = NegativeRule(triplet=False, amount=0.5)
-    ends = NodeDraw(50), NodeDraw(50)
+    ends = NegativeDraw(50), NegativeDraw(50)
     whole = drawn(rule, range(9), 9, ends)
     assert whole == {**drawn(rule, [1, 3, 5, 7], 9, ends), **drawn(rule, [0, 2, 4, 6, 8], 9, ends)}
     assert len(whole) == 5
 
 
 def test_both_ends_are_drawn_uniformly_and_apart():
-    pairs = np.array(list(drawn(NegativeRule(False, 1), range(8000), 8000, (NodeDraw(4), NodeDraw(5))).values()))
+    pairs = np.array(
+        list(drawn(NegativeRule(False, 1), range(8000), 8000, (NegativeDraw(4), NegativeDraw(5))).values())
+    )
     counts = np.bincount(pairs[:, 0] * 5 + pairs[:, 1], minlength=20)
     assert chisquare(counts).pvalue > 1e-4
 
 
 def test_a_triplet_keeps_its_source():
-    found = drawn(NegativeRule(True, 2), range(20), 20, (NodeDraw(5), NodeDraw(5)))
+    found = drawn(NegativeRule(True, 2), range(20), 20, (NegativeDraw(5), NegativeDraw(5)))
     assert all(src == place * 10 for (place, _), (src, _) in found.items())
 
 
 def test_weights_decide_and_zero_is_never_drawn():
     weight = np.array([0.0, 1.0, 3.0, 0.0, 4.0, 0.0])
-    ends = NodeDraw(6, weight), NodeDraw(6)
+    ends = NegativeDraw(6, weight), NegativeDraw(6)
     src = np.array([src for src, _ in drawn(NegativeRule(False, 1), range(8000), 8000, ends).values()])
     counts = np.bincount(src, minlength=6)
     assert counts[[0, 3, 5]].sum() == 0
@@ -76,7 +78,7 @@ def test_weights_decide_and_zero_is_never_drawn():
 def test_nodes_later_than_the_link_are_never_drawn():
     node_time = np.array([5, 1, 9, 3, 3, 7])
     times = np.arange(1, 10).repeat(300)
-    ends = NodeDraw(6, times=node_time), NodeDraw(6, times=node_time)
+    ends = NegativeDraw(6, times=node_time), NegativeDraw(6, times=node_time)
     found = drawn(NegativeRule(False, 1), range(len(times)), len(times), ends, times=times)
     late = [(p, pair) for (p, _), pair in found.items() if max(node_time[list(pair)]) > times[p]]
     assert late == []
@@ -86,14 +88,14 @@ def test_nodes_later_than_the_link_are_never_drawn():
 
 def test_a_link_older_than_every_node_is_refused():
     with pytest.raises(DataError, match="no node is as old as time 0"):
-        NodeDraw(2, times=np.array([1, 2])).draw(np.zeros(1, np.uint64), np.zeros(1, np.int64))
+        NegativeDraw(2, times=np.array([1, 2])).draw(np.zeros(1, np.uint64), np.zeros(1, np.int64))
 
 
 def test_links_are_avoided_when_asked():
     def is_link(src, dst):
         return (src + dst) % 3 != 0
 
-    ends = NodeDraw(9), NodeDraw(9)
+    ends = NegativeDraw(9), NegativeDraw(9)
     avoided = drawn(NegativeRule(False, 2, avoid_links=True), range(100), 100, ends, is_link)
     assert all((src + dst) % 3 == 0 for src, dst in avoided.values())
     free = drawn(NegativeRule(False, 2), range(100), 100, ends, is_link)
@@ -103,7 +105,7 @@ def test_links_are_avoided_when_asked():
 
 def test_where_everything_is_a_link_it_says_so():
     with pytest.raises(DataError, match="no negative for the link from 0 to 1"):
-        drawn(NegativeRule(True, 1, avoid_links=True), [0], 1, (NodeDraw(3), NodeDraw(3)), lambda s, d: s >= 0)
+        drawn(NegativeRule(True, 1, avoid_links=True), [0], 1, (NegativeDraw(3), NegativeDraw(3)), lambda s, d: s >= 0)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +114,15 @@ def test_where_everything_is_a_link_it_says_so():
 )
 def test_weights_that_cannot_be(weight, message):
     with pytest.raises(SettingsError, match=message):
-        NodeDraw(3, np.array(weight))
+        NegativeDraw(3, np.array(weight))
 
 
 def test_weights_and_times_at_once_are_refused():
     with pytest.raises(SettingsError, match="by weight and by time"):
-        NodeDraw(2, np.ones(2), np.arange(2))
+        NegativeDraw(2, np.ones(2), np.arange(2))
 
 
 def test_another_key_draws_others():
-    ends = NodeDraw(1000), NodeDraw(1000)
+    ends = NegativeDraw(1000), NegativeDraw(1000)
     rule = NegativeRule(False, 1)
     assert drawn(rule, range(20), 20, ends) != drawn(rule, range(20), 20, ends, key=KEY + 1)

@@ -33,7 +33,7 @@ HOW = {
 }
 LOADS = ("nodes", "binary", "triplet")
 MAKE = {"homo": homo_data, "hetero": hetero_data}
-PLACES = ("2 parts", "4 parts", "wire 2", "wire 4")
+PLACES = ("4 parts", "wire 4")
 
 
 @pytest.fixture(scope="module")

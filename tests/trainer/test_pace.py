@@ -21,7 +21,7 @@ from trainer.nn.models import BlockModel
 from trainer.train.epoch import train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import Pace
+from trainer.train.step_timing import StepTimer
 from trainer.train.task import NodeClassification
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
@@ -149,7 +149,7 @@ def test_a_loss_that_carries_gradients_is_logged_without_a_warning(tmp_path: Pat
 def test_a_pace_leaves_no_hooks_behind() -> None:
     model, called = nn.Linear(2, 1), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Pace(model, optimizer, lambda: called.append("reduced")):
+    with StepTimer(model, optimizer, lambda: called.append("reduced")):
         step(model, optimizer)
     step(model, optimizer)
     assert called == ["reduced"]

@@ -10,7 +10,7 @@ from trainer.core.errors import WireError
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service import client as pieces
-from trainer.service.client import UNDER_WAY, InPieces, RowSizes, cut
+from trainer.service.client import UNDER_WAY, RowsInPieces, RowSizes, cut_requests
 
 
 def request(count: int, attrs: tuple[str, ...] = ("x",)) -> RowRequest:
@@ -41,7 +41,7 @@ class _Pending:
 
 @pytest.mark.parametrize("counts", [(0,), (1,), (7,), (8,), (16, 0), (0, 5, 0, 20, 3), ()])
 def test_pieces_are_all_rows_in_order_and_none_is_larger(counts) -> None:
-    found = list(cut([request(count) for count in counts], 8))
+    found = list(cut_requests([request(count) for count in counts], 8))
     for piece in found:
         assert 0 < len(piece) and sum(part.end - part.begin for part in piece) <= 8
     for number, count in enumerate(counts):
@@ -54,18 +54,18 @@ def test_pieces_are_all_rows_in_order_and_none_is_larger(counts) -> None:
 def test_few_pieces_are_under_way_and_their_size_follows_the_rows() -> None:
     sizes, asked = RowSizes(), Asked(ArithmeticGraph().gather)
     wide = [request(40_000, ("wide",))]
-    pending = InPieces(wide, asked, sizes)
+    pending = RowsInPieces(wide, asked, sizes)
     assert asked.under_way == UNDER_WAY
     np.testing.assert_array_equal(pending.result()[0]["wide"][:, 1023], np.arange(40_000))
     assert asked.most <= UNDER_WAY and pending.received == 7 * len(asked.rows)
     assert max(asked.rows) * 1024 <= pieces.PIECE, "before any has come"
     again = Asked(ArithmeticGraph().gather)
-    InPieces(wide, again, sizes).result()
+    RowsInPieces(wide, again, sizes).result()
     assert max(again.rows) * 4096 <= pieces.PIECE
     narrow = Asked(ArithmeticGraph().gather)
     for _ in range(2):
         narrow.rows.clear()
-        InPieces([request(100_000)], narrow, sizes).result()
+        RowsInPieces([request(100_000)], narrow, sizes).result()
     assert narrow.rows == [100_000]
 
 
@@ -73,7 +73,7 @@ def test_pieces_of_different_kinds_are_refused() -> None:
     dtypes = iter([np.float32, np.float64] * 20)
     asked = Asked(lambda requests: [{"x": np.ones((len(one.ids), 2), next(dtypes))} for one in requests])
     with pytest.raises(WireError, match=r"rows of x came as float32 \(2,\) and as float64 \(2,\)"):
-        InPieces([request(9_000)], asked, RowSizes()).result()
+        RowsInPieces([request(9_000)], asked, RowSizes()).result()
 
 
 def test_a_server_asked_in_pieces_answers_as_asked_at_once(monkeypatch) -> None:

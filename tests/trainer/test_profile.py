@@ -15,7 +15,7 @@ from metrics_kit import lines_of
 from test_spent import Batches, one_epoch
 from trainer.cli import cli
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.profile import RankLines, RankRecord, Record, advice, keeping_up, record_of
+from trainer.train.profile import RankLines, RankTimes, RunTimes, advice, keeping_up, record_of
 
 SPENT = {
     0: (0.004, 0.006, 0.0, 0.0, 0.03, 0.05, 0.06, 0.005, 0.005),
@@ -123,7 +123,7 @@ def test_a_run_under_way_is_profiled_by_its_step_lines(tmp_path: Path, monkeypat
     assert run(tmp_path).startswith("epoch 1: 4 steps on 1 rank\n")
 
 
-def recorded_of(*ranks: list[dict[str, Any]]) -> Record:
+def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
     """Of one rank on each node."""
     found = {}
     for k, lines in enumerate(ranks):
@@ -263,10 +263,10 @@ def test_the_program_starts_without_torch_and_numba() -> None:
     assert not {"torch", "numba", "numpy"} & set(done.stdout.split())
 
 
-def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankRecord:
+def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankTimes:
     traffic = dict.fromkeys((*TRAFFIC, "held_rows"), 0.0)
     seconds = dict.fromkeys(KINDS, 0.0) | spent
-    return RankRecord(number, 10, seconds, dict.fromkeys(LOADING, 0.0) | {"sample": behind}, traffic)
+    return RankTimes(number, 10, seconds, dict.fromkeys(LOADING, 0.0) | {"sample": behind}, traffic)
 
 
 def test_threads_that_keep_up_are_not_spoken_of() -> None:

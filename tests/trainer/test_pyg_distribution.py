@@ -54,7 +54,7 @@ def ours_of(fanout, **how):
     return in_trees(DistNeighborLoader(partition(), [fanout], seeds, disjoint=True, batch_size=DRAWS, **how))
 
 
-def epochs_of(fanout, epochs=800, **how):
+def epochs_of(fanout, epochs=400, **how):
     """The same of node 0 as the only seed, from epoch to epoch."""
     loader, found = DistNeighborLoader(partition(), [fanout], torch.tensor([0]), **how), Counter()
     for _ in range(epochs):

@@ -13,7 +13,7 @@ from trainer import DistLinkNeighborLoader, DistNeighborLoader
 
 CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
 CITED, WROTE = ("paper", "rev_cites", "paper"), ("paper", "rev_writes", "author")
-FINITE = settings(max_examples=30, deadline=None)
+FINITE = settings(max_examples=15, deadline=None)
 cases = st.integers(0, 10_000)
 fanout_lists = st.lists(st.sampled_from([-1, 1, 2, 5]), min_size=1, max_size=3)
 

@@ -14,7 +14,7 @@ from partitions import write_store
 from service_kit import assert_same_sample, client_of, free_endpoint, serve_process, wait_for, write_cluster
 from test_oracle import HOW, arguments_of
 from trainer.core.errors import PartitionError
-from trainer.core.remote_access import Reach
+from trainer.core.remote_access import RemoteAccess
 from trainer.core.schema import HOMO_EDGE
 from trainer.graph.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph
@@ -256,7 +256,7 @@ def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_wh
     assert list(store.parts) == [0] and list(store.topology) == [0, 1]
     assert "x" not in store.replicas[1].nodes["node"].attrs and "y" in store.replicas[1].nodes["node"].attrs
     with pytest.raises(PartitionError, match=r"parts \[1\] .* neither opened here nor served"):
-        open_graph(tmp_path, [0], reach=Reach(topology="replicated"))
+        open_graph(tmp_path, [0], reach=RemoteAccess(topology="replicated"))
     (tmp_path / "part1" / "nodes" / "node" / "attrs" / "y.npy").unlink()
     with pytest.raises(PartitionError, match="(?s)y.npy is missing.*--topology partitioned"):
         open_parts(tmp_path, [0], "replicated")

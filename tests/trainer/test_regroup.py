@@ -20,7 +20,7 @@ from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
-from trainer.train.regroup import GoOn, Members, Progress, Snapshots, _Survivor, newest_common
+from trainer.train.regroup import Progress, RegroupOptions, Snapshots, Team, _RegroupingRank, newest_common
 from trainer.train.settings import TrainJob
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_the_ranks_it_loses(name: str, parts: Path, alone:
     survived = run_with_losses(small(parts, tmp_path / "run"), world_size, losses)
     for ended in survived.ended.values():
         assert ended.returncode == 0, ended.output
-    assert survived.seconds < 30, "the deadline of 60 s is not for a rank known to be lost"
+    assert survived.seconds < 60, "the deadline of 120 s is not for a rank known to be lost"
     np.testing.assert_allclose(curve(survived.run_dir), curve(alone), rtol=1e-4)
     trained = trained_seeds(survived.run_dir, world_size)
     assert len(trained) == 3 * SEEDS and set(trained.values()) == {1}
@@ -120,11 +120,11 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
 ) -> None:
     """Ranks 0 and 1 have done their work, 2 is lost; 1 has heard so before it knew that 0 is done."""
     monkeypatch.setattr(regroup, "_PART", 0.0)
-    store, go_on = HashStore(), GoOn(tmp_path / "team.json")
-    everybody, waits = Members(0, (0, 1, 2)), []
+    store, go_on = HashStore(), RegroupOptions(tmp_path / "team.json")
+    everybody, waits = Team(0, (0, 1, 2)), []
     store.set("done/1", "")
     for rank in (0, 1):
-        survivor = object.__new__(_Survivor)
+        survivor = object.__new__(_RegroupingRank)
         survivor.ranks, survivor.timeout, survivor.store, survivor.go_on = Ranks(rank, 3), 20.0, store, go_on
         waits.append(survivor)
     write_team(tmp_path, 1, {0, 1})
@@ -143,19 +143,20 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
 def test_without_word_of_who_was_lost_the_others_end_as_ever(parts: Path, tmp_path: Path) -> None:
     loss = Loss(1, epoch=2, step=5)
     survived = run_with_losses(small(parts, tmp_path / "run"), 2, [loss], told=False, GNNFLEET_PEER_TIMEOUT="-8")
-    assert survived.ended[0].returncode == 1 and survived.seconds < 10
+    assert survived.ended[0].returncode == 1 and survived.seconds < 60
     assert "error: rank 0 (node0" in survived.ended[0].output and "lost another rank" in survived.ended[0].output
     assert "Traceback" not in survived.ended[0].output
 
 
 def test_who_was_taken_for_lost_ends_and_says_so(parts: Path, tmp_path: Path) -> None:
+    """Before they meet; the other trains long enough to be met."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     write_team(run_dir, 1, {0})
-    lone, lost = run_without_losses(small(parts, run_dir), 2)
+    lone, lost = run_without_losses(job(parts, run_dir, **{**SMALL, "epochs": 60}, eval_every=0), 2)
     assert lone.returncode == 0, lone.output
     assert lost.returncode == 1 and "error: rank 1 (node1" in lost.output and "was taken for lost" in lost.output
-    assert len(metrics(run_dir, "epoch")) == 3
+    assert len(metrics(run_dir, "epoch")) == 60
 
 
 def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) -> None:

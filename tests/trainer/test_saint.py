@@ -26,8 +26,8 @@ from samplers_kit import (
 )
 from trainer import DistGraphSAINTEdgeSampler, DistGraphSAINTNodeSampler, DistGraphSAINTRandomWalkSampler
 from trainer.core.errors import SettingsError
-from trainer.loader.graph_saint import EdgeDraw
-from trainer.loader.subgraph_loaders import Ends
+from trainer.loader.graph_saint import SaintEdgeDraw
+from trainer.loader.subgraph_loaders import EdgeEnds
 
 KINDS = {
     "node": (DistGraphSAINTNodeSampler, GraphSAINTNodeSampler, ()),
@@ -127,14 +127,14 @@ def test_nodes_are_drawn_by_out_degree():
 
 def test_edges_are_drawn_by_the_degrees_of_their_ends():
     src, dst = np.array([0, 1, 1, 2, 4]), np.array([1, 2, 2, 3, 5])  # nothing leads to 4 or away from 5
-    counts = np.bincount(EdgeDraw.of(Ends(src, dst), 6).edges(3, 20_000), minlength=5)
+    counts = np.bincount(SaintEdgeDraw.of(EdgeEnds(src, dst), 6).edges(3, 20_000), minlength=5)
     weights = np.array([0 + 2, 1 + 1, 1 + 1, 2 + 0, 0 + 0])  # in-degree of the source, out-degree of the target
     expected = weights[:4] / weights.sum() * 20_000
     assert counts[4] == 0 and float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.3  # 3, p = 0.001
-    skewed = EdgeDraw.of(Ends(np.array([0, 1, 1, 1]), np.array([1, 0, 2, 0])), 3).edges(1, 20_000)
+    skewed = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1, 1, 1]), np.array([1, 0, 2, 0])), 3).edges(1, 20_000)
     expected = np.array([5, 2, 1, 2]) / 10 * 20_000
     assert float(((np.bincount(skewed) - expected) ** 2 / expected).sum()) < 16.3
-    only = EdgeDraw.of(Ends(np.array([0, 1]), np.array([2, 3])), 4)  # all weigh nothing: as often as any other
+    only = SaintEdgeDraw.of(EdgeEnds(np.array([0, 1]), np.array([2, 3])), 4)  # all weigh nothing: as often as any other
     assert 4700 < only.edges(1, 10_000).sum() < 5300
 
 

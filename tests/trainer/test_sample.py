@@ -98,11 +98,10 @@ def test_row_taken_whole_keeps_edge_order_when_nobody_wants_a_prefix():
         assert np.array_equal(picked(graph, -1, 3, **more), np.arange(1, 10))
 
 
-@pytest.mark.parametrize("degree", [12, 80])
-@pytest.mark.parametrize("kind", ["plain", "filtered"])
+@pytest.mark.parametrize(("degree", "kind"), [(80, "plain"), (12, "filtered")])
 def test_picks_are_uniform_and_independent_of_place(degree, kind):
     """Chi-square of every (place, neighbour) count, against uniform and against numpy's sampler."""
-    fanout, draws = 4, 6000
+    fanout, draws = 4, 3000
     graph = star_graph(degree, times=np.zeros(degree, np.int64))
     bound = TimeBound(np.array([0]), "t", "edge") if kind == "filtered" else None
     ours, theirs, rng = counts_of(graph, degree, fanout, draws, bound=bound), np.zeros(degree), np.random.default_rng(0)
@@ -126,7 +125,7 @@ def test_replacement_draws_independently():
 WEIGHTS = np.array([0.0, 1.0, 2.0, 0.5, 4.0, 0.0, 0.25])
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float64, np.int32])
+@pytest.mark.parametrize("dtype", [np.float16, np.int32])
 def test_weighted_replacement_draws_each_by_its_weight(dtype):
     weights = (WEIGHTS * 4).astype(dtype)
     seen = pair_counts(star_graph(7, weights=weights), 7, replace=True, weight="w")
@@ -145,14 +144,14 @@ def test_weighted_draws_without_replacement_are_those_of_an_urn():
     assert np.all(seen[expected == 0] == 0)
     assert stats.chisquare(seen[expected > 0], expected[expected > 0] * seen.sum()).pvalue > 1e-4
     rng, theirs = np.random.default_rng(0), np.zeros(7)
-    for _ in range(8000):
+    for _ in range(4000):
         theirs[rng.choice(7, 2, replace=False, p=WEIGHTS / total)] += 1
     used = WEIGHTS > 0
     both = np.stack([seen.sum(axis=0) + seen.sum(axis=1), theirs])[:, used]
     assert stats.chi2_contingency(both).pvalue > 1e-4
 
 
-def pair_counts(graph, degree, draws=8000, **more):
+def pair_counts(graph, degree, draws=4000, **more):
     seen = np.zeros((degree, degree))
     for step in range(draws):
         a, b = picked(graph, 2, batch_key(2, 0, 0, step), **more) - 1
@@ -216,7 +215,7 @@ def test_one_hop_is_as_the_plain_sampler_draws_it(case):
         assert row.tolist() == pick(graph, e, int(nodes[i]), how, case, int(trees[i]))[0]
 
 
-HUB = 1_000_000  # neighbours
+HUB = 100_000  # neighbours
 
 
 @cache
@@ -228,17 +227,17 @@ def hub():
     "more",
     [
         {}, {"weight": "w"}, {"weight": "w", "replace": True}, {"bound": TimeBound(np.array([50]), "t", "edge")},
-        {"bound": TimeBound(np.array([50]), "t", "edge", True)}, {"sources": np.arange(500_000)},
+        {"bound": TimeBound(np.array([50]), "t", "edge", True)}, {"sources": np.arange(50_000)},
         {"exclude": (np.zeros(1000, np.int64), np.arange(1000))},
     ],
 )  # fmt: skip
-def test_hub_with_a_million_neighbours(more):
+def test_hub(more):
     picks = picked(hub(), 15, 11, **more)
     assert len(picks) == 15 and picks.min() >= 1 and len(set(picks)) == 15
     if "bound" in more:
         assert ((picks - 1) % 100).max() <= 50
     if "sources" in more:
-        assert picks.max() < 500_000
+        assert picks.max() < 50_000
     if "exclude" in more:
         assert picks.min() >= 1000
 

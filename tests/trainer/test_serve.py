@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -13,10 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
+from forked import Forked
 from partitions import random_graph, store_of, write_store
 from service_kit import (
     INFO,
+    client_of,
     free_endpoint,
     new_keys,
     rows_of,
@@ -26,16 +27,19 @@ from service_kit import (
     wait_for,
     write_cluster,
 )
+from trainer.core import rounding
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.schema import HOMO_EDGE
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.sampler import neighbor, relabel, weighted_temporal
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.neighbor import take_rows
-from trainer.sampler.types import HopRequest, RowRequest, TimeBound
+from trainer.sampler.subgraph_sampler import SubgraphSampler
+from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.sampler.weighted_temporal import pick_candidates
 from trainer.service.cluster import connect_cluster, read_cluster
 from trainer.service.curve_keys import read_key_file, write_key_file
-from trainer.service.warm_up import warm_up
+from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
@@ -65,8 +69,8 @@ def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None
         np.testing.assert_array_equal(rows_of(routed, nodes)["x"], rows_of(whole, nodes)["x"])
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=10)
-        assert process.returncode == 0 and time.monotonic() - start < 5
+        output, _ = process.communicate(timeout=30)
+        assert process.returncode == 0 and time.monotonic() - start < 25
         assert f"serving parts 1,3 at {endpoint}" in output and "Traceback" not in output
         clients[1].close()
 
@@ -102,12 +106,12 @@ def test_a_peer_may_start_late(tmp_path) -> None:
     cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 2]), (1, endpoint, [1, 3]))
     found: list[dict] = []
     connecting = threading.Thread(
-        target=lambda: found.append(connect_cluster(cluster, 0, INFO.manifest_digest, 1, start_deadline=10))
+        target=lambda: found.append(connect_cluster(cluster, 0, INFO.manifest_digest, 1, start_deadline=60))
     )
     connecting.start()
-    time.sleep(1.5)
+    time.sleep(1.2)
     with serving(endpoint=endpoint):
-        connecting.join(10)
+        connecting.join(60)
     assert list(found[0]) == [1] and found[0][1].deadline == 1
     found[0][1].close()
 
@@ -120,7 +124,7 @@ def test_every_unfit_peer_is_named_at_once(tmp_path) -> None:
         start = time.monotonic()
         with pytest.raises(ServiceError) as caught:
             connect_cluster(cluster, 0, "a7" * 32, 1)
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("manifest.json of node1 (host1) differs: d1d1d1d1d1d1 there, a7a7a7a7a7a7 here")
@@ -202,47 +206,30 @@ def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
     edge_index, num_nodes = random_graph(3, 4000, 20_000)
     attrs = {"x": rng.random((4000, 3)), "y": rng.integers(0, 5, 4000), "half": rng.random(4000).astype(np.float16)}
     write_store(tmp_path, store_of(edge_index, num_nodes, 2, attrs=attrs))
-    program = """if True:
-        import sys
-        import numpy as np
-        from numba.core.dispatcher import Dispatcher
-        from dataclasses import replace
-        from service_kit import client_of, serving
-        from trainer import rounding
-        from trainer.sample import candidates, kernels, pairs
-        from trainer.sample.one_hop import LocalGraph
-        from trainer.sample.routing import DistGraph
-        from trainer.sample.sampler import SubgraphSampler
-        from trainer.sample.subgraph import SampleSettings, SeedSet
-        from trainer.sample.types import RowRequest
-        from trainer.schema import HOMO_EDGE, HOMO_NODE
-        from trainer.service.warm import warm_up, warm_up_batches
-        from trainer.store.part import open_parts
+    process = Forked(sample_after_warming_up, (tmp_path,), server_environment())
+    assert process.wait() == 0, process.output
 
-        def compiled():
-            found = [each for module in (candidates, kernels, pairs, rounding) for each in vars(module).values()]
-            return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
 
-        graph, other = (LocalGraph(open_parts(sys.argv[1], [part])) for part in (0, 1))
-        warm_up(graph)
-        warm_up_batches(graph)
-        before = compiled()
-        plain = SampleSettings({HOMO_EDGE: (15, 10)}, edge_ids=True)
-        attrs = {HOMO_NODE: ("x", "y", "half")}
-        with serving(other) as server, client_of(server.endpoint) as client:
-            client.place = replace(client.place, parts=(1,))
-            for settings in (plain, replace(plain, disjoint=True), replace(plain, induced=True)):
-                sampler = SubgraphSampler(DistGraph(graph, {1: client}), graph.store.manifest, settings, attrs)
-                for size in (10, 1500):
-                    sampler.sample(SeedSet({HOMO_NODE: np.arange(1000, 1000 + size * 2, 2)}), 7)
-            for form in ("float16", "int8"):
-                with client_of(server.endpoint, wire_rows=form) as rounding_client:
-                    rounding_client.submit_gather([RowRequest(HOMO_NODE, np.arange(2000, 3000), ("x",))]).result()
-        assert compiled() == before, (before, compiled())
-    """
-    kit = str(Path(__file__).parent)
-    environment = {**server_environment(), "PYTHONPATH": f"{server_environment()['PYTHONPATH']}:{kit}"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
+def sample_after_warming_up(parts: Path) -> None:
+    def compiled() -> dict[str, int]:
+        modules = (weighted_temporal, neighbor, relabel, rounding)
+        found = [each for module in modules for each in vars(module).values()]
+        return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
+
+    graph, other = (LocalGraph(open_parts(parts, [part])) for part in (0, 1))
+    assert not any(compiled().values()), "otherwise this shows nothing"
+    warm_up(graph)
+    warm_up_batches(graph)
+    before = compiled()
+    plain = SampleSettings({HOMO_EDGE: (15, 10)}, edge_ids=True)
+    attrs = {HOMO_NODE: ("x", "y", "half")}
+    with serving(other) as server, client_of(server.endpoint) as client:
+        client.place = replace(client.place, parts=(1,))
+        for settings in (plain, replace(plain, disjoint=True), replace(plain, induced=True)):
+            sampler = SubgraphSampler(DistGraph(graph, {1: client}), graph.store.manifest, settings, attrs)
+            for size in (10, 1500):
+                sampler.sample(SeedSet({HOMO_NODE: np.arange(1000, 1000 + size * 2, 2)}), 7)
+        for form in ("float16", "int8"):
+            with client_of(server.endpoint, wire_rows=form) as rounding_client:
+                rounding_client.submit_gather([RowRequest(HOMO_NODE, np.arange(2000, 3000), ("x",))]).result()
+    assert compiled() == before, (before, compiled())

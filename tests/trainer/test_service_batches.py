@@ -24,7 +24,7 @@ from trainer.service import client as pieces
 from trainer.service.client import HostClient
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
-from trainer.service.wire.messages import ClientName, ServerPlace, SharedSlice
+from trainer.service.wire.messages import ClientName, ServerAddress, SharedSlice
 
 WORK = HOMO["attributes and labels"]
 
@@ -59,7 +59,7 @@ def ask(peer, request_id, work=WORK, client=ME):
     peer.send_multipart(encode(batch_messages.batch_request(work, client), request_id=request_id))
 
 
-def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
+def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
     """The next message that is not only a sign of life."""
     until = time.monotonic() + seconds
     while peer.poll(max(0, 1000 * (until - time.monotonic()))):
@@ -69,7 +69,7 @@ def answer_of(peer, seconds=5.0, kind=Kind.BATCH):
     raise AssertionError("no answer")
 
 
-def wait_until(true, seconds=5.0):
+def wait_until(true, seconds=30.0):
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until
@@ -92,8 +92,8 @@ def test_batches_are_taken_and_counted(server) -> None:
     with client_of(server.endpoint, route=True) as client:
         for _ in range(5):
             client.submit_batch(WORK, ME).result()
-        wait_until(lambda: server.desk_status().buffer_bytes == 0)
-    (shown,) = server.desk_status().clients
+        wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
+    (shown,) = server.scheduler_status().clients
     assert (shown.name, shown.batches) == (ME.name, 5) and shown.bytes > 5 * 1000
 
 
@@ -179,8 +179,8 @@ def test_shared_arrays_and_ids(graph, server) -> None:
 
 def test_hello_tells_of_all_servers(graph) -> None:
     places = (
-        ServerPlace("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
-        ServerPlace("node2", 2, "b", "tcp://b:5", ()),
+        ServerAddress("node1 (a)", 1, "a", "tcp://10.0.0.1:5", (0, 1)),
+        ServerAddress("node2", 2, "b", "tcp://b:5", ()),
     )
     with serving(graph.access.local, topology=lambda: (7, places)) as server, client_of(server.endpoint) as client:
         info = client.hello()
@@ -202,7 +202,7 @@ def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
         sign = answer_of(peer, kind=Kind.ALIVE)
         assert (sign.status, sign.request_id) == (Status.OK, 0)
         peer.send_multipart(encode(messages.taken(1)))
-        wait_until(lambda: server.desk_status().buffer_bytes == 0)
+        wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
         while peer.poll(100):
             peer.recv_multipart()
         assert not peer.poll(1500)
@@ -212,8 +212,8 @@ def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
     with peer_of(server) as peer:
         for number in range(10):
             ask(peer, number, client=ClientName(9, "leaver"))
-        wait_until(lambda: server.desk_status().batches > 0)
-    wait_until(lambda: server.desk_status().buffer_bytes == 0 and server.desk_status().queue == 0, 4)
+        wait_until(lambda: server.scheduler_status().batches > 0)
+    wait_until(lambda: server.scheduler_status().buffer_bytes == 0 and server.scheduler_status().queue == 0, 4)
     with client_of(server.endpoint, route=True) as client:
         client.submit_batch(WORK, ME).result()
     assert server.running
@@ -235,8 +235,8 @@ def test_one_that_takes_nothing_stops_nobody_and_the_bound_holds(graph) -> None:
                 ask(hog, number, client=ClientName(9, "hog"))
             for _ in range(50):
                 assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
-                highest = max(highest, server.desk_status().buffer_bytes)
-        hog = next(shown for shown in server.desk_status().clients if shown.name == "hog")
+                highest = max(highest, server.scheduler_status().buffer_bytes)
+        hog = next(shown for shown in server.scheduler_status().clients if shown.name == "hog")
         assert hog.queue and 2 * one < hog.buffer_bytes <= 5.5 * one
     assert highest <= 10 * one
 
@@ -252,9 +252,9 @@ def test_twenty_clients_at_once_have_equal_shares(graph) -> None:
         client.close()
 
     with batch_server(graph, batch_threads=1) as server, ThreadPoolExecutor(20) as pool:
-        place = ServerPlace("node1", 1, "h", server.endpoint, (0, 1, 2))
+        place = ServerAddress("node1", 1, "h", server.endpoint, (0, 1, 2))
         running = [pool.submit(work, number) for number in range(20)]
-        time.sleep(3)
+        wait_until(lambda: sum(done.values()) > 300)
         stop.set()
         for one in running:
             one.result(20)
@@ -292,7 +292,7 @@ def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, serve
             for frames in (*wrong, *failing):
                 peer.send_multipart(frames)
             assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
-        wait_until(lambda: server.stats().errors == rounds * len(failing), 20)
+        wait_until(lambda: server.stats().errors == rounds * len(failing))
         assert server.stats().malformed == rounds * (len(wrong) - 1)  # a TAKEN of nothing is no harm
     assert server.running
 
@@ -306,7 +306,7 @@ def test_who_asks_for_too_much_at_once_is_told_so_at_once(graph, monkeypatch) ->
             rows_of(client, many)
         with pytest.raises(ServiceError, match="has_edges failed: the request takes"):
             client.has_edges(HOMO_EDGE, many, many)
-        assert time.monotonic() - start < 5 and len(rows_of(client, many[:9])["x"]) == 9
+        assert time.monotonic() - start < 30 and len(rows_of(client, many[:9])["x"]) == 9
 
 
 def test_the_stats_file_tells_what_goes_on(graph, tmp_path) -> None:

@@ -15,7 +15,7 @@ from trainer.sampler.types import HopSample, RowRequest, TimeBound
 TYPES = [("a", f"r{k}", "b") for k in range(3)]
 
 
-class Answer:
+class HostRows:
     def __init__(self, value):
         self._value = value
 
@@ -33,11 +33,11 @@ class Recorder:
 
     def submit_sample(self, requests):
         self.asked.append(requests)
-        return Answer([HopSample(np.zeros(len(r.nodes), np.int32), np.empty(0, np.int32), None) for r in requests])
+        return HostRows([HopSample(np.zeros(len(r.nodes), np.int32), np.empty(0, np.int32), None) for r in requests])
 
     def submit_gather(self, requests):
         self.asked.append(requests)
-        return Answer([{name: np.zeros(len(r.ids), np.int64) for name in r.attrs} for r in requests])
+        return HostRows([{name: np.zeros(len(r.ids), np.int64) for name in r.attrs} for r in requests])
 
 
 def graph_of(*hosts):

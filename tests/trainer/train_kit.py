@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Ended:
 
 def job(parts: Path, run_dir: Path, **settings: Any) -> TrainJob:
     """A small job: 180 train seeds in steps of 89, 89 and 2, so that a third rank once has none."""
-    small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 60.0, "epochs": 1}
+    small: dict[str, Any] = {"batch_size": 89, "fanouts": (5, 5), "hidden": 16, "timeout": 120.0, "epochs": 1}
     return TrainJob(TrainSettings(**{**small, **settings}), parts, run_dir)
 
 
@@ -82,6 +82,13 @@ def run_script(words: Sequence[str], world_size: int, cwd: Path, **more_env: str
     """All ranks of a script, to their ends."""
     port = free_port()
     ranks = [start_script(words, rank, world_size, port, cwd, **more_env) for rank in range(world_size)]
+    return [finish(process) for process in ranks]
+
+
+def run_forked(work: Callable[..., None], args: Sequence[Any], world_size: int) -> list[Ended]:
+    """``work(*args)`` on all ranks, to their ends."""
+    port = free_port()
+    ranks = [Forked(work, args, rank_environment(rank, world_size, port)) for rank in range(world_size)]
     return [finish(process) for process in ranks]
 
 

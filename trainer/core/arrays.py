@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 Ids = npt.NDArray[np.int64]
+
+Columns = Mapping[str, Array]  #: attribute -> [n, …], one row for each node or edge
 
 
 def read_only(array: Array) -> Array:

@@ -56,7 +56,7 @@ class CacheSize:
 
 
 @dataclass(frozen=True)
-class Reach:
+class RemoteAccess:
     """The same on every rank of a run."""
 
     server_wait: float = SERVER_WAIT  #: seconds a lost graph server may take to come back
@@ -65,7 +65,7 @@ class Reach:
     wire_rows: WireRows = "stored"  #: what floating-point rows are rounded to on their way
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Reach:
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> RemoteAccess:
         """What the launcher tells every process of a run. Raises ``SettingsError``."""
         return cls(
             server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),

@@ -44,7 +44,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
         return dataset
     _check(dataset, options)
     of = _edge_type(dataset, options.hold_out)
-    chosen = _Chosen(of[0] == of[2], options.hold_out_val, options.hold_out_test)
+    chosen = _HeldOutLinks(of[0] == of[2], options.hold_out_val, options.hold_out_test)
     edges = dict(dataset.edges)
     val, test = chosen.of(edges[of].edge_index)
     links = {VAL_LINKS: _distinct(edges[of].edge_index, val), TEST_LINKS: _distinct(edges[of].edge_index, test)}
@@ -57,7 +57,7 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _HeldOutLinks:
     """Which links are held out, by their ends."""
 
     either_way: bool  #: a link and its opposite are one

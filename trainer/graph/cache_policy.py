@@ -23,7 +23,7 @@ from trainer.core.remote_access import CacheSize, WireRows
 from trainer.core.schema import AnyType, NodeType
 from trainer.graph.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph
-from trainer.sampler.feature_gather import Answer, HeldRows, Piece
+from trainer.sampler.feature_gather import GatherPiece, HeldRows, HostRows
 from trainer.sampler.settings import blank_rows, row_spec
 from trainer.sampler.subgraph_sampler import CountedAccess
 from trainer.sampler.types import RowRequest
@@ -251,7 +251,9 @@ class _Replay:
         self.cached_rows: list[float] = []  #: of them, those that the cache has
         self._access, self._cache, self._threads = access, cache, threads
         self._held = HeldRows(access.held)
-        self._under_way: deque[Sequence[Piece]] = deque()  #: batches made beside the next one, which finds none of them
+        self._under_way: deque[Sequence[GatherPiece]] = (
+            deque()
+        )  #: batches made beside the next one, which finds none of them
 
     def run(self, steps: Sequence[PresampledStep]) -> None:
         for step in steps:
@@ -263,22 +265,22 @@ class _Replay:
             if len(self._under_way) >= self._threads:
                 self._hold(self._under_way.popleft())
 
-    def _received_bytes(self, piece: Piece) -> int:
+    def _received_bytes(self, piece: GatherPiece) -> int:
         (of, names), store = piece.columns, self._access.local.store
         width = sum(_wire_bytes(store, of, name, self._access.wire_rows) for name in names)
         return width * sum(map(len, piece.asked.values()))
 
-    def _hold(self, pieces: Sequence[Piece]) -> None:
+    def _hold(self, pieces: Sequence[GatherPiece]) -> None:
         for piece in pieces:
             if piece.keeps:
                 answers = [_blank_answer(piece, at) for at in piece.asked.values()]
                 self._held.add(piece.columns, piece.cost.remote_rows, answers)
 
 
-def _blank_answer(piece: Piece, at: npt.NDArray[np.int32]) -> Answer:
+def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
     """An answer with the ids of these rows of ``piece``; its rows are blank and take no memory."""
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
-    return Answer(piece.ids[at], rows)
+    return HostRows(piece.ids[at], rows)
 
 
 def _third(steps: Sequence[PresampledStep]) -> int:

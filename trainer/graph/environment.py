@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.ranks import Ranks
-from trainer.core.remote_access import Reach
+from trainer.core.remote_access import RemoteAccess
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.service.cluster import read_cluster
@@ -37,7 +37,7 @@ def open_any(
         assert cluster is not None
         return open_client(
             read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
-            reach=Reach.from_env(environ), placed=_placed(cluster, ranks),
+            reach=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
         )  # fmt: skip
     if path is None:
         _check_in_run(environ)
@@ -49,7 +49,7 @@ def open_any(
         part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
-        ranks=ranks, placed=placed, reach=Reach.from_env(environ),
+        ranks=ranks, placed=placed, reach=RemoteAccess.from_env(environ),
     )  # fmt: skip
 
 

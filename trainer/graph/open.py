@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.ranks import Ranks
-from trainer.core.remote_access import Reach
+from trainer.core.remote_access import RemoteAccess
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.prefetch import RemoteSampler, Sampler
 from trainer.graph.seed_order import RankLayout
@@ -25,7 +25,7 @@ from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster
 from trainer.service.curve_keys import CurveKeys, read_key_file
 from trainer.service.remote_graph import Gateway, client_name
-from trainer.service.wire.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.manifest import Manifest, manifest_digest
 from trainer.store.part_store import PartStore, open_parts
 from trainer.store.remote_store import RemoteStore
@@ -178,7 +178,7 @@ class Graph:
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
-    placed: RankLayout | None = None, reach: Reach | None = None,
+    placed: RankLayout | None = None, reach: RemoteAccess | None = None,
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
@@ -186,7 +186,7 @@ def open_graph(
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
-    reach = reach or Reach()
+    reach = reach or RemoteAccess()
     store = open_parts(parts, part_ids, reach.topology)
     clients = _connect(store, cluster_file, node_rank, key_file, deadline, reach) if cluster_file else {}
     access = DistGraph(
@@ -213,7 +213,7 @@ def _connect(
     node_rank: int,
     key_file: str | Path | None,
     deadline: float,
-    reach: Reach,
+    reach: RemoteAccess,
 ) -> dict[int, HostClient]:
     from trainer.service.cluster import connect_cluster
     from trainer.service.curve_keys import read_key_file
@@ -237,13 +237,13 @@ _HELLO = 10.0  #: seconds a server may take to say who it is
 
 def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
-    reach: Reach | None = None, placed: RankLayout | None = None,
+    reach: RemoteAccess | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
     """The graph as a client node of a run has it: all of it through the servers, home first.
 
     Raises ``ServiceError`` when no server answers within ``deadline``, or another partition is served there.
     """
-    reach, asker = reach or Reach(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
+    reach, asker = reach or RemoteAccess(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
     home = cluster.home_of(ranks.node_rank)
     others = [place for place in cluster.gateways() if place != home]
     turn = ranks.rank % max(len(others), 1)
@@ -290,7 +290,7 @@ def _check_endpoint(endpoint: object) -> None:
         raise SettingsError(f"{endpoint!r} is no endpoint of a graph server; those are tcp://host:port")
 
 
-def _places(endpoints: Sequence[str], keys: CurveKeys | None, deadline: float) -> list[ServerPlace]:
+def _places(endpoints: Sequence[str], keys: CurveKeys | None, deadline: float) -> list[ServerAddress]:
     """The servers at these endpoints that answer, then the others that they know of.
 
     Raises ``ServiceError`` when none answers, saying why for each.
@@ -335,12 +335,12 @@ def _why_none(endpoints: Sequence[str], problems: Sequence[str]) -> str:
     return "\n".join(problems)
 
 
-def _unmet(endpoint: str) -> ServerPlace:
-    return ServerPlace("", -1, "", endpoint, ())
+def _unmet(endpoint: str) -> ServerAddress:
+    return ServerAddress("", -1, "", endpoint, ())
 
 
-def _met(endpoint: str, info: HelloInfo) -> ServerPlace:
+def _met(endpoint: str, info: HelloInfo) -> ServerAddress:
     """A server as it says who it is, where the user reaches it."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
-    return ServerPlace(name, info.node_rank, info.host, endpoint, info.part_ids)
+    return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

@@ -13,19 +13,19 @@ from typing import Protocol, TypeVar
 
 from trainer.core.errors import ServiceError
 from trainer.core.schema import AnyType, NodeType
-from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import SampledSubgraph, SampleSettings, SeedSet
 from trainer.service.remote_graph import Gateway
 
-Job = TypeVar("Job")
+Item = TypeVar("Item")
 
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 
 
 def ordered_ahead(
-    work: Callable[[Job], Done], jobs: Iterable[Job], *, threads: int, ahead: int, deadline: float
-) -> Generator[Done, None, None]:
-    """Yield ``work(job)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
+    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float
+) -> Generator[Result, None, None]:
+    """Yield ``work(item)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
 
     The one in use counts until the next is asked for, and nothing here refers to it: memory is bounded by ``ahead``
     results where whoever iterates lets go of one before asking for the next. There may always be one more than threads.
@@ -34,31 +34,31 @@ def ordered_ahead(
     would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
     longer than ``deadline`` seconds after it is waited for.
     """
-    pending: deque[Future[Done]] = deque()
+    pending: deque[Future[Result]] = deque()
     failed: list[int] = []  #: numbers of jobs that raised
 
-    def run(numbered: tuple[int, Job]) -> Done:
-        number, job = numbered
+    def run(numbered: tuple[int, Item]) -> Result:
+        number, item = numbered
         if failed and number > min(failed):
             raise CancelledError
         try:
-            return work(job)
+            return work(item)
         except BaseException:
             failed.append(number)
             raise
 
-    source = enumerate(jobs)
+    source = enumerate(items)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="sampler")
     try:
-        pending.extend(pool.submit(run, job) for job in islice(source, max(ahead, threads + 1)))
+        pending.extend(pool.submit(run, item) for item in islice(source, max(ahead, threads + 1)))
         while pending:
             yield _wait(pending.popleft(), deadline)
-            pending.extend(pool.submit(run, job) for job in islice(source, 1))
+            pending.extend(pool.submit(run, item) for item in islice(source, 1))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _wait(future: Future[Done], deadline: float) -> Done:
+def _wait(future: Future[Result], deadline: float) -> Result:
     try:
         return future.result(deadline)
     except FutureTimeout:
@@ -70,7 +70,7 @@ def _wait(future: Future[Done], deadline: float) -> Done:
 class Sampler(Protocol):
     """Makes batches of one kind; safe to call from several threads. Both methods raise ``ServiceError``."""
 
-    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+    def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         """Subgraph and rows."""
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
@@ -86,7 +86,7 @@ class RemoteSampler:
     attrs: Mapping[AnyType, tuple[str, ...]]
     labels: tuple[NodeType, tuple[str, ...]] = ("", ())
 
-    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+    def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         began = time.perf_counter()
         sampled = self.gateway.sample_batch(BatchWork(self.settings, seeds, key, self.attrs, self.labels))
         return replace(sampled, cost=replace(sampled.cost, wait_s=time.perf_counter() - began))

@@ -94,7 +94,7 @@ class RankLayout:
 
 
 @dataclass(frozen=True)
-class Share:
+class SeedShare:
     """One rank's part of one global batch."""
 
     step: int
@@ -107,13 +107,13 @@ class Share:
 
 def shares(
     order: SeedOrder, part_of: Callable[[Ids], Ids], rank: int, layout: RankLayout, epoch: int, first_step: int = 0
-) -> Iterator[Share]:
+) -> Iterator[SeedShare]:
     """This rank's share of every step; ``part_of`` says where the seeds at some positions live."""
     positions = order.epoch(epoch)
     for step in range(first_step, order.num_steps):
         batch = order.step(positions, step)
         places = np.flatnonzero(split_step(part_of(batch), layout) == rank)
-        yield Share(step, order.key(epoch, step), len(batch), batch[places], places, batch)
+        yield SeedShare(step, order.key(epoch, step), len(batch), batch[places], places, batch)
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:

@@ -18,11 +18,11 @@ from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
-from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, Share, shares
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
 from trainer.loader.pyg_batch import as_label, hetero_blocks, homo_blocks
 from trainer.sampler.settings import check_settings
-from trainer.sampler.subgraph_sampler import Sampled, SubgraphSampler
+from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet, TimeRule
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
@@ -92,16 +92,16 @@ class BatchLoader:
         threads = self.graph.threads(s.threads, s.prefetch)
         return ordered_ahead(self.load, work, threads=threads, ahead=s.prefetch, deadline=self._patience)
 
-    def shares(self, epoch: int, first_step: int = 0) -> Iterator[Share]:
+    def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
         """This rank's seeds, step by step."""
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
-    def load(self, share: Share) -> AnyBatch:
+    def load(self, share: SeedShare) -> AnyBatch:
         """The batch of one share."""
         sampled = self.sample(share)
         return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
-    def sample(self, share: Share) -> Sampled:
+    def sample(self, share: SeedShare) -> SampledBatch:
         """Subgraph and rows of one share, still numpy."""
         return self.sampler.sample(self._seed_set(share), share.key)
 
@@ -111,7 +111,7 @@ class BatchLoader:
         sampler = replace(self.sampler, _local=threading.local())  # whose tables go with it
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
-    def _seed_set(self, share: Share) -> SeedSet:
+    def _seed_set(self, share: SeedShare) -> SeedSet:
         target, seeds = self.settings.target, self._seeds[share.positions]
         trees, attr = {target: share.places}, self.settings.time_attr
         if attr is None:
@@ -122,7 +122,7 @@ class BatchLoader:
     def _part_of(self, positions: Ids) -> Ids:
         return self.graph.store.books[self.settings.target].part_of(self._seeds[positions])
 
-    def _homo(self, share: Share, sampled: Sampled) -> Batch:
+    def _homo(self, share: SeedShare, sampled: SampledBatch) -> Batch:
         rows = sampled.rows[HOMO_NODE]
         return Batch(
             step=share.step,
@@ -139,7 +139,7 @@ class BatchLoader:
             cost=sampled.cost,
         )
 
-    def _hetero(self, share: Share, sampled: Sampled) -> HeteroBatch:
+    def _hetero(self, share: SeedShare, sampled: SampledBatch) -> HeteroBatch:
         nodes, rows = sampled.subgraph.nodes, sampled.rows
         return HeteroBatch(
             step=share.step,
@@ -157,13 +157,13 @@ class BatchLoader:
             cost=sampled.cost,
         )
 
-    def _kept_rows(self, sampled: Sampled) -> dict[NodeType, KeptRows]:
+    def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
         return {of: KeptRows(torch.from_numpy(slots), self._kept[of].rows) for of, slots in sampled.kept.items()}
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:
         return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
 
-    def _y(self, sampled: Sampled) -> Tensor | None:
+    def _y(self, sampled: SampledBatch) -> Tensor | None:
         if "y" not in sampled.labels:
             return None
         return as_label(as_tensor(sampled.labels["y"], self.graph.manifest.nodes[self.settings.target].attrs["y"]))

@@ -30,22 +30,22 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
 from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
-from trainer.graph.seed_order import OTHER_STREAM, RankLayout, Share
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, wanted_attrs, whole_number
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.loader.subgraph_loaders import Ends, check_homogeneous, induced_settings
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
+from trainer.loader.subgraph_loaders import EdgeEnds, check_homogeneous, induced_settings
 from trainer.sampler.types import HopRequest, RowRequest, SeedSet
 
 
 @dataclass(frozen=True)
-class NodeDraw:
+class SaintNodeDraw:
     """Draws nodes by out-degree, with replacement."""
 
     running: Ids  #: int64 [N] out-edges of all nodes up to this one
 
     @classmethod
-    def of(cls, ends: Ends, num_nodes: int) -> NodeDraw:
+    def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintNodeDraw:
         return cls(np.cumsum(np.bincount(ends.src, minlength=num_nodes)))
 
     def __call__(self, key: int, count: int) -> Ids:
@@ -54,14 +54,14 @@ class NodeDraw:
 
 
 @dataclass(frozen=True)
-class EdgeDraw:
+class SaintEdgeDraw:
     """Draws edges with replacement, by in-degree of the source plus out-degree of the target."""
 
-    ends: Ends
+    ends: EdgeEnds
     running: Ids  #: int64 [E] weights of all edges up to this one
 
     @classmethod
-    def of(cls, ends: Ends, num_nodes: int) -> EdgeDraw:
+    def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintEdgeDraw:
         in_degree, out_degree = (np.bincount(side, minlength=num_nodes) for side in (ends.dst, ends.src))
         weights = in_degree[ends.src] + out_degree[ends.dst]
         return cls(ends, np.cumsum(weights if weights.any() else np.ones_like(weights)))
@@ -115,7 +115,7 @@ _FORMAT = "gnnfleet-saint-norm 1"
 
 
 @dataclass(frozen=True)
-class Norm:
+class SaintNorm:
     """Coefficients by original id."""
 
     node: Tensor  #: float32 [N] weight of a node's loss
@@ -123,8 +123,8 @@ class Norm:
 
 
 def saint_norm(
-    loader: GraphSAINTSampler, ends: Ends, coverage: int, save_dir: str | Path | None, log: bool
-) -> Norm:  # fmt: skip
+    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool
+) -> SaintNorm:  # fmt: skip
     """The normalisation of a loader's subgraphs; from ``save_dir`` if it was made for the same.
 
     Numbers and formulas are torch_geometric's. A collective call where the loader's ranks are a process group.
@@ -145,7 +145,7 @@ def saint_norm(
     return norm
 
 
-def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, group: RankGroup) -> tuple[Norm, int]:
+def _estimated(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
     """Subgraphs are drawn in rounds of one epoch's over all ranks, until they have enough nodes."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends.src), dtype=torch.int32)
@@ -173,13 +173,13 @@ def _estimated(loader: GraphSAINTSampler, ends: Ends, coverage: int, group: Rank
     return _norm_of(group.sum(nodes), group.sum(edges), ends, num_subgraphs), num_subgraphs
 
 
-def _norm_of(nodes: Tensor, edges: Tensor, ends: Ends, num_subgraphs: int) -> Norm:
+def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -> SaintNorm:
     """From how many of the subgraphs each node and edge was in."""
     node, edge = nodes.float(), edges.float()
     ratio = (node[torch.from_numpy(ends.src)] / edge).clamp(0, 1e4)
     ratio[ratio.isnan()] = 0.1
     node[node == 0] = 0.1
-    return Norm(num_subgraphs / node / len(node), ratio)
+    return SaintNorm(num_subgraphs / node / len(node), ratio)
 
 
 def _sharing(loader: GraphSAINTSampler) -> RankGroup:
@@ -190,7 +190,7 @@ def _sharing(loader: GraphSAINTSampler) -> RankGroup:
     return RankGroup(Ranks())
 
 
-def _identity(loader: GraphSAINTSampler, ends: Ends, coverage: int) -> str:
+def _identity(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
     """Equal for equal graphs, settings and coverage: hex."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
@@ -201,7 +201,7 @@ def _identity(loader: GraphSAINTSampler, ends: Ends, coverage: int) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path, key: str) -> Norm | None:
+def _read(path: Path, key: str) -> SaintNorm | None:
     if not path.exists():
         return None
     try:
@@ -210,10 +210,10 @@ def _read(path: Path, key: str) -> Norm | None:
         raise SettingsError(f"save_dir: {path} cannot be read ({type(error).__name__}); delete it") from error
     if not isinstance(kept, dict) or kept.get("format") != _FORMAT or kept.get("made_for") != key:
         raise SettingsError(f"save_dir: {path} is not the normalisation its name says; delete it")
-    return Norm(kept["node_norm"], kept["edge_norm"])
+    return SaintNorm(kept["node_norm"], kept["edge_norm"])
 
 
-def _write(path: Path, key: str, norm: Norm) -> None:
+def _write(path: Path, key: str, norm: SaintNorm) -> None:
     """Beside the final name, then renamed: other ranks may write the same."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     kept = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
@@ -276,7 +276,7 @@ class GraphSAINTSampler(PyGLoader):
         self._norm = None
         if self.sample_coverage:
             self._same.check()
-            ends = ends or Ends.of(graph)
+            ends = ends or EdgeEnds.of(graph)
             self._norm = saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0)
 
     @property
@@ -284,7 +284,7 @@ class GraphSAINTSampler(PyGLoader):
         """What is drawn, and how much: all that a subgraph depends on besides graph, seed, epoch and number."""
         return f"{type(self).__name__} {self.num_samples}"
 
-    def prepare(self) -> Ends | None:
+    def prepare(self) -> EdgeEnds | None:
         """Get what ``draw_nodes`` needs; returns the edges if they had to be read."""
         return None
 
@@ -292,7 +292,7 @@ class GraphSAINTSampler(PyGLoader):
     def draw_nodes(self, key: int) -> Ids:
         """Global ids of a subgraph's nodes, distinct, by original id: int64 [n]. Raises ``ServiceError``."""
 
-    def shares(self, epoch: int) -> Iterator[Share]:
+    def shares(self, epoch: int) -> Iterator[SeedShare]:
         for share in super().shares(epoch):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
@@ -304,8 +304,8 @@ class GraphSAINTSampler(PyGLoader):
         """Any: a subgraph lives nowhere in particular."""
         return positions * 0
 
-    def seeds(self, share: Share) -> Seeded:
-        return Seeded(SeedSet({HOMO_NODE: self.draw_nodes(share.key)}), None)
+    def seeds(self, share: SeedShare) -> BatchSeeds:
+        return BatchSeeds(SeedSet({HOMO_NODE: self.draw_nodes(share.key)}), None)
 
     def annotate(self, data: Any, out: Output) -> None:
         if self._norm is not None:
@@ -322,10 +322,10 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
     are those of ``GraphSAINTSampler``.
     """
 
-    def prepare(self) -> Ends:
+    def prepare(self) -> EdgeEnds:
         self._check_edges()
-        ends = Ends.of(self.graph)
-        self._nodes = NodeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
+        ends = EdgeEnds.of(self.graph)
+        self._nodes = SaintNodeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 
     def draw_nodes(self, key: int) -> Ids:
@@ -345,10 +345,10 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
     all edges once, and keeps 16 bytes an edge (24 beyond 2^31 nodes). The arguments are those of ``GraphSAINTSampler``.
     """
 
-    def prepare(self) -> Ends:
+    def prepare(self) -> EdgeEnds:
         self._check_edges()
-        ends = Ends.of(self.graph)
-        self._edges = EdgeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
+        ends = EdgeEnds.of(self.graph)
+        self._edges = SaintEdgeDraw.of(ends, self.graph.manifest.nodes[HOMO_NODE].num_nodes)
         return ends
 
     def draw_nodes(self, key: int) -> Ids:

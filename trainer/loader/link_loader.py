@@ -19,7 +19,7 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.in_memory import as_graph
-from trainer.graph.seed_order import OTHER_STREAM, RankLayout, Share
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
@@ -32,8 +32,8 @@ from trainer.loader.arguments import (
 from trainer.loader.link_seeds import canonical, labels_with_negatives, link_inputs, negative_rule, node_draws
 from trainer.loader.negatives import NegativeRule, draw_negatives
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.sampler.subgraph_sampler import Sampled
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
+from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
@@ -66,7 +66,7 @@ class LinkIndex:
 
 
 @dataclass(frozen=True)
-class _End:
+class _LinkEnd:
     """The seeds at one end of the links, in torch_geometric's order: positives first."""
 
     ids: Ids  #: original ids
@@ -111,19 +111,19 @@ def excluded(
     }
 
 
-def _ends(links: LinkBatch, triplet: bool) -> tuple[_End, _End]:
+def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
     own = np.arange(len(links.src))
     src_role, dst_role = (2, 2) if triplet else (2, 3)
     step = dst_role - 1  # binary negatives have two roles each, triplets one
     neg = links.places[links.owner]
-    dst = _End(
+    dst = _LinkEnd(
         np.concatenate([links.dst, links.neg_dst]),
         np.concatenate([links.places + _ROLE, neg + (dst_role + step * links.neg_j) * _ROLE]),
         np.concatenate([own, links.owner]),
     )
     if triplet:
-        return _End(links.src, links.places, own), dst
-    src = _End(
+        return _LinkEnd(links.src, links.places, own), dst
+    src = _LinkEnd(
         np.concatenate([links.src, links.neg_src]),
         np.concatenate([links.places, neg + (src_role + step * links.neg_j) * _ROLE]),
         np.concatenate([own, links.owner]),
@@ -132,7 +132,7 @@ def _ends(links: LinkBatch, triplet: bool) -> tuple[_End, _End]:
 
 
 def _distinct(
-    ends: Mapping[NodeType, list[_End]], links: LinkBatch, store: PartStore
+    ends: Mapping[NodeType, list[_LinkEnd]], links: LinkBatch, store: PartStore
 ) -> tuple[SeedSet, tuple[Ids, Ids]]:
     nodes, where = {}, []
     for of, group in ends.items():
@@ -143,7 +143,7 @@ def _distinct(
 
 
 def _separate(
-    ends: Mapping[NodeType, list[_End]], links: LinkBatch, store: PartStore
+    ends: Mapping[NodeType, list[_LinkEnd]], links: LinkBatch, store: PartStore
 ) -> tuple[SeedSet, tuple[Ids, Ids]]:
     nodes, trees, times, where = {}, {}, {}, []
     for of, group in ends.items():
@@ -233,15 +233,15 @@ class DistLinkNeighborLoader(PyGLoader):
         of = self.inputs.edge_type[2]
         return self.graph.store.books[of].part_of(self.graph.store.to_global(of, self.inputs.dst[positions]))
 
-    def seeds(self, share: Share) -> Seeded:
+    def seeds(self, share: SeedShare) -> BatchSeeds:
         links = self._links(share)
         seeds, index = seeds_of(links, self.rule, self.graph.store, self.settings.disjoint)
         if self._exclude:
             seen = self.inputs.src[share.batch], self.inputs.dst[share.batch]
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, self.graph.store))
-        return Seeded(seeds, self._metadata(share, links, index), index)
+        return BatchSeeds(seeds, self._metadata(share, links, index), index)
 
-    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         out = super().output(sampled, seeded)
         if out.batch is not None:
             out.batch = self._by_link(out.batch, seeded.extra)
@@ -260,7 +260,7 @@ class DistLinkNeighborLoader(PyGLoader):
         else:
             link.edge_label_index, link.edge_label, link.edge_label_time = out.metadata[1:4]
 
-    def _links(self, share: Share) -> LinkBatch:
+    def _links(self, share: SeedShare) -> LinkBatch:
         """This rank's positives and negatives of one step."""
         inputs, own = self.inputs, share.positions
         src, dst = inputs.src[own], inputs.dst[own]
@@ -277,7 +277,7 @@ class DistLinkNeighborLoader(PyGLoader):
         of, store = self.inputs.edge_type, self.graph.store
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
-    def _metadata(self, share: Share, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
+    def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
         """As torch_geometric's ``edge_sample`` leaves it."""
         input_id = self.inputs.input_id
         ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
@@ -290,7 +290,7 @@ class DistLinkNeighborLoader(PyGLoader):
         where = torch.from_numpy(np.stack([index.src, index.dst]))
         return ids, where, self._labels(share, len(links.owner)), times
 
-    def _labels(self, share: Share, num_negatives: int) -> Tensor | None:
+    def _labels(self, share: SeedShare, num_negatives: int) -> Tensor | None:
         label = None if self._label is None else self._label[torch.from_numpy(share.positions)]
         if self.rule is None:
             return label

@@ -15,7 +15,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
 from trainer.graph.open import Graph
-from trainer.loader.negatives import DST, SRC, NegativeRule, NodeDraw
+from trainer.loader.negatives import DST, SRC, NegativeDraw, NegativeRule
 from trainer.loader.node_seeds import as_array, checked_ids
 from trainer.sampler.types import RowRequest, SampleSettings
 
@@ -75,13 +75,13 @@ def negative_rule(neg_sampling: Any, ratio: float | None, avoid_links: bool) -> 
 
 def node_draws(
     graph: Graph, edge_type: EdgeType, weights: NegativeSampling, settings: SampleSettings
-) -> tuple[NodeDraw, NodeDraw]:
+) -> tuple[NegativeDraw, NegativeDraw]:
     """How each end's negatives are drawn. With node times those of all nodes are fetched: 16 bytes a node."""
     draws = []
     for end, weight in ((SRC, weights.src_weight), (DST, weights.dst_weight)):
         of = edge_type[0] if end == SRC else edge_type[2]
         num_nodes = graph.manifest.nodes[of].num_nodes
-        draws.append(NodeDraw(num_nodes, None if weight is None else as_array(weight), _times(graph, of, settings)))
+        draws.append(NegativeDraw(num_nodes, None if weight is None else as_array(weight), _times(graph, of, settings)))
     return draws[SRC], draws[DST]
 
 

@@ -50,7 +50,7 @@ class NegativeRule:
         return owner[wanted], j[wanted]
 
 
-class NodeDraw:
+class NegativeDraw:
     """Draws original ids of one node type: uniformly, by weight, or among nodes up to a time."""
 
     def __init__(self, num_nodes: int, weight: Array | None = None, times: Array | None = None):
@@ -86,7 +86,7 @@ class NodeDraw:
 
 def draw_negatives(
     rule: NegativeRule, key: int, places: Ids, owner: Ids, j: Ids, positives: tuple[Ids, Ids],
-    ends: tuple[NodeDraw, NodeDraw], is_link: IsLink, times: Ids | None = None,
+    ends: tuple[NegativeDraw, NegativeDraw], is_link: IsLink, times: Ids | None = None,
 ) -> tuple[Ids, Ids]:  # fmt: skip
     """Original ids (sources, targets) of the negatives that ``rule.owners`` named, int64 [m] each.
 

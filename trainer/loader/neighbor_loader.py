@@ -13,7 +13,7 @@ from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.schema import NodeType
 from trainer.graph.in_memory import as_graph
-from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedShare
 from trainer.loader.arguments import (
     AttrNames,
     Fanouts,
@@ -25,7 +25,7 @@ from trainer.loader.arguments import (
 )
 from trainer.loader.node_seeds import node_inputs, split_name
 from trainer.loader.pyg_batch import Output
-from trainer.loader.pyg_loader import PyGLoader, Seeded
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.sampler.types import RowRequest, SeedSet
 
 
@@ -122,12 +122,12 @@ class DistNeighborLoader(PyGLoader):
             parts[rows] = self.graph.store.books[of].part_of(self.inputs.of[of].nodes[own])
         return parts
 
-    def seeds(self, share: Share) -> Seeded:
+    def seeds(self, share: SeedShare) -> BatchSeeds:
         split = self.inputs.split(share.positions)
         nodes = {of: self.inputs.of[of].nodes[own] for of, (_, own) in split.items()}
         trees = {of: share.places[rows] for of, (rows, _) in split.items()} if self.settings.disjoint else {}
         seeds = SeedSet(nodes, trees, self._times(split, nodes))
-        return Seeded(seeds, self._metadata(split))
+        return BatchSeeds(seeds, self._metadata(split))
 
     def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
         """Times of the seeds: as given, or the nodes' own."""

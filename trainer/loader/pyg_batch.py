@@ -19,7 +19,7 @@ from torch_geometric.loader.utils import (
 from torch_geometric.sampler import SamplerOutput
 
 from trainer.core import slabs
-from trainer.core.arrays import Array
+from trainer.core.arrays import Array, Columns
 from trainer.core.batch import Block
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
@@ -27,7 +27,7 @@ from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.loader.node_seeds import checked_ids
 from trainer.sampler.multi_hop import cut_block
-from trainer.sampler.subgraph_sampler import Rows, Sampled
+from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import EdgeSet, NodeSet, RowRequest, SampledSubgraph
 from trainer.store.manifest import AttrSpec
 
@@ -59,7 +59,7 @@ def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
     return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
 
 
-def sampler_output(sampled: Sampled, hetero: bool, induced: bool, apart: bool) -> Output:
+def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, apart: bool) -> Output:
     """torch_geometric's output of a sampler: original ids, edges in batch positions.
 
     As there, an induced subgraph has no numbers of nodes and edges per hop. ``apart``: ids are copies, for a transform
@@ -106,7 +106,7 @@ def _per_hop(sets: Mapping[Any, NodeSet] | Mapping[Any, EdgeSet]) -> dict[Any, l
     return {of: list(members.per_hop) for of, members in sets.items()}
 
 
-Join = Callable[[Output, Sampled], Any]
+Join = Callable[[Output, SampledBatch], Any]
 
 Attrs = Mapping[AnyType, tuple[str, ...]]
 
@@ -146,7 +146,7 @@ class PartitionJoin:
         specs, arrays = graph.manifest.graph_attrs, graph.store.graph_attrs
         self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
 
-    def __call__(self, out: Output, sampled: Sampled) -> Any:
+    def __call__(self, out: Output, sampled: SampledBatch) -> Any:
         """``Data`` or ``HeteroData`` with the attributes of nodes, edges and graph."""
         homo = isinstance(out, SamplerOutput)
         data = (self._custom_cls or (Data if homo else HeteroData))()
@@ -163,14 +163,16 @@ class PartitionJoin:
             self._edges(data[edge_type], edge_type, row, col, (out.edge or {}).get(edge_type), sampled)
         return data
 
-    def _nodes(self, to: Any, of: NodeType, node: Tensor, sampled: Sampled) -> None:
+    def _nodes(self, to: Any, of: NodeType, node: Tensor, sampled: SampledBatch) -> None:
         rows = self._rows_of_nodes(of, node, sampled)
         for name in self._attrs[of]:
             values = as_tensor(rows[name], self._spec(of, name))
             to[name] = as_label(values) if name == "y" else values
         to.num_nodes = len(node)
 
-    def _edges(self, to: Any, of: EdgeType, row: Tensor, col: Tensor, edge: Tensor | None, sampled: Sampled) -> None:
+    def _edges(
+        self, to: Any, of: EdgeType, row: Tensor, col: Tensor, edge: Tensor | None, sampled: SampledBatch
+    ) -> None:
         to.edge_index = edge_index(row, col)
         rows = None if edge is None else self._rows_of_edges(of, edge, sampled)
         for name in self._attrs[of]:  # as in torch_geometric, edges without ids have no attributes
@@ -180,7 +182,7 @@ class PartitionJoin:
         manifest = self._graph.manifest
         return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
 
-    def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: Sampled) -> Rows:
+    def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
         """Rows of the output's nodes; nodes that a transform brought in are asked for."""
         wanted, rows = node.numpy(), sampled.rows[of]
         if (at := places_of(wanted, rows["orig_id"])) is not None:
@@ -190,7 +192,7 @@ class PartitionJoin:
         return self._graph.access.gather([request])[0]
 
     @staticmethod
-    def _rows_of_edges(of: EdgeType, edge: Tensor, sampled: Sampled) -> Rows:
+    def _rows_of_edges(of: EdgeType, edge: Tensor, sampled: SampledBatch) -> Columns:
         rows = sampled.rows[of]
         if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
             raise SettingsError(
@@ -228,7 +230,7 @@ def _same_memory(one: Array, other: Array) -> bool:
     return bool(where(one) == where(other))
 
 
-def _take(rows: Rows, at: Array | slice) -> Rows:
+def _take(rows: Columns, at: Array | slice) -> Columns:
     return {name: values[at] for name, values in rows.items()}
 
 

@@ -27,11 +27,11 @@ from trainer.core.errors import SettingsError
 from trainer.core.rng import batch_key
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
-from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, Share, shares
+from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, hetero_blocks, homo_blocks, join_of, sampler_output
-from trainer.sampler.subgraph_sampler import Sampled
+from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, SeedSet
 
 _TRAINER = str(Path(__file__).resolve().parents[1])
@@ -84,7 +84,7 @@ _CALLED = -2  #: the step of batches that are asked for by ``loader(index)``
 
 
 @dataclass(frozen=True)
-class Seeded:
+class BatchSeeds:
     """The seeds of one share, and what the batch must tell of them."""
 
     seeds: SeedSet
@@ -93,9 +93,9 @@ class Seeded:
 
 
 @dataclass(frozen=True)
-class _Made:
-    seeded: Seeded
-    sampled: Sampled
+class _SeededBatch:
+    seeded: BatchSeeds
+    sampled: SampledBatch
 
 
 class PyGLoader(ABC):
@@ -132,14 +132,14 @@ class PyGLoader(ABC):
         """Part where each input lives, int64 [n]: ranks beside it load it first."""
 
     @abstractmethod
-    def seeds(self, share: Share) -> Seeded:
+    def seeds(self, share: SeedShare) -> BatchSeeds:
         """Seed nodes of one share. Raises ``ServiceError``."""
 
     @abstractmethod
     def annotate(self, data: Any, out: Output) -> None:
         """Set what tells of the seeds, from ``out.metadata``."""
 
-    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         """torch_geometric's sampler output of a subgraph, with metadata."""
         apart = self.output_options.transform_sampler_output is not None
         out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
@@ -180,10 +180,10 @@ class PyGLoader(ABC):
         o, n = self.order, len(positions)
         key = batch_key(o.seed, o.stream, self._epoch, _CALLED)
         own = positions.astype(np.int64)
-        share = Share(_CALLED, key, n, own, np.arange(n), own)
+        share = SeedShare(_CALLED, key, n, own, np.arange(n), own)
         return self._finished(self._worked(share))
 
-    def shares(self, epoch: int) -> Iterator[Share]:
+    def shares(self, epoch: int) -> Iterator[SeedShare]:
         """This rank's share of every step of an epoch."""
         return shares(self.order, self.part_of, self.rank, self.layout, epoch)
 
@@ -205,10 +205,10 @@ class PyGLoader(ABC):
         """Whether the user's transform_sampler_output has to run in the iterating thread."""
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
-    def _worked(self, share: Share) -> Any:
+    def _worked(self, share: SeedShare) -> Any:
         """What the sampler threads do."""
         seeded = self.seeds(share)
-        made = _Made(seeded, self.sampler.sample(seeded.seeds, share.key))
+        made = _SeededBatch(seeded, self.sampler.sample(seeded.seeds, share.key))
         self._costs.add(made.sampled.cost)
         if self._joins_late:
             return made
@@ -225,7 +225,7 @@ class PyGLoader(ABC):
     def _transformed(self, data: Any) -> Any:
         return data if self.output_options.transform is None else self.output_options.transform(data)
 
-    def _joined(self, made: _Made) -> Any:
+    def _joined(self, made: _SeededBatch) -> Any:
         o, out = self.output_options, self.output(made.sampled, made.seeded)
         if o.subgraph_type == "bidirectional":
             out = out.to_bidirectional()

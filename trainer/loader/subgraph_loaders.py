@@ -28,12 +28,12 @@ from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler
-from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, Share, split_step
+from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedShare, split_step
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, sample_settings, wanted_attrs, whole_number
 from trainer.loader.node_seeds import node_inputs, split_name
 from trainer.loader.pyg_batch import Attrs, Output
-from trainer.loader.pyg_loader import PyGLoader, Seeded
-from trainer.sampler.subgraph_sampler import Sampled
+from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
+from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, SampledSubgraph, SampleSettings, SeedSet
 
 
@@ -53,14 +53,14 @@ def check_homogeneous(graph: Graph, what: str) -> None:
 
 
 @dataclass(frozen=True)
-class Ends:
+class EdgeEnds:
     """Both ends of every edge of a homogeneous graph, as original node ids, by original edge id."""
 
     src: Array  #: int32|int64 [E]
     dst: Array  #: int32|int64 [E]
 
     @classmethod
-    def of(cls, graph: Graph) -> Ends:
+    def of(cls, graph: Graph) -> EdgeEnds:
         """Read all edges. Memory: 32 bytes an edge meanwhile, 8 of them kept. Raises ``ServiceError``."""
         edges = graph.access.edge_list(HOMO_EDGE)
         num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
@@ -96,7 +96,7 @@ class NeighbourhoodSampler:
         drawn, distinct, member = self._drawn(seeds, key)
         return _joined(drawn, member, self._join.subgraph(distinct, key))
 
-    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+    def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         """The neighbourhoods, and rows of their distinct nodes and edges."""
         drawn, distinct, member = self._drawn(seeds, key)
         sampled = self._join.sample(distinct, key)
@@ -170,11 +170,11 @@ class DistShaDowKHopSampler(PyGLoader):
     def part_of(self, positions: Ids) -> Ids:
         return self.graph.store.books[HOMO_NODE].part_of(self.roots.nodes[positions])
 
-    def seeds(self, share: Share) -> Seeded:
+    def seeds(self, share: SeedShare) -> BatchSeeds:
         roots = self.roots.nodes[share.positions]
-        return Seeded(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
+        return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
-    def output(self, sampled: Sampled, seeded: Seeded) -> Output:
+    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
         """The neighbourhoods one after the other, nodes by id, edges by target."""
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
@@ -290,7 +290,7 @@ class DistClusterLoader(PyGLoader):
     def part_of(self, positions: Ids) -> Ids:
         return self.clusters.part[positions]
 
-    def shares(self, epoch: int) -> Iterator[Share]:
+    def shares(self, epoch: int) -> Iterator[SeedShare]:
         """As the other loaders', but shared out over the epoch as a whole: more of it stays on its host."""
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
@@ -301,18 +301,18 @@ class DistClusterLoader(PyGLoader):
             batches = [own[step * size : None if last else (step + 1) * size] for own in of_rank]
             begin = sum(map(len, batches[: self.rank]))
             mine, batch = batches[self.rank], np.concatenate(batches)
-            yield Share(step, o.key(epoch, step), len(batch), mine, np.arange(begin, begin + len(mine)), batch)
+            yield SeedShare(step, o.key(epoch, step), len(batch), mine, np.arange(begin, begin + len(mine)), batch)
 
-    def seeds(self, share: Share) -> Seeded:
+    def seeds(self, share: SeedShare) -> BatchSeeds:
         nodes = {of: members.of(share.positions) for of, members in self.clusters.members.items()}
-        return Seeded(SeedSet(nodes), None)
+        return BatchSeeds(SeedSet(nodes), None)
 
     def annotate(self, data: Any, out: Output) -> None:
         """Nothing more to tell."""
 
 
 @dataclass(frozen=True)
-class Members:
+class ClusterMembers:
     """The nodes of one type, cluster after cluster."""
 
     nodes: Ids  #: int64 [N] global ids, within a cluster by original id
@@ -328,7 +328,7 @@ class Members:
 class Clusters:
     """All clusters with nodes, by number."""
 
-    members: Mapping[NodeType, Members]
+    members: Mapping[NodeType, ClusterMembers]
     part: Ids  #: int64 [clusters] where most of its nodes live
 
     @classmethod
@@ -339,7 +339,7 @@ class Clusters:
         for of, values in cluster.items():
             place, nodes = np.searchsorted(numbers, values), graph.store.to_global(of, np.arange(len(values)))
             order = np.argsort(place, kind="stable")
-            members[of] = Members(nodes[order], np.searchsorted(place[order], np.arange(len(numbers) + 1)))
+            members[of] = ClusterMembers(nodes[order], np.searchsorted(place[order], np.arange(len(numbers) + 1)))
             np.add.at(votes, (place, graph.store.books[of].part_of(nodes)), 1)
         return cls(members, votes.argmax(1))
 

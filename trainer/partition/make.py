@@ -64,7 +64,7 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
         return done
     if (other := replaced(folder)) is not None:
         say(f"replacing {other} in {folder}")
-    stages = _Stages(say)
+    stages = _StageTimer(say)
     dataset = load_dataset(spec.dataset, spec.source, spec.options)
     stages.end("load", f"{dataset.name}: {_counts(dataset)}")
     for note in (*dataset.notes, *_notes_for_training(dataset)):
@@ -96,7 +96,7 @@ def _counts(dataset: Dataset) -> str:
     return f"{dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}"
 
 
-class _Stages:
+class _StageTimer:
     """Says what each stage took."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

@@ -77,7 +77,7 @@ def write_partition(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ArrayFile:
     """An array to be written."""
 
     path: str
@@ -95,11 +95,11 @@ class _Writer:
     rows: WireRows
     entries: list[FileEntry] = field(default_factory=list)
 
-    def write(self, jobs: Iterable[_Job]) -> None:
-        self.entries.extend(self.pool.map(self._write, jobs))
+    def write(self, files: Iterable[_ArrayFile]) -> None:
+        self.entries.extend(self.pool.map(self._write, files))
 
-    def _write(self, job: _Job) -> FileEntry:
-        return write_npy(self.root, job.path, job.dtype, job.shape, job.chunks)
+    def _write(self, file: _ArrayFile) -> FileEntry:
+        return write_npy(self.root, file.path, file.dtype, file.shape, file.chunks)
 
 
 def _write_all(
@@ -112,7 +112,7 @@ def _write_all(
 ) -> Manifest:
     with ThreadPoolExecutor(_WRITERS) as pool:
         writer = _Writer(root, pool, rows)
-        writer.write(_graph_jobs(dataset.graph_attrs))
+        writer.write(_graph_files(dataset.graph_attrs))
         nodes = {of: _write_nodes(writer, of, data, labels[of]) for of, data in dataset.nodes.items()}
         edges = {of: _write_edges(writer, dataset, of, labels, assignment.edge_cuts[of]) for of in dataset.edges}
     return Manifest(
@@ -132,19 +132,19 @@ def _write_all(
     )
 
 
-def _whole(path: str, array: Array) -> _Job:
-    return _Job(path, array.dtype, array.shape, rows_in_chunks(array))
+def _whole(path: str, array: Array) -> _ArrayFile:
+    return _ArrayFile(path, array.dtype, array.shape, rows_in_chunks(array))
 
 
-def _gathered(path: str, values: Array, rows: Array) -> _Job:
+def _gathered(path: str, values: Array, rows: Array) -> _ArrayFile:
     step = rows_per_chunk(values)
     chunks = (values[rows[start : start + step]] for start in range(0, len(rows), step))
-    return _Job(path, values.dtype, (len(rows), *values.shape[1:]), chunks)
+    return _ArrayFile(path, values.dtype, (len(rows), *values.shape[1:]), chunks)
 
 
-def _graph_jobs(attrs: Mapping[str, Array]) -> Iterator[_Job]:
+def _graph_files(attrs: Mapping[str, Array]) -> Iterator[_ArrayFile]:
     for name, values in attrs.items():
-        yield _Job(f"shared/graph/{name}.npy", values.dtype, values.shape, [values])
+        yield _ArrayFile(f"shared/graph/{name}.npy", values.dtype, values.shape, [values])
 
 
 def _attr_specs(data: NodeData | EdgeData, rows: WireRows) -> dict[str, AttrSpec]:
@@ -162,34 +162,34 @@ def _kept_as(name: str, values: Array, rows: WireRows) -> WireRows:
     return rows if rounds(name, values.dtype, values.shape, rows) else "stored"
 
 
-def _attr_jobs(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRows) -> Iterator[_Job]:
+def _attr_files(top: str, attrs: Mapping[str, Array], owned: Array, rows: WireRows) -> Iterator[_ArrayFile]:
     for name, values in attrs.items():
-        job, form = _gathered(f"{top}/attrs/{name}.npy", values, owned), _kept_as(name, values, rows)
+        file, form = _gathered(f"{top}/attrs/{name}.npy", values, owned), _kept_as(name, values, rows)
         if form == "int8":
-            yield replace(job, dtype=np.dtype(np.int8), chunks=_rounded(job, owned, lambda some: to_int8(some)[0]))
+            yield replace(file, dtype=np.dtype(np.int8), chunks=_rounded(file, owned, lambda some: to_int8(some)[0]))
             again = _gathered(f"{top}/scales/{name}.npy", values, owned)  # reading twice takes less than keeping
             scales = _rounded(again, owned, lambda some: to_int8(some)[1])
             yield replace(again, dtype=np.dtype(np.float32), shape=(len(owned), 1), chunks=scales)
         elif form == "float16":
-            yield replace(job, dtype=np.dtype(np.float16), chunks=_rounded(job, owned, to_float16))
+            yield replace(file, dtype=np.dtype(np.float16), chunks=_rounded(file, owned, to_float16))
         else:
-            yield job
+            yield file
 
 
-def _rounded(job: _Job, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
+def _rounded(file: _ArrayFile, owned: Array, to: Callable[[Array], Array]) -> Iterator[Array]:
     """Its chunks rounded. Raises ``DataError`` that says which row cannot be."""
     at = 0
-    for chunk in job.chunks:
+    for chunk in file.chunks:
         try:
             yield to(chunk)
         except Unroundable as error:
             row = owned[at + error.row]
-            raise DataError(f"{job.path}: row {row} of the dataset {error.why}; use --rows stored") from None
+            raise DataError(f"{file.path}: row {row} of the dataset {error.why}; use --rows stored") from None
         at += len(chunk)
 
 
 def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: Relabelling) -> NodeSpec:
-    writer.write(chain(_shared_jobs(node_type, data, labels), _node_jobs(node_type, data, labels, writer.rows)))
+    writer.write(chain(_shared_files(node_type, data, labels), _node_files(node_type, data, labels, writer.rows)))
     return NodeSpec(
         num_nodes=data.num_nodes,
         offsets=tuple(labels.offsets.tolist()),
@@ -199,7 +199,7 @@ def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: R
     )
 
 
-def _shared_jobs(node_type: NodeType, data: NodeData, labels: Relabelling) -> Iterator[_Job]:
+def _shared_files(node_type: NodeType, data: NodeData, labels: Relabelling) -> Iterator[_ArrayFile]:
     top = f"shared/nodes/{node_type}"
     if labels.num_parts > 1:  # else global ids are the original ones
         yield _whole(f"{top}/global_id.npy", labels.global_id)
@@ -207,11 +207,11 @@ def _shared_jobs(node_type: NodeType, data: NodeData, labels: Relabelling) -> It
         yield _whole(f"{top}/seeds/{name}.npy", labels.global_id[ids].astype(np.int64))
 
 
-def _node_jobs(node_type: NodeType, data: NodeData, labels: Relabelling, rows: WireRows) -> Iterator[_Job]:
+def _node_files(node_type: NodeType, data: NodeData, labels: Relabelling, rows: WireRows) -> Iterator[_ArrayFile]:
     for part_id in range(labels.num_parts):
         top, owned = f"part{part_id}/nodes/{node_type}", labels.owned(part_id)
         yield _whole(f"{top}/orig_id.npy", owned)
-        yield from _attr_jobs(top, data.attrs, owned, rows)
+        yield from _attr_files(top, data.attrs, owned, rows)
 
 
 def _write_edges(
@@ -221,7 +221,7 @@ def _write_edges(
     cut = EdgeCut.of(data.edge_index, source, labels[edge_type[2]])
     times = _source_times(dataset, edge_type)
     for group in cut.groups():
-        writer.write(job for rows in group for job in _edge_jobs(edge_type, rows, data, source, times, writer.rows))
+        writer.write(file for rows in group for file in _edge_files(edge_type, rows, data, source, times, writer.rows))
         del group  # or the next one would be made beside it
     return EdgeSpec(
         num_edges=data.num_edges,
@@ -239,18 +239,18 @@ def _source_times(dataset: Dataset, edge_type: EdgeType) -> dict[str, Array]:
     return {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in source.bfloat16)}
 
 
-def _edge_jobs(
+def _edge_files(
     edge_type: EdgeType, rows: EdgeRows, data: EdgeData, source: Relabelling, times: Mapping[str, Array], form: WireRows
-) -> Iterator[_Job]:
+) -> Iterator[_ArrayFile]:
     top = f"part{rows.part_id}/edges/{type_name(edge_type)}"
     yield _whole(f"{top}/indptr.npy", rows.indptr)
     yield _whole(f"{top}/indices.npy", rows.indices)
     yield _whole(f"{top}/orig_id.npy", rows.orig_id)
-    yield from _attr_jobs(top, data.attrs, rows.orig_id, form)
+    yield from _attr_files(top, data.attrs, rows.orig_id, form)
     for name, values in times.items():
         yield _times(f"{top}/src_times/{name}.npy", values, source, rows.indices)
 
 
-def _times(path: str, values: Array, source: Relabelling, indices: Array) -> _Job:
+def _times(path: str, values: Array, source: Relabelling, indices: Array) -> _ArrayFile:
     chunks = (values[source.orig_id[gids]] for gids in rows_in_chunks(indices))
-    return _Job(path, np.dtype(np.int64), indices.shape, chunks)
+    return _ArrayFile(path, np.dtype(np.int64), indices.shape, chunks)

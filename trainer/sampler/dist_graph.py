@@ -17,18 +17,18 @@ from trainer.core.batch_cost import ByHost, Cost, CostMeter, FromHost
 from trainer.core.errors import PartitionError, ServerGone
 from trainer.core.remote_access import SERVER_WAIT, WireRows
 from trainer.core.schema import AnyType, EdgeType
-from trainer.sampler.feature_gather import HELD, Answer, Collection, HeldRows, Piece
+from trainer.sampler.feature_gather import HELD_BATCHES, GatherPiece, GatherPlan, HeldRows, HostRows
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.replicas import HERE, NOBODY, Holders, Pending, RemoteHost
-from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, Split, cut_request, edge_slice, merge_samples
-from trainer.sampler.row_index import Codes, Placed, locate
+from trainer.sampler.replicas import HERE, NOBODY, PartHolders, PendingAnswer, RemoteHost
+from trainer.sampler.request_split import EDGES_AT_ONCE, Groups, RequestSplit, cut_request, edge_slice, merge_samples
+from trainer.sampler.row_index import RowPlacement, SourceCodes, locate
 from trainer.sampler.settings import check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.row_cache import RowCache
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class _EdgeQuery:
     """Which of these edges exist?"""
 
     edge_type: EdgeType
@@ -36,11 +36,11 @@ class _Pairs:
     dst: Ids
 
 
-T = TypeVar("T", HopRequest, RowRequest, _Pairs)
+T = TypeVar("T", HopRequest, RowRequest, _EdgeQuery)
 
 
 @dataclass(frozen=True)
-class _Share(Generic[T]):
+class _HostRequest(Generic[T]):
     """What one host is asked of one request."""
 
     number: int  #: of the request in the call
@@ -48,14 +48,14 @@ class _Share(Generic[T]):
     request: T
 
 
-_Shares = dict[int, list[_Share[T]]]  #: by host
+_HostRequests = dict[int, list[_HostRequest[T]]]  #: by host
 
 
 @dataclass(frozen=True)
-class _Question(Generic[T]):
+class _RequestKind(Generic[T]):
     """How requests of one kind are put to a host, to the own parts, and again for some of their rows."""
 
-    submit: Callable[[RemoteHost, Sequence[T]], Pending]
+    submit: Callable[[RemoteHost, Sequence[T]], PendingAnswer]
     local: Callable[[Sequence[T]], Sequence[Any]]
     rows: Callable[[T], tuple[AnyType, Ids]]
     cut: Callable[[T, Array], T]
@@ -63,10 +63,10 @@ class _Question(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _Alone:
+class _SingleAnswer:
     """An answer as the only one of a list."""
 
-    pending: Pending
+    pending: PendingAnswer
 
     @property
     def received(self) -> int | None:
@@ -77,7 +77,7 @@ class _Alone:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _EdgeSlice:
     """Some edges of a part that lie next to each other."""
 
     at: int  #: global id of the first
@@ -100,36 +100,36 @@ class DistGraph:
 
     def __init__(
         self, local: LocalGraph, remotes: Mapping[int, RemoteHost], *,
-        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD, wire_rows: WireRows = "stored",
+        server_wait: float = SERVER_WAIT, turn: int = 0, held: int = HELD_BATCHES, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         self.local, self.books = local, local.books
         self.held, self.wire_rows = held, wire_rows
-        self._holders = Holders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
-        self._hops = _Question[HopRequest](
+        self._holders = PartHolders(local.store.manifest.num_parts, local.store.parts, remotes, turn, server_wait)
+        self._hops = _RequestKind[HopRequest](
             lambda host, asked: host.submit_sample(asked),
             lambda asked: self.local.sample_hops(asked),
             lambda request: (request.edge_type[2], request.nodes),
             cut_request,
             lambda sample: (sample.counts, sample.src, sample.edge),
         )
-        self._rows = _Question[RowRequest](
+        self._rows = _RequestKind[RowRequest](
             lambda host, asked: host.submit_gather(asked),
             lambda asked: self.local.gather(asked),
             lambda request: (request.of, request.ids),
             lambda request, at: replace(request, ids=request.ids[at]),
             lambda rows: rows.values(),
         )
-        self._pairs = _Question[_Pairs](
-            lambda host, asked: _Alone(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
+        self._pairs = _RequestKind[_EdgeQuery](
+            lambda host, asked: _SingleAnswer(host.submit_has_edges(asked[0].edge_type, asked[0].src, asked[0].dst)),
             lambda asked: [self.local.has_edges(pairs.edge_type, pairs.src, pairs.dst) for pairs in asked],
             lambda pairs: (pairs.edge_type[2], pairs.dst),
-            lambda pairs, at: _Pairs(pairs.edge_type, pairs.src[at], pairs.dst[at]),
+            lambda pairs, at: _EdgeQuery(pairs.edge_type, pairs.src[at], pairs.dst[at]),
             lambda found: (found,),
         )
         self._meter = CostMeter()
         self._cache: RowCache | None = None
         self._held = HeldRows(held)
-        self._codes = Codes(local.store.manifest.num_parts, 0)
+        self._codes = SourceCodes(local.store.manifest.num_parts, 0)
 
     @property
     def remotes(self) -> Mapping[int, RemoteHost]:
@@ -153,12 +153,12 @@ class DistGraph:
         """Neighbours of any nodes, in request order. Raises ``ServiceError`` and ``PartitionError``."""
         if self._edges_here:
             return self.local.sample_hops(requests)
-        split = Split(self._by_host)
-        shares: _Shares[HopRequest] = defaultdict(list)
+        split = RequestSplit(self._by_host)
+        shares: _HostRequests[HopRequest] = defaultdict(list)
         for number, request in enumerate(requests):
             self._check_hop(request)
             for host, at in self._owners(split, request.edge_type[2], request.nodes).items():
-                shares[host].append(_Share(number, at, split.hop(request, host, at)))
+                shares[host].append(_HostRequest(number, at, split.hop(request, host, at)))
         answers: list[list[tuple[Array, HopSample]]] = [[] for _ in requests]
         for _, share, sample in self._ask(shares, self._hops):
             answers[share.number].append((share.at, sample))
@@ -170,22 +170,22 @@ class DistGraph:
             return self.local.gather(requests)
         columns = [self.local.new_rows(request) for request in requests]
         pieces = self._pieces(requests, columns, self._cache, self._held)
-        split = Split(self._by_host)
-        shares: _Shares[RowRequest] = defaultdict(list, {HERE: []})
+        split = RequestSplit(self._by_host)
+        shares: _HostRequests[RowRequest] = defaultdict(list, {HERE: []})
         for number, piece in enumerate(pieces):
             for host, at in piece.asked.items():
                 of, names = piece.columns
-                shares[host].append(_Share(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
-        answers: list[list[Answer]] = [[] for _ in pieces]
+                shares[host].append(_HostRequest(number, at, RowRequest(of, split.cut(piece.ids, at), names)))
+        answers: list[list[HostRows]] = [[] for _ in pieces]
         for host, share, rows in self._ask(shares, replace(self._rows, local=lambda _: self._copy_near(pieces))):
             pieces[share.number].put(self.remotes[host].name, rows, share.at)
-            answers[share.number].append(Answer(share.request.ids, rows))
+            answers[share.number].append(HostRows(share.request.ids, rows))
         for piece, found in zip(pieces, answers, strict=True):
             if piece.keeps:
                 self._held.add(piece.columns, piece.cost.remote_rows, found)
         return [*columns]
 
-    def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[Piece]:
+    def pieces(self, requests: Sequence[RowRequest], cache: RowCache | None, held: HeldRows) -> list[GatherPiece]:
         """Where ``gather`` would have these rows from, if it had this cache and these held rows. Nothing is asked.
 
         The columns to be filled have no memory of their own. Raises ``PartitionError``.
@@ -195,18 +195,18 @@ class DistGraph:
     def _pieces(
         self, requests: Sequence[RowRequest], columns: Sequence[Mapping[str, Array]], cache: RowCache | None,
         held: HeldRows,
-    ) -> list[Piece]:  # fmt: skip
-        call = Collection(self.local, self._holders.table(), cache, held)
+    ) -> list[GatherPiece]:  # fmt: skip
+        call = GatherPlan(self.local, self._holders.table(), cache, held)
         return [piece for asked, out in zip(requests, columns, strict=True) for piece in call.pieces(asked, out)]
 
-    def _copy_near(self, pieces: Sequence[Piece]) -> tuple[()]:
+    def _copy_near(self, pieces: Sequence[GatherPiece]) -> tuple[()]:
         for piece in pieces:
             piece.copy_near(self.local)
             if piece.counts:
                 self._meter.add(replace(piece.cost, by_host=self._rows_by_host(piece)))
         return ()
 
-    def _rows_by_host(self, piece: Piece) -> ByHost:
+    def _rows_by_host(self, piece: GatherPiece) -> ByHost:
         """Whose the rows of a piece are that are not this host's."""
         cached = self._owned(piece, [piece.cached[1]] if piece.cached else [])
         held = self._owned(piece, [placed for _, placed in piece.held])
@@ -219,7 +219,7 @@ class DistGraph:
             }
         )
 
-    def _owned(self, piece: Piece, placed: Sequence[Placed]) -> dict[int, int]:
+    def _owned(self, piece: GatherPiece, placed: Sequence[RowPlacement]) -> dict[int, int]:
         """How many of the rows at these places each host would have been asked for."""
         if not placed:
             return {}
@@ -235,9 +235,9 @@ class DistGraph:
         if self._edges_here:
             return self.local.has_edges(edge_type, src, dst)
         check_type(self.local.store, edge_type)
-        shares: _Shares[_Pairs] = {
-            host: [_Share(0, at, _Pairs(edge_type, src[at], dst[at]))]
-            for host, at in self._owners(Split(self._by_host), edge_type[2], dst).items()
+        shares: _HostRequests[_EdgeQuery] = {
+            host: [_HostRequest(0, at, _EdgeQuery(edge_type, src[at], dst[at]))]
+            for host, at in self._owners(RequestSplit(self._by_host), edge_type[2], dst).items()
         }
         found = np.zeros(len(dst), np.bool_)
         for _, share, answer in self._ask(shares, self._pairs):
@@ -251,7 +251,7 @@ class DistGraph:
         """
         check_type(self.local.store, edge_type)
         whole = EdgeList(*(np.empty(self.books[edge_type].size, np.int64) for _ in range(3)))
-        under_way: deque[tuple[_Slice, int, Pending]] = deque()
+        under_way: deque[tuple[_EdgeSlice, int, PendingAnswer]] = deque()
         for piece in self._slices(edge_type):
             host = self._holder_of(piece.part_id)
             if host == HERE:
@@ -273,14 +273,14 @@ class DistGraph:
         host = self._holder_of(part_id)
         if host == HERE:
             return edge_slice(self.local.store, part_id, edge_type, first, count)
-        piece = _Slice(first, part_id, first, count)
+        piece = _EdgeSlice(first, part_id, first, count)
         return self._received(piece, edge_type, host, self._ask_slice(piece, edge_type, host))
 
     def take_cost(self) -> Cost:
         """Bytes, rows and waiting of this thread since it last asked; no rows with one host."""
         return self._meter.take()
 
-    def _ask(self, shares: _Shares[T], question: _Question[T]) -> Iterator[tuple[int, _Share[T], Any]]:
+    def _ask(self, shares: _HostRequests[T], question: _RequestKind[T]) -> Iterator[tuple[int, _HostRequest[T], Any]]:
         """Each share with its host and answer; the remote hosts work while this one does."""
         while shares:
             asked = {host: [share.request for share in mine] for host, mine in shares.items()}
@@ -290,7 +290,7 @@ class DistGraph:
             if HERE in shares:
                 for share, answer in zip(shares[HERE], question.local(asked[HERE]), strict=True):
                     yield HERE, share, answer
-            unanswered: list[_Share[T]] = []
+            unanswered: list[_HostRequest[T]] = []
             for host, pending in under_way.items():
                 began = time.perf_counter()
                 try:
@@ -306,29 +306,31 @@ class DistGraph:
                     yield host, share, answer
             shares = self._again(unanswered, question)
 
-    def _again(self, unanswered: Sequence[_Share[T]], question: _Question[T]) -> _Shares[T]:
+    def _again(self, unanswered: Sequence[_HostRequest[T]], question: _RequestKind[T]) -> _HostRequests[T]:
         """The same rows for those who hold them now, once there is somebody for each."""
-        shares: _Shares[T] = defaultdict(list)
+        shares: _HostRequests[T] = defaultdict(list)
         if not unanswered:
             return shares
         rows = [question.rows(share.request) for share in unanswered]
         self._holders.wait_for(part for of, ids in rows for part in np.unique(self.books[of].part_of(ids)).tolist())
         for share, (of, ids) in zip(unanswered, rows, strict=True):
             for host, at in self._by_host(of, ids).items():
-                shares[host].append(_Share(share.number, share.at[at], question.cut(share.request, at)))
+                shares[host].append(_HostRequest(share.number, share.at[at], question.cut(share.request, at)))
         return shares
 
-    def _slices(self, edge_type: EdgeType) -> Iterator[_Slice]:
+    def _slices(self, edge_type: EdgeType) -> Iterator[_EdgeSlice]:
         """All slices of a type, the parts taking turns."""
         book = self.books[edge_type]
         of_parts = []
         for part_id in range(book.num_parts):
             begin, end = book.range_of(part_id)
             firsts = range(0, end - begin, EDGES_AT_ONCE)
-            of_parts.append([_Slice(begin + at, part_id, at, min(EDGES_AT_ONCE, end - begin - at)) for at in firsts])
+            of_parts.append(
+                [_EdgeSlice(begin + at, part_id, at, min(EDGES_AT_ONCE, end - begin - at)) for at in firsts]
+            )
         return (one for turn in zip_longest(*of_parts) for one in turn if one is not None)
 
-    def _owners(self, split: Split, of: AnyType, ids: Ids) -> Groups:
+    def _owners(self, split: RequestSplit, of: AnyType, ids: Ids) -> Groups:
         """Rows by host. Raises ``PartitionError`` for an id nobody owns."""
         groups = split.groups(of, ids)
         if NOBODY in groups:
@@ -361,10 +363,10 @@ class DistGraph:
         """Who has the edges of a part."""
         return HERE if part_id in self.local.store.topology else int(self._holders.table()[part_id + 1])
 
-    def _ask_slice(self, piece: _Slice, edge_type: EdgeType, host: int) -> Pending:
+    def _ask_slice(self, piece: _EdgeSlice, edge_type: EdgeType, host: int) -> PendingAnswer:
         return self.remotes[host].submit_edges(piece.part_id, edge_type, piece.first, piece.count)
 
-    def _received(self, piece: _Slice, edge_type: EdgeType, host: int, pending: Pending) -> EdgeList:
+    def _received(self, piece: _EdgeSlice, edge_type: EdgeType, host: int, pending: PendingAnswer) -> EdgeList:
         """The slice that ``host`` was asked for, or from whoever has it after that one is lost."""
         while True:
             try:
@@ -378,7 +380,7 @@ class DistGraph:
             self._add_bytes(host, pending, (edges.src, edges.dst, edges.orig_id))
             return edges
 
-    def _add_bytes(self, host: int, pending: Pending, arrays: Iterable[Array | None]) -> None:
+    def _add_bytes(self, host: int, pending: PendingAnswer, arrays: Iterable[Array | None]) -> None:
         """What came, as it travelled; of a host in this process, its arrays."""
         received = getattr(pending, "received", None)
         if received is None:

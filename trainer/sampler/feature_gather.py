@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import PartitionError, ServiceError
 from trainer.core.schema import AnyType
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.replicas import HERE
-from trainer.sampler.row_index import NO_INDEX, Codes, IdIndex, Placed, locate, put_rows
+from trainer.sampler.row_index import NO_INDEX, IdIndex, RowPlacement, SourceCodes, locate, put_rows
 from trainer.sampler.types import RowRequest
 from trainer.store.row_cache import RowCache
 
-HELD = 2  #: batches
+HELD_BATCHES = 2  #: batches
 
 MOST_ANSWERS = 16  #: arrays that the answers of one kind are kept in
 
 MOST_BYTES = 1 << 28  #: of one kind of rows
 
-Columns = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
+ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and its attributes
 
 
 @dataclass(frozen=True)
-class Answer:
+class HostRows:
     """What a host has answered; nobody else writes to it."""
 
     ids: Ids  #: int64 [m]
@@ -45,17 +45,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldAnswers:
     """Answers of one kind, the oldest first, and where each id is in them."""
 
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[HostRows, ...] = ()
     index: IdIndex = NO_INDEX
 
 
 @dataclass
-class _Kept:
+class _HeldKind:
     needed: deque[int]  #: rows of others that each of the last batches needed
-    held: Held = field(default_factory=Held)
+    held: HeldAnswers = field(default_factory=HeldAnswers)
 
 
 class HeldRows:
@@ -66,21 +66,21 @@ class HeldRows:
     was handed out: that is the user's to change.
     """
 
-    def __init__(self, batches: int = HELD):
+    def __init__(self, batches: int = HELD_BATCHES):
         self._batches = batches
         self._lock = threading.Lock()
-        self._kinds: dict[Columns, _Kept] = {}
+        self._kinds: dict[ColumnKey, _HeldKind] = {}
 
-    def of(self, columns: Columns) -> Held:
+    def of(self, columns: ColumnKey) -> HeldAnswers:
         kept = self._kinds.get(columns)
-        return Held() if kept is None else kept.held
+        return HeldAnswers() if kept is None else kept.held
 
-    def add(self, columns: Columns, needed: int, answers: Sequence[Answer]) -> None:
+    def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
         """``answers`` came for a batch that needed ``needed`` rows of other hosts."""
         if self._batches == 0 or needed == 0:
             return
         with self._lock:
-            kept = self._kinds.setdefault(columns, _Kept(deque(maxlen=self._batches)))
+            kept = self._kinds.setdefault(columns, _HeldKind(deque(maxlen=self._batches)))
             kept.needed.append(needed)
             kept.held = _with_more(kept.held, answers, sum(kept.needed))
 
@@ -89,12 +89,12 @@ class HeldRows:
             self._kinds = {}
 
 
-def _with_more(held: Held, answers: Sequence[Answer], most_rows: int) -> Held:
+def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
     """The answers the bounds allow, in few arrays; the index is made anew only where some have gone."""
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
-        return Held()
+        return HeldAnswers()
     if len(found) == len(every):
         index = held.index.with_more([answer.ids for answer in answers]) if answers else held.index
     else:
@@ -102,21 +102,21 @@ def _with_more(held: Held, answers: Sequence[Answer], most_rows: int) -> Held:
     index = index or IdIndex.of([answer.ids for answer in found])
     while len(found) > MOST_ANSWERS:
         found = _joined(found)
-    return Held(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
+    return HeldAnswers(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
 
 
-def _joined(answers: tuple[Answer, ...]) -> tuple[Answer, ...]:
+def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
     """One fewer: the two neighbours with the fewest rows become one, so that every id stays in its place."""
     pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
     at = pairs.index(min(pairs))
     one, other = answers[at : at + 2]
     rows = {name: np.concatenate([one.rows[name], other.rows[name]]) for name in one.rows}
-    return (*answers[:at], Answer(np.concatenate([one.ids, other.ids]), rows), *answers[at + 2 :])
+    return (*answers[:at], HostRows(np.concatenate([one.ids, other.ids]), rows), *answers[at + 2 :])
 
 
-def _newest(answers: Sequence[Answer], most_rows: int) -> tuple[Answer, ...]:
+def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
     """As many of the last ones as the bounds allow."""
-    kept: deque[Answer] = deque()
+    kept: deque[HostRows] = deque()
     rows = nbytes = 0
     for answer in reversed(answers):
         rows, nbytes = rows + len(answer.ids), nbytes + answer.num_bytes
@@ -126,20 +126,17 @@ def _newest(answers: Sequence[Answer], most_rows: int) -> tuple[Answer, ...]:
     return tuple(kept)
 
 
-Rows = Mapping[str, Array]  #: name -> [n, …]
-
-
 @dataclass(frozen=True)
-class Piece:
+class GatherPiece:
     """Columns of one request whose rows come the same way."""
 
     ids: Ids  #: int64 [n]
-    columns: Columns
-    out: Rows  #: to be filled
-    own: Mapping[int, Placed]  #: by part
+    columns: ColumnKey
+    out: Columns  #: to be filled
+    own: Mapping[int, RowPlacement]  #: by part
     asked: Mapping[int, npt.NDArray[np.int32]]  #: places by node rank
-    cached: tuple[Rows, Placed] | None
-    held: Sequence[tuple[Rows, Placed]]
+    cached: tuple[Columns, RowPlacement] | None
+    held: Sequence[tuple[Columns, RowPlacement]]
     counts: bool  #: the rows of a request are counted by one of its pieces
     keeps: bool  #: answers are held for the next batches
 
@@ -149,7 +146,7 @@ class Piece:
         for rows, placed in [self.cached, *self.held] if self.cached else self.held:
             self._put(rows, placed)
 
-    def put(self, host: str, rows: Rows, at: npt.NDArray[np.int32]) -> None:
+    def put(self, host: str, rows: Columns, at: npt.NDArray[np.int32]) -> None:
         """Put in place what ``host`` has answered. Raises ``ServiceError`` for rows of another kind."""
         for name, values in self.out.items():
             found, kind = rows[name], (values.dtype, values.shape[1:])
@@ -158,7 +155,7 @@ class Piece:
                     f"{host}: rows of {name} came as {found.dtype} {found.shape[1:]}, "
                     f"the manifest says {kind[0]} {kind[1]}; do both nodes have the same partition?"
                 )
-        self._put(rows, Placed.in_order(at))
+        self._put(rows, RowPlacement.in_order(at))
 
     @property
     def cost(self) -> Cost:
@@ -167,24 +164,24 @@ class Piece:
         remote = cached + held + sum(map(len, self.asked.values()))
         return Cost(rows=len(self.ids), remote_rows=remote, cached_rows=cached, held_rows=held)
 
-    def _put(self, rows: Rows, placed: Placed) -> None:
+    def _put(self, rows: Columns, placed: RowPlacement) -> None:
         for name, values in self.out.items():
             put_rows(rows[name], placed, values)
 
 
-class Collection:
-    """The pieces of one call. ``hosts`` says who answers for which part, as ``Holders.table``."""
+class GatherPlan:
+    """The pieces of one call. ``hosts`` says who answers for which part, as ``PartHolders.table``."""
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
         self._local, self._cache, self._held = local, cache, held
-        self._codes = Codes(local.store.manifest.num_parts, MOST_ANSWERS)
+        self._codes = SourceCodes(local.store.manifest.num_parts, MOST_ANSWERS)
         self._near = self._codes.of_parts(hosts, HERE)
         everywhere = hosts.copy()
         everywhere[1:-1] = HERE
         self._all_here = self._codes.of_parts(everywhere, HERE)
-        self._located: dict[tuple[Any, ...], Mapping[int, Placed]] = {}
+        self._located: dict[tuple[Any, ...], Mapping[int, RowPlacement]] = {}
 
-    def pieces(self, request: RowRequest, out: Rows) -> Iterator[Piece]:
+    def pieces(self, request: RowRequest, out: Columns) -> Iterator[GatherPiece]:
         """``out`` from ``LocalGraph.new_rows``. Raises ``PartitionError`` for an id nobody owns."""
         light = {name for name in out if self._local.store.whole_topology and out[name].ndim == 1}
         kept = self._cache.types.get(request.of) if self._cache and isinstance(request.of, str) else None
@@ -196,15 +193,15 @@ class Collection:
             if names or way == main:
                 yield self._piece(request, {name: out[name] for name in names}, way, way == main)
 
-    def _piece(self, request: RowRequest, out: Rows, way: int, counts: bool) -> Piece:
+    def _piece(self, request: RowRequest, out: Columns, way: int, counts: bool) -> GatherPiece:
         columns = request.of, tuple(out)
         keeps = way > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
-        held = self._held.of(columns) if keeps else Held()
+        held = self._held.of(columns) if keeps else HeldAnswers()
         kept = self._cache.types[request.of] if way == 1 and self._cache and isinstance(request.of, str) else None
         placed = self._places(request, way == 0, None if kept is None else kept.slots, held.index)
         first = self._codes.held(0)
         cached = placed.get(self._codes.cached)
-        return Piece(
+        return GatherPiece(
             ids=request.ids, columns=columns, out=out, counts=counts, keeps=keeps,
             own={code: rows for code, rows in placed.items() if code < self._codes.num_parts},
             asked={code - self._codes.first_host: rows.at for code, rows in placed.items()
@@ -214,7 +211,9 @@ class Collection:
                   if first <= code < self._codes.first_host],
         )  # fmt: skip
 
-    def _places(self, request: RowRequest, here: bool, slots: Array | None, held: IdIndex) -> Mapping[int, Placed]:
+    def _places(
+        self, request: RowRequest, here: bool, slots: Array | None, held: IdIndex
+    ) -> Mapping[int, RowPlacement]:
         """Once for all pieces of the same ids and sources, so that ids are sent once."""
         key = request.of, id(request.ids), here, id(slots), id(held) if held is not NO_INDEX else 0
         if key not in self._located:
@@ -229,6 +228,6 @@ class Collection:
         return self._located[key]
 
 
-def _width(out: Rows, names: Sequence[str]) -> int:
+def _width(out: Columns, names: Sequence[str]) -> int:
     """Bytes of one row of these columns."""
     return sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names)

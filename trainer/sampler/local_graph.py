@@ -17,7 +17,7 @@ from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler import neighbor
 from trainer.sampler.draw import sample_rows
 from trainer.sampler.request_split import cut_request, merge_samples
-from trainer.sampler.row_index import Codes, Placed, locate, put_rows
+from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
 from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
@@ -29,7 +29,7 @@ class LocalGraph:
     def __init__(self, store: PartStore):
         self.store = store
         self.books = store.books
-        self._codes = Codes(store.manifest.num_parts, 0)
+        self._codes = SourceCodes(store.manifest.num_parts, 0)
         self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
         self._singles: dict[tuple[int, EdgeType, str], Array] = {}
 
@@ -110,7 +110,7 @@ class LocalGraph:
         check_type(self.store, request.of)
         return {name: row_spec(self.store, request.of, name) for name in request.attrs}
 
-    def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, Placed]) -> None:
+    def fill(self, of: AnyType, out: Mapping[str, Array], placed: Mapping[int, RowPlacement]) -> None:
         """Write the rows of parts that are here, by part, into the columns ``out`` [n, …].
 
         Raises ``PartitionError`` for a part that is not here.
@@ -123,17 +123,17 @@ class LocalGraph:
             part = parts[part_id]
             for name, values in out.items():
                 if name == "in_degree":
-                    put_rows(_in_degree(part, of, rows.rows), Placed.in_order(rows.at), values)
+                    put_rows(_in_degree(part, of, rows.rows), RowPlacement.in_order(rows.at), values)
                 elif name in (table := _table(part, of)).scales:
                     take_scaled(table.attrs[name], table.scales[name], rows.rows, rows.at, values)
                 else:
                     put_rows(_column(table, name), rows, values)
 
-    def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, Placed]:
+    def by_part(self, of: AnyType, ids: Ids) -> Mapping[int, RowPlacement]:
         """Rows of nodes or edges by part; of replicas too. Raises ``PartitionError``."""
         return self._by_part(of, ids, self._topology)
 
-    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, Placed]:
+    def _by_part(self, of: AnyType, ids: Ids, of_part: Array) -> Mapping[int, RowPlacement]:
         wrong, placed = locate(ids, self.books[of].offsets, of_part, self._codes)
         if wrong >= 0:
             raise self._foreign(of, set(self.books[of].part_of(ids).tolist()) - set(self.store.parts))

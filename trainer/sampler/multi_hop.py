@@ -19,13 +19,13 @@ from trainer.sampler import neighbor
 from trainer.sampler.relabel import NodeGrowth, RelabelTables, TreeGrowth
 from trainer.sampler.settings import bound_here, check_settings
 from trainer.sampler.types import (
+    EdgeRanges,
     EdgeSet,
     GraphAccess,
     GraphSchema,
     HopRequest,
     HopSample,
     Positions,
-    Rows,
     SampledSubgraph,
     SampleSettings,
     SeedSet,
@@ -46,7 +46,7 @@ def sample_multi_hop(
     """
     check_settings(schema, settings)
     _check_seeds(schema, seeds, settings)
-    growth = _Growth(schema, seeds, settings, key, tables)
+    growth = _SubgraphGrowth(schema, seeds, settings, key, tables)
     try:
         for hop in range(settings.num_hops):
             growth.grow(graph, hop)
@@ -90,7 +90,7 @@ def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) 
 
 
 @dataclass(frozen=True)
-class _Question:
+class _HopQuery:
     """What to ask of one edge type at one hop."""
 
     edge_type: EdgeType
@@ -100,7 +100,7 @@ class _Question:
     whole: bool  #: goes to the table of whole rows
 
 
-class _Growth:
+class _SubgraphGrowth:
     """The subgraph while it grows hop by hop."""
 
     def __init__(
@@ -145,7 +145,7 @@ class _Growth:
         self._edges = {of: _EdgeGrowth((-1,) * max(1, self._settings.num_hops)) for of in self._edges}
         for of, sample in zip(asked, graph.sample_hops(requests), strict=True):
             local = self._nodes[of[0]].meet(sample.src, sample.counts, None)
-            self._edges[of].add(_Question(of, -1, 0, 0, False), 0, sample, local)
+            self._edges[of].add(_HopQuery(of, -1, 0, 0, False), 0, sample, local)
         return SampledSubgraph(
             self._settings.num_hops,
             {of: nodes.finish() for of, nodes in self._nodes.items()},
@@ -173,7 +173,7 @@ class _Growth:
         for nodes in self._nodes.values():
             nodes.close_level()
 
-    def _question(self, of: EdgeType, hop: int) -> _Question | None:
+    def _question(self, of: EdgeType, hop: int) -> _HopQuery | None:
         fanouts = self._edges[of].fanouts
         fanout = fanouts[hop]
         starts = self._nodes[of[2]].level_starts
@@ -186,9 +186,9 @@ class _Growth:
             alike = _only(fanouts, fanout < 0) if self._settings.replace else fanouts
             level = _first_lacking(alike, hop)
             first, shuffle = starts[level], _shuffle_of(alike, hop, level)
-        return _Question(of, fanout, first, shuffle, apart) if first < starts[hop + 1] else None
+        return _HopQuery(of, fanout, first, shuffle, apart) if first < starts[hop + 1] else None
 
-    def _request(self, question: _Question, trees: Positions | None) -> HopRequest:
+    def _request(self, question: _HopQuery, trees: Positions | None) -> HopRequest:
         of, settings = question.edge_type, self._settings
         return HopRequest(
             edge_type=of,
@@ -226,13 +226,13 @@ class _EdgeGrowth:
         self._asked_again = False
         self._per_hop = [0] * len(fanouts)
 
-    def add(self, question: _Question, hop: int, sample: HopSample, local: Positions) -> None:
+    def add(self, question: _HopQuery, hop: int, sample: HopSample, local: Positions) -> None:
         """Take in the answer: its sources as batch positions are ``local``."""
         known = self._whole if question.whole else self._drawn
         self._asked_again |= question.whole or question.first < len(known.count)
         begins = self._num_edges + np.cumsum(sample.counts, dtype=np.int64) - sample.counts
         kept = _padded(known, question.first)
-        rows = Rows(np.concatenate([kept.begin, begins]), np.concatenate([kept.count, sample.counts]))
+        rows = EdgeRanges(np.concatenate([kept.begin, begins]), np.concatenate([kept.count, sample.counts]))
         if question.whole:
             self._whole = rows
         else:
@@ -259,15 +259,15 @@ class _EdgeGrowth:
         )
 
 
-_NO_ROWS = Rows(np.empty(0, np.int64), np.empty(0, np.int32))
+_NO_ROWS = EdgeRanges(np.empty(0, np.int64), np.empty(0, np.int32))
 
 
-def _padded(rows: Rows, num_targets: int) -> Rows:
+def _padded(rows: EdgeRanges, num_targets: int) -> EdgeRanges:
     """The first ``num_targets`` rows; those that were not asked are empty."""
     missing = max(0, num_targets - len(rows.count))
     if missing == 0:
-        return Rows(rows.begin[:num_targets], rows.count[:num_targets])
-    return Rows(
+        return EdgeRanges(rows.begin[:num_targets], rows.count[:num_targets])
+    return EdgeRanges(
         np.concatenate([rows.begin, np.zeros(missing, np.int64)]),
         np.concatenate([rows.count, np.zeros(missing, np.int32)]),
     )

@@ -21,7 +21,7 @@ _RETRY_EVERY = 1.0  #: seconds
 _POLL = 0.05  #: seconds
 
 
-class Pending(Protocol):
+class PendingAnswer(Protocol):
     """An answer under way; ``result`` waits at most ``timeout`` seconds, or else the client's deadline."""
 
     def result(self, timeout: float | None = None) -> Any: ...
@@ -36,18 +36,18 @@ class RemoteHost(Protocol):
     @property
     def name(self) -> str: ...
 
-    def submit_hello(self) -> Pending: ...
+    def submit_hello(self) -> PendingAnswer: ...
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending: ...
+    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer: ...
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending: ...
+    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer: ...
 
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending: ...
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer: ...
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending: ...
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer: ...
 
 
-class Holders:
+class PartHolders:
     """The hosts of all parts and which of them are gone; safe to use from several threads.
 
     Own parts are answered here. Holders of another part take turns by part and ``turn``, so that several nodes do not
@@ -61,7 +61,7 @@ class Holders:
         self.remotes: dict[int, RemoteHost] = {}  #: by node rank
         self._num_parts, self._own, self._turn = num_parts, own, turn
         self._lock = threading.Lock()
-        self._gone: dict[int, _Gone] = {}
+        self._gone: dict[int, _LostHost] = {}
         self.set_remotes(remotes)
 
     def set_remotes(self, remotes: Mapping[int, RemoteHost]) -> None:
@@ -93,7 +93,7 @@ class Holders:
             if host in self._gone:
                 self._gone[host].error = error
             else:
-                self._gone[host] = _Gone(self.remotes[host], error)
+                self._gone[host] = _LostHost(self.remotes[host], error)
             self._table = self._make_table()
 
     def wait_for(self, parts: Iterable[int]) -> None:
@@ -149,13 +149,13 @@ class Holders:
         return np.array([NOBODY, *answering, NOBODY], np.int16)
 
 
-class _Gone:
+class _LostHost:
     """A host that does not answer, and the greeting that waits for it."""
 
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
         self._host, self._next_look = host, 0.0
-        self._greeting: Pending | None = None
+        self._greeting: PendingAnswer | None = None
 
     def is_back(self) -> bool:
         """Whether it has answered; looks at most every ``_RETRY_EVERY`` seconds."""

@@ -18,7 +18,7 @@ from trainer.store.part_store import PartStore
 Groups = Mapping[int, Array]  #: host -> int32 positions, ascending
 
 
-class Split:
+class RequestSplit:
     """One call's arrays by host. Lives as long as the call, so an array's ``id()`` stays its own.
 
     Cuts of one array for one host are one object again, so that they are sent once.

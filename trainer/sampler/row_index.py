@@ -23,14 +23,14 @@ _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 @dataclass(frozen=True)
-class Placed:
+class RowPlacement:
     """Rows of one source and where they go."""
 
     rows: Array  #: int32|int64 [m] which of the source
     at: npt.NDArray[np.int32]  #: int32 [m] places in the request, ascending
 
     @classmethod
-    def in_order(cls, at: npt.NDArray[np.int32]) -> Placed:
+    def in_order(cls, at: npt.NDArray[np.int32]) -> RowPlacement:
         """Of a source that holds just these, in this order."""
         return cls(np.arange(len(at), dtype=np.int32), at)
 
@@ -73,7 +73,7 @@ NO_INDEX = IdIndex(read_only(np.empty(0, np.uint64)), read_only(np.empty(0, np.i
 
 
 @dataclass(frozen=True)
-class Codes:
+class SourceCodes:
     """Numbers of sources: parts, the cache, held answers, hosts. Below 0: no source."""
 
     num_parts: int
@@ -91,7 +91,7 @@ class Codes:
         return self.num_parts + 1 + self.num_held
 
     def of_parts(self, hosts: Array, here: int) -> Array:
-        """int32 [num_parts + 2] by part, after ``Holders.table``; part p stands at p + 1."""
+        """int32 [num_parts + 2] by part, after ``PartHolders.table``; part p stands at p + 1."""
         codes = hosts.astype(np.int32) + self.first_host
         parts = np.arange(-1, self.num_parts + 1, dtype=np.int32)
         return np.where(hosts == here, parts, np.where(hosts < 0, -1, codes)).astype(np.int32)
@@ -102,8 +102,8 @@ class Codes:
 
 
 def locate(
-    ids: Ids, offsets: Ids, of_part: Array, codes: Codes, slots: Array | None = None, held: IdIndex = NO_INDEX
-) -> tuple[int, Mapping[int, Placed]]:
+    ids: Ids, offsets: Ids, of_part: Array, codes: SourceCodes, slots: Array | None = None, held: IdIndex = NO_INDEX
+) -> tuple[int, Mapping[int, RowPlacement]]:
     """(-1, rows by source), or the place of an id that is nowhere and nothing.
 
     ids: int64 [n]. Rows are those of the part, of the cache, of the held answer, or, where a host is asked, in the
@@ -120,18 +120,18 @@ def locate(
         return wrong, {}
     present = np.flatnonzero(counts).tolist()
     if len(present) == 1:
-        return -1, {present[0]: Placed(row, np.arange(len(ids), dtype=np.int32))}
+        return -1, {present[0]: RowPlacement(row, np.arange(len(ids), dtype=np.int32))}
     begins = np.cumsum(counts) - counts
     at, rows = np.empty(len(ids), np.int32), np.empty_like(row)
     _bring_together(source, row, begins.copy(), at, rows)
     return -1, {
-        code: Placed(rows[begin : begin + count], at[begin : begin + count])
+        code: RowPlacement(rows[begin : begin + count], at[begin : begin + count])
         for code in present
         for begin, count in [(begins[code], counts[code])]
     }
 
 
-def put_rows(source: Array, placed: Placed, out: Array) -> None:
+def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
     """``out[at] = source[rows]``, of one dtype or both of whole numbers."""
     if len(placed.at) == 0:
         return

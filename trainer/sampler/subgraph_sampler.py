@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, NodeType
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
 from trainer.sampler.types import GraphAccess, GraphSchema, RowRequest, SampledSubgraph, SampleSettings, SeedSet
-
-Rows = Mapping[str, Array]  #: attribute -> [n, …]
 
 
 class CountedAccess(GraphAccess, Protocol):
@@ -36,12 +34,12 @@ class BatchWork:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledBatch:
     """Ids and rows of one batch, still numpy."""
 
     subgraph: SampledSubgraph
-    rows: Mapping[AnyType, Rows]  #: of every node type, and of every edge type whose edge ids were asked for
-    labels: Rows  #: of the seeds, where asked for
+    rows: Mapping[AnyType, Columns]  #: of every node type, and of every edge type whose edge ids were asked for
+    labels: Columns  #: of the seeds, where asked for
     cost: Cost = Cost()
     kept: Mapping[NodeType, Array] = field(default_factory=dict)  #: int32 [n] slots, as the sampler has them
 
@@ -59,7 +57,7 @@ class SubgraphSampler:
     kept: Mapping[NodeType, Array] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
-    def sample(self, seeds: SeedSet, key: int) -> Sampled:
+    def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
         """Subgraph and rows; all rows come by one call. Raises ``ServiceError``."""
         access = self.access
         access.take_cost()
@@ -77,7 +75,7 @@ class SubgraphSampler:
         seconds = Cost(
             sample_s=found_at - began - sampling.wait_s, gather_s=time.perf_counter() - found_at - gathering.wait_s
         )
-        return Sampled(subgraph, rows, found, sampling + gathering + seconds, kept)
+        return SampledBatch(subgraph, rows, found, sampling + gathering + seconds, kept)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Nodes and edges alone. Raises ``ServiceError``."""

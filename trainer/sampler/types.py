@@ -172,7 +172,7 @@ class NodeSet:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EdgeRanges:
     """Where the edges of each target lie."""
 
     begin: npt.NDArray[np.int64]  #: int64 [targets]
@@ -193,7 +193,7 @@ class EdgeSet:
     edge: Ids | None  #: int64 [e] global edge ids, if asked for
     per_hop: tuple[int, ...]  #: [hops] how many came with each hop; () when nodes were asked again, or induced
     #: Rows of hops that take all neighbours, kept apart when the others draw with replacement: those are no prefix.
-    whole: Rows | None = None
+    whole: EdgeRanges | None = None
 
     def dst(self) -> Positions:
         """Target of each edge, int32 [e]; only where every node was asked once."""

@@ -26,7 +26,7 @@ Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, eq=False)
-class Job(Generic[Work]):
+class ScheduledRequest(Generic[Work]):
     """One request of one connection."""
 
     peer: bytes  #: the connection
@@ -49,7 +49,7 @@ class ClientStatus:
 
 
 @dataclass(frozen=True)
-class DeskStatus:
+class SchedulerStatus:
     """The desk at one moment."""
 
     queue: int  #: requests waiting
@@ -60,21 +60,21 @@ class DeskStatus:
 
 
 @dataclass(eq=False)
-class ServedClient(Generic[Work]):
+class ClientQueue(Generic[Work]):
     """One client; the desk's lock guards it."""
 
     name: ClientName
     tag: float  #: see ``desk``
     heard: float = 0.0
     blocked_since: float | None = None  #: its next batch fits since then not beside the others'
-    queue: deque[Job[Work]] = field(default_factory=deque)
+    queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)
     queued_bytes: int = 0
-    making: dict[Job[Work], int] = field(default_factory=dict)  #: bytes reserved
+    making: dict[ScheduledRequest[Work], int] = field(default_factory=dict)  #: bytes reserved
     sent: dict[tuple[bytes, int], int] = field(default_factory=dict)  #: bytes not taken yet, by peer and request id
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_REPLIES))  #: bytes of its last batches
     batches: int = 0
     nbytes: int = 0
-    _gone: set[Job[Work]] = field(default_factory=set)  #: being made for connections that have ended
+    _gone: set[ScheduledRequest[Work]] = field(default_factory=set)  #: being made for connections that have ended
 
     @property
     def held(self) -> int:
@@ -90,11 +90,11 @@ class ServedClient(Generic[Work]):
         jobs = [*self.queue, *(job for job in self.making if job not in self._gone)]
         return any(job.peer == peer for job in jobs) or any(to == peer for to, _ in self.sent)
 
-    def push(self, job: Job[Work]) -> None:
+    def push(self, job: ScheduledRequest[Work]) -> None:
         self.queue.append(job)
         self.queued_bytes += job.size
 
-    def start(self, cost: int) -> Job[Work]:
+    def start(self, cost: int) -> ScheduledRequest[Work]:
         """The first of the queue, from now on being made."""
         job = self.queue.popleft()
         self.queued_bytes -= job.size
@@ -103,7 +103,7 @@ class ServedClient(Generic[Work]):
         self.blocked_since = None
         return job
 
-    def finish(self, job: Job[Work], nbytes: int) -> bool:
+    def finish(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
         """A batch is made; whether its connection is still there."""
         self.tag += nbytes - self.making.pop(job)
         self.recent.append(nbytes)
@@ -116,7 +116,7 @@ class ServedClient(Generic[Work]):
         self.sent[key] = self.sent.get(key, 0) + nbytes
         return True
 
-    def abandon(self, job: Job[Work]) -> None:
+    def abandon(self, job: ScheduledRequest[Work]) -> None:
         """No batch came of it."""
         del self.making[job]
         self._gone.discard(job)
@@ -146,7 +146,7 @@ class ServedClient(Generic[Work]):
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class FairQueue(Generic[T]):
     """Items in the order of arrival per connection, the connections taking turns. Not thread-safe.
 
     A connection can be held up: its items wait, and count for nothing, until it is let go.
@@ -206,11 +206,11 @@ class Turns(Generic[T]):
         self._held.pop(peer, None)
 
 
-class WaitingTurns(Generic[T]):
-    """``Turns`` between threads."""
+class BlockingFairQueue(Generic[T]):
+    """``FairQueue`` between threads."""
 
     def __init__(self) -> None:
-        self._turns: Turns[T] = Turns()
+        self._turns: FairQueue[T] = FairQueue()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -272,27 +272,27 @@ FORGET = 60.0  #: seconds until a client without work is forgotten
 _RECENT = 32
 
 
-class BatchDesk(Generic[Work]):
+class BatchScheduler(Generic[Work]):
     """Hands out work to threads. Safe to use from several threads; ``clock`` is ``time.monotonic``'s kind.
 
-    Requests that are no batches (``Job.client`` is None) take turns with the batches, connection by connection.
+    Other requests than batches (``ScheduledRequest.client`` is None) take turns with the batches, by connection.
     """
 
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
         self._limit, self._clock = buffer_limit, clock
         self._changed = threading.Condition()
-        self._clients: dict[int, ServedClient[Work]] = {}
-        self._busy: dict[int, ServedClient[Work]] = {}  # those with work
+        self._clients: dict[int, ClientQueue[Work]] = {}
+        self._busy: dict[int, ClientQueue[Work]] = {}  # those with work
         self._largest: deque[int] = deque(maxlen=_RECENT)  # of all clients' last batches
         self._client_of: dict[bytes, int] = {}  # connections with work, and whose they are
-        self._beside: Turns[Job[Work]] = Turns()
-        self._making_beside: set[Job[Work]] = set()
+        self._beside: FairQueue[ScheduledRequest[Work]] = FairQueue()
+        self._making_beside: set[ScheduledRequest[Work]] = set()
         self._beside_next = False
         self._virtual = 0.0  # the tag served last
         self._batches = 0
         self._closed = False
 
-    def arrive(self, job: Job[Work]) -> str | None:
+    def arrive(self, job: ScheduledRequest[Work]) -> str | None:
         """Take in a request; the reason when it is refused.
 
         What was sent to the same connection before counts as taken, unless more of its work is under way.
@@ -302,7 +302,7 @@ class BatchDesk(Generic[Work]):
             self._changed.notify_all()
             return refusal
 
-    def next(self, timeout: float) -> Job[Work] | None:
+    def next(self, timeout: float) -> ScheduledRequest[Work] | None:
         """The next job, waited for at most ``timeout`` seconds; None without one, and once closed.
 
         Every job must come back by ``done`` or ``failed``.
@@ -318,7 +318,7 @@ class BatchDesk(Generic[Work]):
                 self._changed.wait(min(left, self._until_patience_ends()))
             return None
 
-    def done(self, job: Job[Work], nbytes: int) -> bool:
+    def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
         """A batch is made, or another answer: a batch takes ``nbytes``. Whether the connection is there to have it."""
         with self._changed:
             if job.client is None:
@@ -331,7 +331,7 @@ class BatchDesk(Generic[Work]):
             self._settle(client, job.peer)
             return there
 
-    def failed(self, job: Job[Work]) -> None:
+    def failed(self, job: ScheduledRequest[Work]) -> None:
         """There is no batch, only an error to send, which holds nothing. It still costs as if there were."""
         with self._changed:
             if job.client is None:
@@ -373,7 +373,7 @@ class BatchDesk(Generic[Work]):
             beside = [*self._beside.peers(), *(job.peer for job in self._making_beside)]
             return list(dict.fromkeys([*self._client_of, *beside]))
 
-    def status(self) -> DeskStatus:
+    def status(self) -> SchedulerStatus:
         """Queues, buffer and clients; forgets those long without work."""
         with self._changed:
             now = self._clock()
@@ -381,7 +381,7 @@ class BatchDesk(Generic[Work]):
                 del self._clients[client.name.number]
             clients = tuple(client.status(now) for client in self._clients.values())
             queue = len(self._beside) + sum(client.queue for client in clients)
-            return DeskStatus(queue, self._held(), self._limit, self._batches, clients)
+            return SchedulerStatus(queue, self._held(), self._limit, self._batches, clients)
 
     def close(self) -> None:
         """Wake all who wait; nothing is handed out any more."""
@@ -389,13 +389,13 @@ class BatchDesk(Generic[Work]):
             self._closed = True
             self._changed.notify_all()
 
-    def _put_beside(self, job: Job[Work]) -> str | None:
+    def _put_beside(self, job: ScheduledRequest[Work]) -> str | None:
         if self._beside.of(job.peer) >= MAX_QUEUED:
             return f"{MAX_QUEUED} requests of this connection wait already"
         self._beside.push(job.peer, job)
         return None
 
-    def _put(self, job: Job[Work]) -> str | None:
+    def _put(self, job: ScheduledRequest[Work]) -> str | None:
         client, refusal = self._client_for(job)
         if client is None:
             return refusal
@@ -410,7 +410,7 @@ class BatchDesk(Generic[Work]):
         self._client_of[job.peer] = client.name.number
         return None
 
-    def _client_for(self, job: Job[Work]) -> tuple[ServedClient[Work] | None, str]:
+    def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
         """Whom a job is for, or why it is refused."""
         assert job.client is not None
         number = job.client.number
@@ -419,7 +419,7 @@ class BatchDesk(Generic[Work]):
         if number not in self._clients:
             if len(self._clients) >= MAX_CLIENTS and not self._forget_one():
                 return None, f"{MAX_CLIENTS} clients have work under way already"
-            self._clients[number] = ServedClient(job.client, self._virtual, self._clock())
+            self._clients[number] = ClientQueue(job.client, self._virtual, self._clock())
         return self._clients[number], ""
 
     def _forget_one(self) -> bool:
@@ -429,7 +429,7 @@ class BatchDesk(Generic[Work]):
             del self._clients[idle]
         return idle is not None
 
-    def _choose(self) -> Job[Work] | None:
+    def _choose(self) -> ScheduledRequest[Work] | None:
         """The next job that may start now; batches and others in turn."""
         for beside in (self._beside_next, not self._beside_next):
             job = self._next_beside() if beside else self._next_batch()
@@ -438,12 +438,12 @@ class BatchDesk(Generic[Work]):
                 return job
         return None
 
-    def _next_beside(self) -> Job[Work] | None:
+    def _next_beside(self) -> ScheduledRequest[Work] | None:
         if job := self._beside.pop():
             self._making_beside.add(job)
         return job
 
-    def _next_batch(self) -> Job[Work] | None:
+    def _next_batch(self) -> ScheduledRequest[Work] | None:
         held, now = self._held(), self._clock()
         for client in self._waiting():
             cost = self._cost(client)
@@ -457,14 +457,14 @@ class BatchDesk(Generic[Work]):
                 return None
         return None
 
-    def _start(self, client: ServedClient[Work], cost: int) -> Job[Work]:
+    def _start(self, client: ClientQueue[Work], cost: int) -> ScheduledRequest[Work]:
         self._virtual = max(self._virtual, client.tag)
         return client.start(cost)
 
-    def _waiting(self) -> Iterator[ServedClient[Work]]:
+    def _waiting(self) -> Iterator[ClientQueue[Work]]:
         return iter(sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag))
 
-    def _cost(self, client: ServedClient[Work]) -> int:
+    def _cost(self, client: ClientQueue[Work]) -> int:
         """What its next batch will probably take: as its own recent ones, else as anyone's, else all there is."""
         if client.recent:
             return max(client.recent)
@@ -479,11 +479,11 @@ class BatchDesk(Generic[Work]):
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
 
-    def _client_at(self, peer: bytes) -> ServedClient[Work] | None:
+    def _client_at(self, peer: bytes) -> ClientQueue[Work] | None:
         number = self._client_of.get(peer)
         return None if number is None else self._clients[number]
 
-    def _settle(self, client: ServedClient[Work], peer: bytes) -> None:
+    def _settle(self, client: ClientQueue[Work], peer: bytes) -> None:
         """After a change for the better: a connection without work is forgotten, others may start."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)

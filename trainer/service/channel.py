@@ -159,7 +159,7 @@ class Channel:
         _set_options(self._socket, self._endpoint)
         if self._keys is not None:
             self._keys.secure_client(self._socket)
-        self._patience_ms, self._line = -1, _Line()
+        self._patience_ms, self._activity = -1, _TcpActivity()
         self._monitor = self._socket.get_monitor_socket(_WATCHED)
         self._socket.connect(self._endpoint)
 
@@ -210,7 +210,7 @@ class Channel:
         if now >= self._look_at:
             self._look_at = now + _LOOK_EVERY
             self._refused = self._gone_after is not None and self._down_since is not None and _refuses(self._endpoint)
-            if self._down_since is None and self._line.moves():
+            if self._down_since is None and self._activity.moves():
                 self._heard_at = now
 
     def _note(self, event: int, value: int) -> None:
@@ -222,7 +222,7 @@ class Channel:
                 self._lost = False
                 self._resend()
         elif event == zmq.EVENT_CONNECTED:
-            self._line = _Line(value)
+            self._activity = _TcpActivity(value)
             self._says("connected, but no graph server speaks there")
         elif event == zmq.EVENT_DISCONNECTED:
             self._lost = True
@@ -259,7 +259,7 @@ class Channel:
             self._lost = True
 
 
-class _Line:
+class _TcpActivity:
     """A connection as the kernel sees it: whether bytes come in, though no message is complete yet."""
 
     def __init__(self, descriptor: int = -1):

@@ -18,14 +18,14 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import ServerGone, ServiceError, WireError
 from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.service.channel import Call, Channel
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import client_context
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status
-from trainer.service.wire.messages import ClientName, HelloInfo, ServerPlace, ServerStats, SharedSlice, flag_of
+from trainer.service.wire.messages import ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice, flag_of
 
 PIECE = 4 << 20  #: bytes of an answer, about
 
@@ -33,15 +33,13 @@ UNDER_WAY = 4  #: pieces
 
 _ROW = 1 << 10  #: bytes of a row, as long as none has come
 
-Rows = dict[str, Array]  #: attribute -> [n, …]
-
 
 class PendingRows(Protocol):
-    """An answer under way; ``client.Pending`` is one."""
+    """An answer under way; ``client.PendingReply`` is one."""
 
     received: int
 
-    def result(self, timeout: float | None = None) -> list[Rows]: ...
+    def result(self, timeout: float | None = None) -> list[dict[str, Array]]: ...
 
 
 class RowSizes:
@@ -63,7 +61,7 @@ class RowSizes:
 
 
 @dataclass(frozen=True)
-class Slice:
+class RowSlice:
     """Some rows of a request that lie next to each other."""
 
     number: int  #: of the request
@@ -71,15 +69,15 @@ class Slice:
     end: int
 
 
-def cut(requests: Sequence[RowRequest], most: int) -> Iterator[list[Slice]]:
+def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[RowSlice]]:
     """Pieces of at most ``most`` rows, in order; a request without rows has a slice, too."""
-    piece: list[Slice] = []
+    piece: list[RowSlice] = []
     room = most
     for number, request in enumerate(requests):
         begin, count = 0, len(request.ids)
         while True:
             end = min(count, begin + room)
-            piece.append(Slice(number, begin, end))
+            piece.append(RowSlice(number, begin, end))
             room -= end - begin
             begin = end
             if room == 0 and not (begin == count and number + 1 == len(requests)):
@@ -91,21 +89,21 @@ def cut(requests: Sequence[RowRequest], most: int) -> Iterator[list[Slice]]:
         yield piece
 
 
-class InPieces:
-    """The answers to ``requests``, some pieces at a time; used as ``client.Pending``, by one thread."""
+class RowsInPieces:
+    """The answers to ``requests``, some pieces at a time; used as ``client.PendingReply``, by one thread."""
 
     def __init__(
         self, requests: Sequence[RowRequest], submit: Callable[[Sequence[RowRequest]], PendingRows], sizes: RowSizes
     ):
         self.received = 0  #: bytes of the answers that are here
         self._requests, self._submit, self._sizes = requests, submit, sizes
-        self._waiting = deque(cut(requests, sizes.rows_of(requests)))
-        self._asked: deque[tuple[list[Slice], list[RowRequest], PendingRows]] = deque()
-        self._found: list[Rows] = [{} for _ in requests]
+        self._waiting = deque(cut_requests(requests, sizes.rows_of(requests)))
+        self._asked: deque[tuple[list[RowSlice], list[RowRequest], PendingRows]] = deque()
+        self._found: list[dict[str, Array]] = [{} for _ in requests]
         self._ask()
 
-    def result(self, timeout: float | None = None) -> list[Rows]:
-        """``timeout``: for each piece. Raises as ``client.Pending`` does, and ``WireError`` for pieces that differ."""
+    def result(self, timeout: float | None = None) -> list[dict[str, Array]]:
+        """``timeout``: for each piece. Raises as ``PendingReply``, and ``WireError`` for pieces that differ."""
         while self._asked:
             slices, requests, pending = self._asked[0]
             rows = pending.result(timeout)
@@ -127,7 +125,7 @@ class InPieces:
             ]
             self._asked.append((slices, requests, self._submit(requests)))
 
-    def _put(self, part: Slice, rows: Rows) -> None:
+    def _put(self, part: RowSlice, rows: dict[str, Array]) -> None:
         found, count = self._found[part.number], len(self._requests[part.number].ids)
         for name, values in rows.items():
             if part.end - part.begin == count:
@@ -146,7 +144,7 @@ class InPieces:
 T = TypeVar("T")
 
 
-class Pending(Generic[T]):
+class PendingReply(Generic[T]):
     """An answer under way. Any thread may wait for it; the one that asked does so fastest."""
 
     def __init__(self, client: HostClient, channel: Channel, call: Call, read: Callable[[Message], T]):
@@ -187,7 +185,7 @@ class HostClient:
     """
 
     def __init__(
-        self, place: ServerPlace, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
+        self, place: ServerAddress, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
         gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``route``: ask for the whole graph, not only for the server's own parts; ``gone_after``: seconds of a
@@ -233,7 +231,7 @@ class HostClient:
         with self._lock:
             return sum(channel.bytes_received for channel in self._channels)
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending[list[HopSample]]:
+    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingReply[list[HopSample]]:
         """Ask for several hops in one message; the answers' ids are int32 where they fit."""
         return self._submit(
             lambda: hop_messages.sample_request(requests), lambda reply: hop_messages.read_samples(reply, requests)
@@ -242,45 +240,45 @@ class HostClient:
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingRows:
         """Ask for rows of attributes, in pieces where they are many; each answer maps names to [n, …] in request
         order."""
-        return InPieces(requests, self._submit_rows, self._row_sizes)
+        return RowsInPieces(requests, self._submit_rows, self._row_sizes)
 
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending[npt.NDArray[np.bool_]]:
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingReply[npt.NDArray[np.bool_]]:
         """Ask which of these edges exist: bool [n]."""
         return self._submit(
             lambda: messages.has_edges_request(edge_type, src, dst), lambda reply: messages.read_found(reply, len(dst))
         )
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending[EdgeList]:
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingReply[EdgeList]:
         """Ask for ``count`` edges of a part, at most ``EDGES_AT_ONCE``, from slot ``first`` on."""
         return self._submit(
             lambda: messages.edges_request(part_id, edge_type, first, count),
             lambda reply: messages.read_edges(reply, count),
         )
 
-    def submit_batch(self, work: BatchWork, client: ClientName) -> Pending[Sampled]:
+    def submit_batch(self, work: BatchWork, client: ClientName) -> PendingReply[SampledBatch]:
         """Ask for a whole batch; the server is told when it has come."""
 
-        def read(reply: Message) -> Sampled:
+        def read(reply: Message) -> SampledBatch:
             sampled = batch_messages.read_batch(reply, work)
             return replace(sampled, cost=sampled.cost.of_host(self.node_rank))
 
         return self._submit(lambda: batch_messages.batch_request(work, client), read)
 
-    def submit_manifest(self) -> Pending[bytes]:
+    def submit_manifest(self) -> PendingReply[bytes]:
         """Ask for the bytes of ``manifest.json``."""
         return self._submit(messages.manifest_request, messages.read_manifest_text)
 
-    def submit_shared(self, asked: SharedSlice) -> Pending[Array]:
+    def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
         """Ask for rows of an array that all parts share."""
         return self._submit(lambda: messages.shared_request(asked), lambda reply: messages.read_shared(reply, asked))
 
-    def submit_to_global(self, of: NodeType, orig_ids: Ids) -> Pending[Ids]:
+    def submit_to_global(self, of: NodeType, orig_ids: Ids) -> PendingReply[Ids]:
         """Ask for the global ids of original ids: int64 [n]."""
         return self._submit(
             lambda: messages.to_global_request(of, orig_ids), lambda reply: messages.read_ids(reply, len(orig_ids))
         )
 
-    def submit_hello(self) -> Pending[HelloInfo]:
+    def submit_hello(self) -> PendingReply[HelloInfo]:
         """Ask who the server is."""
         return self._submit(lambda: Message(Kind.HELLO, Status.REQUEST, 0), messages.read_hello)
 
@@ -328,18 +326,18 @@ class HostClient:
             return "is a graph server running there, and is the key one that it admits (gnnfleet serve key)?"
         return f"is its process alive? see logs/server.log of node{self.node_rank}"
 
-    def _submit_rows(self, requests: Sequence[RowRequest]) -> Pending[list[dict[str, Array]]]:
+    def _submit_rows(self, requests: Sequence[RowRequest]) -> PendingReply[list[dict[str, Array]]]:
         return self._submit(
             lambda: messages.gather_request(requests), lambda reply: messages.read_rows(reply, requests)
         )
 
-    def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> Pending[T]:
+    def _submit(self, build: Callable[[], Message], read: Callable[[Message], T]) -> PendingReply[T]:
         channel: Channel | None = getattr(self._own, "channel", None)
         if channel is None:
             channel = self._own.channel = self._take_channel()
         self.check_open()
         try:
-            return Pending(self, channel, channel.submit(replace(build(), flags=self._flags)), read)
+            return PendingReply(self, channel, channel.submit(replace(build(), flags=self._flags)), read)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
         except zmq.ZMQError:

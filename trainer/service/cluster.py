@@ -16,7 +16,7 @@ from trainer.core.remote_access import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.wire.messages import HelloInfo, ServerPlace
+from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 ROLES = ("worker", "server", "client")
 
@@ -46,10 +46,10 @@ class Cluster:
     version: int  #: rises when servers join
     nodes: tuple[ClusterNode, ...]
     serving: str | None = None  #: name of the serving cluster that this run is attached to
-    attached: tuple[ServerPlace, ...] = ()  #: its servers
+    attached: tuple[ServerAddress, ...] = ()  #: its servers
 
     @cached_property
-    def servers(self) -> tuple[ServerPlace, ...]:
+    def servers(self) -> tuple[ServerAddress, ...]:
         """All graph servers that this run may ask, in node order."""
         return self.attached if self.serving is not None else tuple(map(_place, filter(_serves, self.nodes)))
 
@@ -64,17 +64,17 @@ class Cluster:
             " set node_rank (NODE_RANK) to one of them"
         )
 
-    def gateways(self) -> tuple[ServerPlace, ...]:
+    def gateways(self) -> tuple[ServerAddress, ...]:
         """Whom clients ask: nodes that do nothing but serve, or all servers where there are none of those."""
         only_serve = {node.node_rank for node in self.nodes if node.role == "server"}
         chosen = tuple(place for place in self.servers if place.node_rank in only_serve)
         return self.servers if self.serving is not None or not chosen else chosen
 
-    def peers_of(self, node_rank: int) -> tuple[ServerPlace, ...]:
+    def peers_of(self, node_rank: int) -> tuple[ServerAddress, ...]:
         """The servers of all other nodes."""
         return tuple(place for place in self.servers if self.serving is not None or place.node_rank != node_rank)
 
-    def home_of(self, node_rank: int) -> ServerPlace:
+    def home_of(self, node_rank: int) -> ServerAddress:
         """The gateway that a client node asks first; clients take turns. Raises ``SettingsError`` without servers."""
         gateways = self.gateways()
         if not gateways:
@@ -95,9 +95,9 @@ def _serves(node: ClusterNode) -> bool:
     return node.endpoint is not None and bool(node.parts)
 
 
-def _place(node: ClusterNode) -> ServerPlace:
+def _place(node: ClusterNode) -> ServerAddress:
     assert node.endpoint is not None
-    return ServerPlace(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
+    return ServerAddress(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -131,9 +131,11 @@ def _node(raw: Mapping[str, Any]) -> ClusterNode:
     return ClusterNode(int(raw["node_rank"]), str(raw["host"]), role, endpoint, _ids(raw["parts"]), _ids(raw["ranks"]))
 
 
-def _attached(name: str, raw: Mapping[str, Any]) -> ServerPlace:
+def _attached(name: str, raw: Mapping[str, Any]) -> ServerAddress:
     node_rank, host = int(raw["node_rank"]), str(raw["host"])
-    return ServerPlace(f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"]))
+    return ServerAddress(
+        f"node{node_rank} ({host}) of {name}", node_rank, host, str(raw["endpoint"]), _ids(raw["parts"])
+    )
 
 
 def _ids(raw: Sequence[Any]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from trainer.sampler.subgraph_sampler import BatchWork, CountedAccess, SubgraphS
 from trainer.sampler.types import EdgeList, GraphAccess, HopRequest, HopSample, RowRequest, SampleSettings
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message
-from trainer.service.wire.messages import FormOf, HelloInfo, ServerPlace, ServerStats, SharedSlice, form_of
+from trainer.service.wire.messages import FormOf, HelloInfo, ServerAddress, ServerStats, SharedSlice, form_of
 from trainer.store.manifest import MANIFEST
 from trainer.store.part_store import PartStore
 
@@ -69,7 +69,7 @@ class BoundedGraph:
         return self._graph.take_cost()
 
 
-Topology = Callable[[], tuple[int, tuple[ServerPlace, ...]]]  #: version of the cluster.json, all graph servers
+Topology = Callable[[], tuple[int, tuple[ServerAddress, ...]]]  #: version of the cluster.json, all graph servers
 
 _GRAPH_KINDS = (Kind.SAMPLE, Kind.GATHER, Kind.HAS_EDGES, Kind.EDGES)
 

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from trainer.core.errors import ServiceError, WireError
-from trainer.service.batch_scheduler import BatchDesk, WaitingTurns
+from trainer.service.batch_scheduler import BatchScheduler, BlockingFairQueue
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.stats import Counters
 from trainer.service.wire import messages
@@ -35,10 +35,10 @@ _RECEIVED_AHEAD = 64  #: messages of one connection that wait in memory; beyond 
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
-ShortQueue = WaitingTurns[tuple[bytes, list[Any]]]
+ShortQueue = BlockingFairQueue[tuple[bytes, list[Any]]]
 
 
-class Mover(threading.Thread):
+class NetworkThread(threading.Thread):
     """Runs until the context ends; the only user of its sockets.
 
     What can be answered or refused without the network's sight goes to ``short``; a reply whose connection has ended
@@ -48,7 +48,7 @@ class Mover(threading.Thread):
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], front: zmq.Socket[bytes], short: ShortQueue,
-        desk: BatchDesk[Any], counters: Counters, backlog: int, max_request: int,
+        desk: BatchScheduler[Any], counters: Counters, backlog: int, max_request: int,
     ):  # fmt: skip
         super().__init__(name="mover", daemon=True)
         self._front, self._monitor = front, front.get_monitor_socket(_REFUSALS)

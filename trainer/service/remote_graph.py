@@ -24,14 +24,14 @@ from trainer.core.batch_cost import Cost, CostMeter
 from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
 from trainer.core.remote_access import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.subgraph_sampler import BatchWork, Sampled
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys
 from trainer.service.wire.batch_messages import MAX_SEEDS
-from trainer.service.wire.messages import ClientName, HelloInfo, ServerPlace, SharedSlice
+from trainer.service.wire.messages import ClientName, HelloInfo, ServerAddress, SharedSlice
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
 
 
@@ -123,7 +123,7 @@ def client_name(what: str = "") -> ClientName:
     return ClientName(secrets.randbits(64), words[:200])
 
 
-class _Answering(Protocol[T_co]):
+class _PendingReply(Protocol[T_co]):
     """An answer under way; ``client.Pending`` is one."""
 
     def result(self, timeout: float | None = None) -> T_co: ...
@@ -138,7 +138,7 @@ class Gateway:
     """
 
     def __init__(
-        self, places: Sequence[ServerPlace], deadline: float, keys: CurveKeys | None = None, *,
+        self, places: Sequence[ServerAddress], deadline: float, keys: CurveKeys | None = None, *,
         server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``wire_rows``:
@@ -172,11 +172,11 @@ class Gateway:
         return self._manifest
 
     @property
-    def servers(self) -> tuple[ServerPlace, ...]:
+    def servers(self) -> tuple[ServerAddress, ...]:
         """All servers that may be asked, home first."""
         return tuple(client.place for client in self._choice.all)
 
-    def sample_batch(self, work: BatchWork) -> Sampled:
+    def sample_batch(self, work: BatchWork) -> SampledBatch:
         """The batch, made by a server. Raises ``SettingsError`` for more seeds than a server takes."""
         if (number := sum(map(len, work.seeds.nodes.values()))) > MAX_SEEDS:
             raise SettingsError(f"a batch of {number} seeds; a graph server takes at most {MAX_SEEDS}")
@@ -251,7 +251,7 @@ class Gateway:
             self._choice.back(client)
 
     def _ask(
-        self, submit: Callable[[HostClient], _Answering[T]], patience: float | None = None, known: bool = True
+        self, submit: Callable[[HostClient], _PendingReply[T]], patience: float | None = None, known: bool = True
     ) -> T:  # fmt: skip
         """The answer of the first server that gives one; ``known``: it must hold the same partition."""
         patience = self.server_wait if patience is None else patience
@@ -288,7 +288,7 @@ class Gateway:
             if place.endpoint not in known:
                 self._choice.join(self._connect(place))
 
-    def _connect(self, place: ServerPlace) -> HostClient:
+    def _connect(self, place: ServerAddress) -> HostClient:
         return HostClient(
             place, self.deadline, self._keys, route=True, gone_after=GONE_AFTER, wire_rows=self._wire_rows
         )  # fmt: skip

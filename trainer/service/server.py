@@ -17,11 +17,11 @@ import zmq
 
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.sampler.subgraph_sampler import BatchWork
-from trainer.service.batch_scheduler import BatchDesk, DeskStatus, Job, WaitingTurns
+from trainer.service.batch_scheduler import BatchScheduler, BlockingFairQueue, ScheduledRequest, SchedulerStatus
 from trainer.service.curve_keys import CurveKeys, start_authenticator
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.network_thread import REPLIES, Mover, bound_front
-from trainer.service.stats import STATS_EVERY, BusyTime, Counters, Peers, StatsReport, write_atomically
+from trainer.service.network_thread import REPLIES, NetworkThread, bound_front
+from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport, write_atomically
 from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import HelloInfo, ServerStats
@@ -64,14 +64,14 @@ class GraphServer:
         max_answer: int = MAX_ARRAY,
         topology: Topology | None = None,
         stats_file: Path | None = None,
-        peers: Peers = lambda: (),
+        peers: PeerStates = lambda: (),
     ):
         self.endpoint = endpoint  #: with the real port once started
         self._info, self._threads, self._batch_threads, self._keys = info, threads, batch_threads, keys
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
-        self._short: WaitingTurns[tuple[bytes, list[Any]]] = WaitingTurns()
-        self._desk: BatchDesk[_Asked] = BatchDesk(buffer_bytes)
+        self._short: BlockingFairQueue[tuple[bytes, list[Any]]] = BlockingFairQueue()
+        self._desk: BatchScheduler[_Asked] = BatchScheduler(buffer_bytes)
         self._handlers = Handlers(
             graph, info, self.stats, topology or (lambda: (info.version, info.servers)), max_answer
         )  # fmt: skip
@@ -91,7 +91,7 @@ class GraphServer:
         except ServiceError:
             self.stop()
             raise
-        self._mover = Mover(
+        self._mover = NetworkThread(
             self._context, front, self._short, self._desk, self._counters, _BACKLOG * self._threads, self._max_request
         )
         self._mover.start()
@@ -117,7 +117,7 @@ class GraphServer:
         """Counters since the start."""
         return self._counters.read()
 
-    def desk_status(self) -> DeskStatus:
+    def scheduler_status(self) -> SchedulerStatus:
         """Queue, buffer and clients at this moment."""
         return self._desk.status()
 
@@ -162,11 +162,11 @@ class GraphServer:
         return None if refusal is None else self._error(request, ServiceError(f"not taken on: {refusal}"))
 
     @staticmethod
-    def _job(peer: bytes, request: Message) -> Job[_Asked]:
+    def _job(peer: bytes, request: Message) -> ScheduledRequest[_Asked]:
         if request.kind != Kind.BATCH:
-            return Job(peer, request.request_id, (request, None), size=request.size)
+            return ScheduledRequest(peer, request.request_id, (request, None), size=request.size)
         work, client = batch_messages.read_batch_request(request)
-        return Job(peer, request.request_id, (request, work), client, request.size)
+        return ScheduledRequest(peer, request.request_id, (request, work), client, request.size)
 
     def _make_batches(self, out: zmq.Socket[bytes]) -> None:
         """Do the desk's jobs until ``stop()``."""
@@ -178,7 +178,7 @@ class GraphServer:
             if answer is not None:
                 out.send_multipart([job.peer, *answer], copy=False)
 
-    def _do(self, job: Job[_Asked]) -> list[Any] | None:
+    def _do(self, job: ScheduledRequest[_Asked]) -> list[Any] | None:
         """Frames of the reply; None when there is nobody left to have it."""
         request, work = job.work
         if work is None:

@@ -11,13 +11,13 @@ from typing import Any
 from trainer.core.arrays import Ids
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.schema import EdgeType
-from trainer.sampler.replicas import Pending
+from trainer.sampler.replicas import PendingAnswer
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, greeting_problem, read_cluster
 from trainer.service.curve_keys import CurveKeys
-from trainer.service.wire.messages import ServerPlace
+from trainer.service.wire.messages import ServerAddress
 
 _DEADLINE = 120.0  #: seconds of silence of a peer that is there
 
@@ -31,7 +31,7 @@ class Peer:
     def __init__(self, client: HostClient, manifest_digest: str):
         self.client = client
         self._manifest_digest = manifest_digest
-        self._met = False
+        self._checked = False
 
     @property
     def part_ids(self) -> Sequence[int]:
@@ -41,47 +41,47 @@ class Peer:
     def name(self) -> str:
         return self.client.name
 
-    def submit_hello(self) -> Pending:
-        return _Hello(self, self.client.submit_hello())
+    def submit_hello(self) -> PendingAnswer:
+        return _CheckedHello(self, self.client.submit_hello())
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending:
+    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer:
         return self._greeted(self.client.submit_sample(requests))
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending:
+    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer:
         return self._greeted(self.client.submit_gather(requests))
 
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending:
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
         return self._greeted(self.client.submit_has_edges(edge_type, src, dst))
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending:
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
         return self._greeted(self.client.submit_edges(part_id, edge_type, first, count))
 
-    def met(self, info: Any) -> None:
+    def check_hello(self, info: Any) -> None:
         """Raises ``ServiceError`` for a server that is not the one we look for."""
         if problem := greeting_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
-        self._met = True
+        self._checked = True
 
-    def _greeted(self, pending: Pending) -> Pending:
-        return pending if self._met else _After(self.submit_hello(), pending)
+    def _greeted(self, pending: PendingAnswer) -> PendingAnswer:
+        return pending if self._checked else _GreetedAnswer(self.submit_hello(), pending)
 
 
-class _Hello:
+class _CheckedHello:
     """A greeting that is looked into."""
 
-    def __init__(self, peer: Peer, pending: Pending):
+    def __init__(self, peer: Peer, pending: PendingAnswer):
         self._peer, self._pending = peer, pending
 
     def result(self, timeout: float | None = None) -> Any:
         info = self._pending.result(timeout)
-        self._peer.met(info)
+        self._peer.check_hello(info)
         return info
 
 
-class _After:
+class _GreetedAnswer:
     """An answer that counts only if the greeting was right."""
 
-    def __init__(self, greeting: Pending, pending: Pending):
+    def __init__(self, greeting: PendingAnswer, pending: PendingAnswer):
         self._greeting, self._pending = greeting, pending
 
     @property
@@ -106,7 +106,7 @@ class Peers:
         self.hosts = self._connect(self.cluster, {})
         self._retired: list[tuple[float, Peer]] = []
 
-    def topology(self) -> tuple[int, tuple[ServerPlace, ...]]:
+    def topology(self) -> tuple[int, tuple[ServerAddress, ...]]:
         """Version and servers of the cluster.json read last."""
         cluster = self.cluster
         return cluster.version, cluster.servers

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.service.batch_scheduler import DeskStatus
+from trainer.service.batch_scheduler import SchedulerStatus
 from trainer.service.wire.frames import Kind
 from trainer.service.wire.messages import HelloInfo, ServerStats
 
@@ -20,7 +20,7 @@ STATS_EVERY = 2.0  #: seconds
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
-Peers = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each
+PeerStates = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each
 
 
 class Counters:
@@ -75,7 +75,7 @@ class StatsReport:
 
     def __init__(
         self, info: HelloInfo, endpoint: str, batch_threads: int, counters: Counters, busy: BusyTime,
-        desk: Callable[[], DeskStatus], peers: Peers,
+        desk: Callable[[], SchedulerStatus], peers: PeerStates,
     ):  # fmt: skip
         self._info, self._endpoint, self._threads = info, endpoint, batch_threads
         self._counters, self._busy, self._desk, self._peers = counters, busy, desk, peers

@@ -15,13 +15,13 @@ from trainer.core.errors import DataError
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.replicas import Pending
+from trainer.sampler.replicas import PendingAnswer
 from trainer.sampler.settings import row_spec
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.store.part_store import Part, PartStore
 
-_ELSEWHERE = 0  #: a node rank
+_OTHER_NODE = 0  #: a node rank
 
 
 def warm_up(graph: LocalGraph) -> None:
@@ -76,7 +76,7 @@ def warm_up_batches(graph: LocalGraph) -> None:
     """Whole batches in which other servers have a share. That is played: none of them need be there."""
     store = graph.store
     others = tuple(part for part in range(store.manifest.num_parts) if part not in store.parts)
-    routed = DistGraph(graph, {_ELSEWHERE: _Elsewhere(store, others)} if others else {})
+    routed = DistGraph(graph, {_OTHER_NODE: _EmptyHost(store, others)} if others else {})
     hops = dict.fromkeys(store.manifest.edges, (2, 2))
     attrs: dict[AnyType, tuple[str, ...]] = {of: tuple(spec.attrs) for of, spec in store.manifest.nodes.items()}
     attrs |= {of: tuple(spec.attrs) for of, spec in store.manifest.edges.items()}
@@ -91,7 +91,7 @@ def warm_up_batches(graph: LocalGraph) -> None:
                 edges.ends()
 
 
-class _Elsewhere:
+class _EmptyHost:
     """A server where no node has neighbours and all rows are zeros."""
 
     name = "elsewhere"
@@ -99,20 +99,20 @@ class _Elsewhere:
     def __init__(self, store: PartStore, part_ids: Sequence[int]):
         self._store, self.part_ids = store, part_ids
 
-    def submit_hello(self) -> Pending:
-        return _Played(None)
+    def submit_hello(self) -> PendingAnswer:
+        return _ReadyAnswer(None)
 
-    def submit_sample(self, requests: Sequence[HopRequest]) -> Pending:
-        return _Played([HopSample(np.zeros(len(asked.nodes), np.int32), *_no_edges()) for asked in requests])
+    def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer:
+        return _ReadyAnswer([HopSample(np.zeros(len(asked.nodes), np.int32), *_no_edges()) for asked in requests])
 
-    def submit_gather(self, requests: Sequence[RowRequest]) -> Pending:
-        return _Played([{name: self._zeros(asked, name) for name in asked.attrs} for asked in requests])
+    def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer:
+        return _ReadyAnswer([{name: self._zeros(asked, name) for name in asked.attrs} for asked in requests])
 
-    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> Pending:
-        return _Played(np.zeros(len(dst), np.bool_))
+    def submit_has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> PendingAnswer:
+        return _ReadyAnswer(np.zeros(len(dst), np.bool_))
 
-    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> Pending:
-        return _Played(EdgeList(*(np.zeros(count, np.int64) for _ in range(3))))
+    def submit_edges(self, part_id: int, edge_type: EdgeType, first: int, count: int) -> PendingAnswer:
+        return _ReadyAnswer(EdgeList(*(np.zeros(count, np.int64) for _ in range(3))))
 
     def _zeros(self, asked: RowRequest, name: str) -> Array:
         dtype, shape = row_spec(self._store, asked.of, name)
@@ -124,7 +124,7 @@ def _no_edges() -> tuple[Array, Array]:
 
 
 @dataclass(frozen=True)
-class _Played:
+class _ReadyAnswer:
     answer: Any
 
     def result(self, timeout: float | None = None) -> Any:

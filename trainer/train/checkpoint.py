@@ -35,7 +35,7 @@ _SINCE = {"precision": "float32"}  #: settings that older files of this version 
 
 
 @dataclass(frozen=True)
-class Best:
+class BestEpoch:
     """The epoch with the best val accuracy so far, and its weights."""
 
     epoch: int
@@ -54,7 +54,7 @@ class Checkpoint:
     settings: Mapping[str, Any]  #: from ``settings_record``
     graph: Mapping[str, Any]  #: from ``graph_record``
     step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
-    best: Best | None  #: None before the first evaluation
+    best: BestEpoch | None  #: None before the first evaluation
     embedding: Mapping[str, Any] | None = None  #: from ``sharded_state.embedding_state``; on rank 0 only
 
     def without_tables(self) -> Checkpoint:
@@ -107,7 +107,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     values = {entry.name: raw[entry.name] for entry in fields(Checkpoint)}
     best = values.pop("best")
     values["step_loss"] = tuple(values["step_loss"])
-    return Checkpoint(**values, best=Best(**best) if best else None)
+    return Checkpoint(**values, best=BestEpoch(**best) if best else None)
 
 
 def check_fits(

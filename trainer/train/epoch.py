@@ -19,7 +19,7 @@ from trainer.core.ranks import RankGroup
 from trainer.graph.device import feed
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers
-from trainer.train.step_timing import Lap, Pace, Phase, by_host, traffic
+from trainer.train.step_timing import Phase, StepTimer, StepTimes, by_host, traffic
 from trainer.train.task import Task
 
 AnyBatch = Batch | HeteroBatch
@@ -46,7 +46,7 @@ class EpochReport:
     seeds: int
     own_seeds: int  #: this rank's
     cost: Cost  #: of this rank's batches
-    lap: Lap  #: this rank's seconds, since it last had to begin anew
+    lap: StepTimes  #: this rank's seconds, since it last had to begin anew
     cpu_s: float  #: CPU seconds of this rank's process, all its threads
 
     @property
@@ -67,7 +67,7 @@ class EpochReport:
 
 
 @dataclass
-class Tally:
+class EpochSums:
     """Sums of one rank while its epoch runs."""
 
     sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  #: of all ranks, for first steps
@@ -90,7 +90,7 @@ class Tally:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
 
-    def copy(self) -> Tally:
+    def copy(self) -> EpochSums:
         """One that stays as it is while this one goes on."""
         return replace(self, losses=list(self.losses), sizes=list(self.sizes), costs=list(self.costs))
 
@@ -115,7 +115,7 @@ def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
 
 def train_epoch(
     model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, group: RankGroup,
-    metrics: MetricsLog, tally: Tally | None = None, passed: Callable[[Tally], None] | None = None,
+    metrics: MetricsLog, tally: EpochSums | None = None, passed: Callable[[EpochSums], None] | None = None,
 ) -> EpochReport:  # fmt: skip
     """Train one epoch, or with a tally what is left of it. All ranks take part in every step, those without seeds too.
 
@@ -126,9 +126,9 @@ def train_epoch(
     Raises ``TrainingError`` when the loss is no finite number.
     """
     model.train()
-    tally, steps, bring = tally or Tally(), len(batches), feed(group.device)
+    tally, steps, bring = tally or EpochSums(), len(batches), feed(group.device)
     metrics.at(epoch, tally.steps, "load")
-    pacing = Pace(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
+    pacing = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
     with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
         for batch in pace.waited(own):
             metrics.at(epoch, batch.step, "compute")
@@ -154,7 +154,7 @@ def train_epoch(
     return _report(tally, pace, epoch, group)
 
 
-def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+def _step_line(tally: EpochSums, pace: StepTimer, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
     lap = pace.lap()
     return {
         "epoch": epoch,
@@ -170,7 +170,7 @@ def _step_line(tally: Tally, pace: Pace, batch: AnyBatch, epoch: int, steps: int
     }
 
 
-def _report(tally: Tally, pace: Pace, epoch: int, group: RankGroup) -> EpochReport:
+def _report(tally: EpochSums, pace: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
     """Losses of all ranks are added up here, in one go per epoch."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
     tally.settle(group)

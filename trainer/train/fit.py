@@ -22,12 +22,12 @@ from trainer.nn.sharded_embedding import (
     load_embedding_state,
     scatter_tables,
 )
-from trainer.train.checkpoint import Best, Checkpoint, save_checkpoint, settings_record
-from trainer.train.epoch import AnyBatch, Batches, EpochReport, Score, Tally, closed_after, evaluate, train_epoch
+from trainer.train.checkpoint import BestEpoch, Checkpoint, save_checkpoint, settings_record
+from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
-from trainer.train.profile import RankRecord, keeping_up
-from trainer.train.regroup import SNAPSHOT_STEPS, NoWayOn, Progress, Snapshots, newest_common
+from trainer.train.profile import RankTimes, keeping_up
+from trainer.train.regroup import SNAPSHOT_STEPS, CannotRegroup, Progress, Snapshots, newest_common
 from trainer.train.settings import TrainSettings
 from trainer.train.task import Task
 
@@ -46,7 +46,7 @@ class FitResult:
 
 
 @dataclass(frozen=True)
-class _Watched:
+class _ReportedBatches:
     """Batches of an evaluation, whose progress is told as they are handed over."""
 
     batches: Batches
@@ -80,9 +80,9 @@ class Fit:
         self.at = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._snapshots = Snapshots() if goes_on else None
-        self._told: set[tuple[Any, ...]] = set()
-        self._foretold: Prediction | None = None  #: what this rank receives of other hosts
-        self._starved = False  #: and that has been said
+        self._reported: set[tuple[Any, ...]] = set()
+        self._prediction: Prediction | None = None  #: what this rank receives of other hosts
+        self._starvation_printed = False  #: and that has been said
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint that fits (``check_fits``); on rank 0 it holds the embedding tables."""
@@ -94,19 +94,19 @@ class Fit:
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
-    def foretell(self, filled: FilledCache) -> None:
+    def log_prediction(self, filled: FilledCache) -> None:
         """Tell what this rank will receive of other hosts; the end of each epoch says it beside what it was."""
         self.metrics.write("predict", **filled.prediction.line())
-        self._foretold = filled.prediction
-        self._say(str(filled))
+        self._prediction = filled.prediction
+        self._print(str(filled))
 
     def rejoin(self, group: RankGroup, loaders: Mapping[str, Batches]) -> None:
         """Go back to the newest snapshot that all ranks of ``group``, those that are left, have; ``run`` goes on there.
 
-        Raises ``NoWayOn`` when a part of the model was lost with a rank.
+        Raises ``CannotRegroup`` when a part of the model was lost with a rank.
         """
         if self.optimizers.rows is not None:
-            raise NoWayOn(
+            raise CannotRegroup(
                 f"{group.ranks}: the run cannot go on without the ranks that were lost, each held a share of the rows "
                 "of nodes without features; go on from the last checkpoint (resume)"
             )
@@ -118,7 +118,7 @@ class Fit:
         self.at, self.group, self.loaders = snapshot.progress, group, loaders
         done, _, step = self.at.place
         self.metrics.write("regroup", generation=group.generation, ranks=group.members, epochs=done, step=step)
-        self._say(f"going on with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
+        self._print(f"going on with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
@@ -126,7 +126,7 @@ class Fit:
         give_back_freed_memory()  # of opening and ranking, which the steps would not fill
         if self.at.done >= self.settings.epochs and self.at.report is None:
             at = f"epoch {self.at.done} of {self.settings.epochs}"
-            self._say(f"nothing to train: the checkpoint is at {at}; give more --epochs")
+            self._print(f"nothing to train: the checkpoint is at {at}; give more --epochs")
         self._keep()
         while self.at.done < self.settings.epochs or not self.at.scored:
             if self.at.scored:
@@ -139,7 +139,7 @@ class Fit:
         before = self.at
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
-            before.tally and before.tally.copy(), self._passed if self._snapshots else None,
+            before.tally and before.tally.copy(), self._after_step if self._snapshots else None,
         )  # fmt: skip
         curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
         self.at = Progress(report.epoch, False, curve, before.best, seconds, report)
@@ -147,13 +147,13 @@ class Fit:
         if self._first_time("epoch"):
             self._log_epoch(report)
 
-    def _passed(self, tally: Tally) -> None:
+    def _after_step(self, tally: EpochSums) -> None:
         """Every so many steps, a snapshot."""
         if tally.steps % SNAPSHOT_STEPS == 0:
             tally.settle(self.group)
             self._keep(tally.copy())
 
-    def _keep(self, tally: Tally | None = None) -> None:
+    def _keep(self, tally: EpochSums | None = None) -> None:
         if self._snapshots is not None:
             self._snapshots.keep(replace(self.at, tally=tally or self.at.tally), self.model, self.optimizers)
 
@@ -164,15 +164,15 @@ class Fit:
         if score is not None:  # else nobody has waited for the others since the last snapshot
             self._keep()
         if self.at.report is not None and self._first_time("said"):
-            self._say_epoch(self.at.report, score)
-            self._say_starved(self.at.report)
+            self._print_epoch(self.at.report, score)
+            self._print_starvation(self.at.report)
         if self._due(self.settings.checkpoint_every):
             self._save()
 
     def _first_time(self, *what: Any) -> bool:
         """Whether this is not yet told of the epoch; what is done again after a loss is told once."""
-        new = (*what, self.at.done) not in self._told
-        self._told.add((*what, self.at.done))
+        new = (*what, self.at.done) not in self._reported
+        self._reported.add((*what, self.at.done))
         return new
 
     def _wrapped(self) -> nn.Module:
@@ -191,13 +191,15 @@ class Fit:
         score, best = self._score("val", self.at.done), self.at.best
         if best is None or score.accuracy > best.val_accuracy:
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.at = replace(self.at, best=Best(self.at.done, score.accuracy, weights))
+            self.at = replace(self.at, best=BestEpoch(self.at.done, score.accuracy, weights))
             if rows := self.optimizers.rows:
                 self.best_rows = rows.embedding.weight.detach().clone()
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
-        score = evaluate(self.model, self.task, _Watched(self.loaders[split], self.metrics, self.at.done), self.group)
+        score = evaluate(
+            self.model, self.task, _ReportedBatches(self.loaders[split], self.metrics, self.at.done), self.group
+        )
         if self.group.rank == 0 and self._first_time("eval", split):
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
         return score
@@ -210,24 +212,24 @@ class Fit:
             remote_bytes=report.cost.remote_bytes, **report.line,
         )  # fmt: skip
 
-    def _say_epoch(self, report: EpochReport, val: Score | None) -> None:
+    def _print_epoch(self, report: EpochReport, val: Score | None) -> None:
         words = [f"epoch {report.epoch}/{self.settings.epochs}", f"loss {report.loss:.4f}"]
         words += [f"val {val.accuracy:.4f}"] if val else []
         words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
-        if self._foretold is not None:
-            received, foretold = report.cost.remote_bytes / 1e6, self._foretold.remote_bytes / 1e6
+        if self._prediction is not None:
+            received, predicted = report.cost.remote_bytes / 1e6, self._prediction.remote_bytes / 1e6
             told = f"{received:,.1f} MB of other hosts on rank {self.group.ranks.rank}"
-            words.append(f"{told} (expected {foretold:,.1f}{_held_words(report, foretold - received)})")
-        self._say("  ".join(words))
+            words.append(f"{told} (expected {predicted:,.1f}{_held_words(report, predicted - received)})")
+        self._print("  ".join(words))
 
-    def _say_starved(self, report: EpochReport) -> None:
+    def _print_starvation(self, report: EpochReport) -> None:
         """Once, and not of the first epoch, in which kernels are compiled and files read for the first time."""
-        if len(self.at.seconds) < 2 or self._starved:
+        if len(self.at.seconds) < 2 or self._starvation_printed:
             return
-        record = RankRecord.of(self.group.ranks.rank, [report.line])
+        record = RankTimes.of(self.group.ranks.rank, [report.line])
         if text := keeping_up(record):
-            self._starved = True
-            self._say(f"rank {record.rank} waits for batches {record.wait_s / record.step_s:.0%} of a step: {text}")
+            self._starvation_printed = True
+            self._print(f"rank {record.rank} waits for batches {record.wait_s / record.step_s:.0%} of a step: {text}")
 
     @property
     def _path(self) -> Path:
@@ -279,10 +281,10 @@ class Fit:
             )  # fmt: skip
         if test is not None:
             best = f" (weights of epoch {best_epoch}, val {val:.4f})" if val is not None else ""
-            self._say(f"test accuracy {test:.4f}{best}")
+            self._print(f"test accuracy {test:.4f}{best}")
         return result
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         """A line for people, from rank 0."""
         if self.group.rank == 0:
             print(line, flush=True)

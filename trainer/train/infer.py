@@ -32,7 +32,7 @@ from trainer.train.job import (
     read_on_first,
     trained_model,
 )
-from trainer.train.layerwise_inference import LayerRows, Range, WholeGraph, stack_of
+from trainer.train.layerwise_inference import LayerRows, NodeRange, WholeGraph, stack_of
 from trainer.train.settings import InferJob
 
 
@@ -128,7 +128,7 @@ def _new_part(out: Path, graph: Graph, target: NodeType, part_id: int, width: in
     np.lib.format.open_memmap(folder / "logits.npy", mode="w+", dtype=np.float32, shape=(len(ids), width)).flush()
 
 
-def _shared_file(out: Path, piece: Range) -> np.memmap[Any, Any]:
+def _shared_file(out: Path, piece: NodeRange) -> np.memmap[Any, Any]:
     path = out / f"part{piece.part_id}" / "logits.npy"
     if not path.exists():
         raise SettingsError(

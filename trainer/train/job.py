@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, pick_device
-from trainer.core.remote_access import CacheSize, Reach
+from trainer.core.remote_access import CacheSize, RemoteAccess
 from trainer.core.schema import NodeType
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache
@@ -31,7 +31,7 @@ from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
-from trainer.train.regroup import GoOn, with_team
+from trainer.train.regroup import RegroupOptions, with_team
 from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.task import node_classification, pick_target
 
@@ -99,7 +99,7 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
 
 
 def fill_host_cache(
-    graph: Graph, loader: BatchLoader, reach: Reach, run_dir: Path, group: RankGroup
+    graph: Graph, loader: BatchLoader, reach: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
     """Cache rows of other hosts for the loader's batches. Collective; see ``fill_cache``."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
@@ -179,12 +179,12 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     await_own_server()  # it started together with this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
-    goes_on = GoOn.from_env(os.environ, job.run_dir)
-    with _Run(job, ranks, goes_on is not None) as run:
+    goes_on = RegroupOptions.from_env(os.environ, job.run_dir)
+    with _RunResources(job, ranks, goes_on is not None) as run:
         return with_team(run.train, ranks, device, settings.backend, settings.timeout, goes_on)
 
 
-class _Run(ExitStack):
+class _RunResources(ExitStack):
     """What one process opens and makes for a run, once, whoever leaves it; closed at the end."""
 
     def __init__(self, job: TrainJob, ranks: Ranks, goes_on: bool):
@@ -234,7 +234,7 @@ def _prepare(
     first = loaders(group)
     fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, goes_on)
     if filled := fill_host_cache(graph, first["train"], job.reach, job.run_dir, group):
-        fit.foretell(filled)
+        fit.log_prediction(filled)
     if settings.resume is not None:
         path = settings.resume
         fit.restore(read_on_first(path, lambda checkpoint: check_fits(checkpoint, settings, record, path), group))

@@ -34,7 +34,7 @@ from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 
 
 @dataclass(frozen=True)
-class Range:
+class NodeRange:
     """Neighbouring nodes of one part that one rank computes."""
 
     part_id: int
@@ -44,7 +44,7 @@ class Range:
     row: int  #: of ``first`` among the rank's own rows
 
 
-class Shares:
+class NodeShares:
     """The nodes of one type, shared out: each part's evenly over the ranks beside it."""
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
@@ -53,7 +53,7 @@ class Shares:
         self._ranks = np.array([of.rank for of in self.ranges], np.int64)
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
-    def own(self, rank: int) -> tuple[Range, ...]:
+    def own(self, rank: int) -> tuple[NodeRange, ...]:
         """A rank's ranges, by global id."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
@@ -74,7 +74,7 @@ class Shares:
         return np.searchsorted(self._starts, ids, side="right") - 1
 
 
-def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[Range]:
+def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
     """No range is empty, so that starts are distinct."""
     held = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
@@ -82,7 +82,7 @@ def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[Range]:
         bounds = [first + (last - first) * place // len(ranks) for place in range(len(ranks) + 1)]
         for rank, begin, end in zip(ranks, bounds, bounds[1:], strict=False):
             if begin < end:
-                yield Range(part_id, rank, begin, end, held[rank])
+                yield NodeRange(part_id, rank, begin, end, held[rank])
                 held[rank] += end - begin
 
 
@@ -90,7 +90,7 @@ def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[Range]:
 class LayerRows:
     """One layer's result for the nodes of one type, each rank's own on its own disk."""
 
-    shares: Shares
+    shares: NodeShares
     values: Array  #: float32 [own nodes, f]
 
     def fetch(self, ids: Ids) -> Tensor:
@@ -102,7 +102,7 @@ class LayerRows:
         return torch.from_numpy(self.values[self.shares.rows(ids.numpy())])
 
 
-Rows = Mapping[NodeType, Tensor]
+TypeRows = Mapping[NodeType, Tensor]
 
 Blocks = Mapping[EdgeType, Block]
 
@@ -118,12 +118,12 @@ class LayerStack(Protocol):
     def needs_degree(self) -> bool:
         """Whether layers want whole-graph in-degrees."""
 
-    def begin(self, batch: HeteroBatch) -> Rows:
+    def begin(self, batch: HeteroBatch) -> TypeRows:
         """What the first layer reads, of each of its source types: [n, f], from features and ids."""
 
     def layer(
-        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> Rows:
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> TypeRows:
         """What the layer after ``number`` (from 0) reads of each target type; logits after the last one."""
 
 
@@ -134,12 +134,12 @@ class BlockStack:
         self.model, self.needs_degree = model, model.needs_degree
         self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * len(model.layers)
 
-    def begin(self, batch: HeteroBatch) -> Rows:
+    def begin(self, batch: HeteroBatch) -> TypeRows:
         return {HOMO_NODE: batch.x[HOMO_NODE]}
 
     def layer(
-        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> Rows:
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> TypeRows:
         h = self.model.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree)
         return {HOMO_NODE: h if number + 1 == len(self.model.layers) else h.relu()}
 
@@ -155,12 +155,12 @@ class HeteroStack:
         alone = LayerNeed((facts.target,), (facts.target,), ())  # where no edge type ends in the target
         self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
 
-    def begin(self, batch: HeteroBatch) -> Rows:
+    def begin(self, batch: HeteroBatch) -> TypeRows:
         return self.model.inputs(batch)  # type: ignore[no-any-return]
 
     def layer(
-        self, number: int, blocks: Blocks, rows: Rows, num_dst: Mapping[NodeType, int], degree: Tensor | None
-    ) -> Rows:
+        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
+    ) -> TypeRows:
         if number < len(self.model.layers):
             rows = self.model.layers[number](blocks, rows, num_dst)
             rows = {of: h.relu() if self.model.shape.relu else h for of, h in rows.items()}
@@ -204,12 +204,12 @@ class WholeGraph:
     scratch: Path  #: folder for the rows of layers; 4 bytes * own nodes * width for each of two layers
     nodes_at_once: int = 4096
     weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in sampling by it
-    shares: dict[NodeType, Shares] = field(init=False)
+    shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
     def __post_init__(self) -> None:
         manifest = self.graph.manifest
-        self.shares = {of: Shares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
+        self.shares = {of: NodeShares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
         self._tables = RelabelTables(manifest)
 
     @torch.no_grad()
@@ -294,7 +294,7 @@ class WholeGraph:
             cuts = np.flatnonzero(np.diff(number)) + 1
             yield from np.split(np.arange(piece.first, piece.last), cuts)
 
-    def _degrees(self, piece: Range, of: NodeType, ending: list[EdgeType]) -> Ids:
+    def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """In-edges of own nodes: those by ``ending`` where the part is here, else all, as its server knows them."""
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)

@@ -99,7 +99,7 @@ _PLACES = ("t", "kind", "rank", "epoch", "step", "steps")  # which are no figure
 
 _RUN_WIDE = ("loss", "step_loss")  # of an epoch line; every rank has the same
 
-Line = Mapping[str, Any]
+MetricsLine = Mapping[str, Any]
 
 
 class TensorBoard:
@@ -123,7 +123,7 @@ class TensorBoard:
         }
         self._own, self._all = self._writers[names[0]], self._writers.get("all")
 
-    def add(self, line: Line) -> None:
+    def add(self, line: MetricsLine) -> None:
         """Write the figures of a ``step``, ``epoch`` or ``eval`` line; others have none."""
         kind, epoch, t = line["kind"], line.get("epoch"), float(line["t"])
         if kind == "step":
@@ -144,7 +144,7 @@ class TensorBoard:
             writer.close()
 
 
-def _write_steps(writer: Any, line: Line) -> None:
+def _write_steps(writer: Any, line: MetricsLine) -> None:
     """The loss of each step over all ranks, which an epoch line of rank 0 lists; times are spread evenly over it."""
     losses, seconds = line.get("step_loss", ()), float(line["seconds"])
     for i, loss in enumerate(losses, start=1):
@@ -157,7 +157,7 @@ def _write(writer: Any, figures: Iterable[tuple[str, float]], step: int, t: floa
         writer.add_scalar(tag, value, step, walltime=t)
 
 
-def _figures(tree: Line, above: str) -> Iterator[tuple[str, float]]:
+def _figures(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
     """Every number of a line by its path, but what came from each host."""
     for key, value in tree.items():
         if key in _PLACES or key == "by_host":

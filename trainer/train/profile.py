@@ -24,11 +24,11 @@ PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: of ``by_h
 
 _ROUGHLY = 0.9  # times the predicted bytes: fewer are worth an explanation
 
-Line = Mapping[str, Any]
+MetricsLine = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class RankRecord:
+class RankTimes:
     """Means of one rank over the epochs looked at."""
 
     rank: int
@@ -36,14 +36,14 @@ class RankRecord:
     spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
     behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
     traffic: Mapping[str, float]  #: per step, by ``TRAFFIC``
-    predict: Line | None = None  #: what it was told to expect per epoch
+    predict: MetricsLine | None = None  #: what it was told to expect per epoch
     node: int | None = None  #: node rank, where the file lies in ``logs/node<k>/``
     epochs: int = 0  #: whole epochs; 0 where these are steps of an unfinished one
 
     @classmethod
     def of(
-        cls, rank: int, lines: Sequence[Line], predict: Line | None = None, node: int | None = None
-    ) -> RankRecord:  # fmt: skip
+        cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
+    ) -> RankTimes:  # fmt: skip
         """Weighted by steps; each line has ``spent``, ``behind`` and ``traffic``."""
         counts = [float(line["traffic"]["batches"]) for line in lines]
         steps = sum(counts)
@@ -119,12 +119,12 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunTimes:
     """Where the time of a run goes, as far as its metrics lines say; at least one rank."""
 
     epochs: tuple[int, ...]  #: looked at
     without_first: bool  #: the first epoch, which compiles and warms up, was left out
-    ranks: tuple[RankRecord, ...]
+    ranks: tuple[RankTimes, ...]
 
     @property
     def whole(self) -> bool:
@@ -132,14 +132,14 @@ class Record:
         return all(rank.epochs for rank in self.ranks)
 
     @property
-    def mean(self) -> RankRecord:
+    def mean(self) -> RankTimes:
         """Over ranks."""
         ranks, count = self.ranks, len(self.ranks)
         spent, behind, traffic = (
             {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
             for name in ("spent", "behind", "traffic")
         )
-        return RankRecord(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
+        return RankTimes(-1, max(rank.steps for rank in ranks), spent, behind, traffic)
 
     def traffic(self, name: str) -> float:
         """One of ``TRAFFIC``, per epoch and over all ranks."""
@@ -191,11 +191,13 @@ class RankLines:
 
     rank: int
     node: int | None = None
-    epochs: dict[int, Line] = field(default_factory=dict)  #: the last line of each, where a run went on in its folder
-    steps: list[Line] = field(default_factory=list)  #: until there is an epoch line; there may be millions
-    predict: Line | None = None
+    epochs: dict[int, MetricsLine] = field(
+        default_factory=dict
+    )  #: the last line of each, where a run went on in its folder
+    steps: list[MetricsLine] = field(default_factory=list)  #: until there is an epoch line; there may be millions
+    predict: MetricsLine | None = None
 
-    def take(self, line: Line) -> None:
+    def take(self, line: MetricsLine) -> None:
         """Read the next line."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
@@ -206,7 +208,7 @@ class RankLines:
             self.steps.append(line)
 
     @property
-    def timed_epochs(self) -> list[Line]:
+    def timed_epochs(self) -> list[MetricsLine]:
         """Epoch lines that say where time went."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
@@ -241,7 +243,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
     return dict(sorted(ranks.items()))
 
 
-def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> Record | None:
+def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
     """Means over the epochs asked for, or over all but the first where there are several, by their epoch lines; without
     any, over the step lines but each rank's first. None where no line says where time went.
 
@@ -259,9 +261,9 @@ def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = No
         raise SettingsError(f"none of these epochs is recorded; there are {there[0]} to {there[-1]}")
     chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
     records = [
-        RankRecord.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
+        RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
     ]
-    return Record(wanted, without_first, tuple(records))
+    return RunTimes(wanted, without_first, tuple(records))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -275,7 +277,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _lines(path: Path) -> Iterator[Line]:
+def _lines(path: Path) -> Iterator[MetricsLine]:
     """The lines that can be read; the last one may be half written."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
@@ -287,7 +289,7 @@ def _lines(path: Path) -> Iterator[Line]:
                 yield line
 
 
-def _is_timed(line: Line) -> bool:
+def _is_timed(line: MetricsLine) -> bool:
     """Whether a line says where time went, and of how many batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
@@ -296,7 +298,7 @@ def _is_timed(line: Line) -> bool:
     return timed and isinstance(line.get("epoch"), int)
 
 
-def _group(line: Line, name: str) -> Line:
+def _group(line: MetricsLine, name: str) -> MetricsLine:
     group = line.get(name)
     return group if isinstance(group, Mapping) else {}
 
@@ -317,7 +319,7 @@ _OFF = 0.1  #: of a prediction
 
 
 @dataclass(frozen=True)
-class _Names:
+class _SettingNames:
     """What can be changed to make a step shorter, as it is called where it is changed."""
 
     cache: str
@@ -329,7 +331,7 @@ class _Names:
     model: str
 
 
-_BUNDLED = _Names(
+_BUNDLED = _SettingNames(
     "a larger data.cache",
     "a larger train.prefetch",
     "train.sampler_threads",
@@ -339,7 +341,7 @@ _BUNDLED = _Names(
     "fewer train.hidden or train.fanouts, or train.precision: bfloat16 where the processor has it",
 )
 
-_SCRIPT = _Names(
+_SCRIPT = _SettingNames(
     "more rows kept here (graph.cache_rows)",
     "more batches under way (prefetch of the loader)",
     "sampler threads (num_workers of the loader)",
@@ -350,7 +352,7 @@ _SCRIPT = _Names(
 )
 
 
-def advice(record: Record, topology: str = "", *, script: bool = False) -> list[str]:
+def advice(record: RunTimes, topology: str = "", *, script: bool = False) -> list[str]:
     """Sentences, the weightiest first.
 
     topology: ``data.topology`` of the run, '' where not known; script: a script of one's own trains, which reads no
@@ -363,7 +365,7 @@ def advice(record: Record, topology: str = "", *, script: bool = False) -> list[
     return lines or [f"no single kind of work but the model's own takes {NOTABLE:.0%} of a step"]
 
 
-def keeping_up(rank: RankRecord, names: _Names = _BUNDLED) -> str | None:
+def keeping_up(rank: RankTimes, names: _SettingNames = _BUNDLED) -> str | None:
     """What sampler threads would need that cannot keep up with the training loop; None where they can."""
     rest = rank.step_s - rank.wait_s
     if rank.wait_s < NOTABLE * rank.step_s or rank.work_s <= rest or rest <= 0:
@@ -377,7 +379,7 @@ def keeping_up(rank: RankRecord, names: _Names = _BUNDLED) -> str | None:
     )
 
 
-def _remote(record: Record, topology: str, names: _Names) -> Iterator[tuple[float, str]]:
+def _remote(record: RunTimes, topology: str, names: _SettingNames) -> Iterator[tuple[float, str]]:
     worst = _worst(record, "remote")
     if worst.share("remote") < NOTABLE:
         return
@@ -391,7 +393,7 @@ def _remote(record: Record, topology: str, names: _Names) -> Iterator[tuple[floa
     yield worst.share("remote"), text + (f"; {needs}" if needs else "")
 
 
-def _loading(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+def _loading(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
     worst = _worst(record, "sample", "gather")
     if worst.share("sample", "gather") < NOTABLE:
         return
@@ -401,7 +403,7 @@ def _loading(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
     yield worst.share("sample", "gather"), text
 
 
-def _reduce(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+def _reduce(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
     worst, slow = _worst(record, "reduce"), max(record.ranks, key=lambda rank: rank.own_s)
     if worst.share("reduce") < NOTABLE:
         return
@@ -420,14 +422,14 @@ def _reduce(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
     yield worst.share("reduce"), text
 
 
-def _copy(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+def _copy(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
     worst = _worst(record, "copy")
     if worst.share("copy") >= NOTABLE:
         text = f"{_at(worst, 'copy')} is copying batches to the device: {names.copy}, fewer columns, or float16 rows"
         yield worst.share("copy"), text
 
 
-def _rest(record: Record) -> Iterator[tuple[float, str]]:
+def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
     for kind, about in (
         ("optimizer", "the update of the weights"),
         ("other", "what the loop does besides: metrics, snapshots, a script's own code"),
@@ -437,25 +439,25 @@ def _rest(record: Record) -> Iterator[tuple[float, str]]:
             yield worst.share(kind), f"{_at(worst, kind)} is {kind} ({about})"
 
 
-def _model(record: Record, names: _Names) -> Iterator[tuple[float, str]]:
+def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
     """Of the rank that the others wait for."""
     slow = max(record.ranks, key=lambda rank: rank.own_s)
     if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
         yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
 
 
-def _prediction(record: Record) -> Iterator[tuple[float, str]]:
+def _prediction(record: RunTimes) -> Iterator[tuple[float, str]]:
     expected, got = record.predicted("remote_bytes"), record.traffic("remote_bytes")
     if record.whole and expected and abs(got / expected - 1) > _OFF:
         text = f"{decimal(round(got))} an epoch came from other hosts, {decimal(round(expected))} were predicted"
         yield 0.0, f"{text} {record.why_less}".rstrip()
 
 
-def _worst(record: Record, *kinds: str) -> RankRecord:
+def _worst(record: RunTimes, *kinds: str) -> RankTimes:
     return max(record.ranks, key=lambda rank: rank.share(*kinds))
 
 
-def _at(rank: RankRecord, *kinds: str) -> str:
+def _at(rank: RankTimes, *kinds: str) -> str:
     seconds = _s(sum(rank.spent[kind] for kind in kinds))
     return f"{rank.share(*kinds):.0%} of a step on {rank.name} ({seconds} of {_s(rank.step_s)})"
 
@@ -469,7 +471,7 @@ VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
 _WIDTH = 110  # of what is not shown in a terminal
 
 
-class _Epochs(click.ParamType):
+class _EpochRange(click.ParamType):
     """``3`` or ``2-5``."""
 
     name = "epochs"
@@ -486,7 +488,7 @@ class _Epochs(click.ParamType):
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--epochs", type=_Epochs(), help="One, or a range as 2-5; default: all but the first.")
+@click.option("--epochs", type=_EpochRange(), help="One, or a range as 2-5; default: all but the first.")
 @click.option("--topology", default="", help="data.topology of the run, which the advice goes by; default: not known.")
 @click.option("--script", is_flag=True, help="A script of one's own trained: the advice names no train.* keys.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead.")
@@ -509,13 +511,13 @@ def profile(paths: tuple[Path, ...], epochs: Container[int] | None, topology: st
         show(record, told)
 
 
-def document(lines: Mapping[int, RankLines], record: Record | None, told: list[str]) -> dict[str, Any]:
+def document(lines: Mapping[int, RankLines], record: RunTimes | None, told: list[str]) -> dict[str, Any]:
     """What ``--json`` prints."""
     time = record.to_json() | {"advice": told} if record else None
     return {"version": VERSION, "time": time, "traffic": [rank.to_json() for rank in lines.values() if rank.epochs]}
 
 
-def show(record: Record, told: list[str]) -> None:
+def show(record: RunTimes, told: list[str]) -> None:
     """Print tables and advice."""
     from rich.console import Console  # which takes longer to import than all the rest
 
@@ -528,7 +530,7 @@ def show(record: Record, told: list[str]) -> None:
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
-def _title(record: Record) -> str:
+def _title(record: RunTimes) -> str:
     first, last = record.epochs[0], record.epochs[-1]
     epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
     left_out = " (the first, which compiles and warms up, left out)" if record.without_first else ""
@@ -536,7 +538,7 @@ def _title(record: Record) -> str:
     return f"{epochs}{left_out}: {steps} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
-def _steps(record: Record) -> Any:
+def _steps(record: RunTimes) -> Any:
     """Milliseconds of a step by kind."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
@@ -546,7 +548,7 @@ def _steps(record: Record) -> Any:
     return table
 
 
-def _behind(record: Record) -> Any:
+def _behind(record: RunTimes) -> Any:
     """The sampler threads' work on a batch, hidden behind training or not, and where its rows came from."""
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("behind it, per batch: milliseconds of a sampler thread, rows, MB received", heads)
@@ -555,7 +557,7 @@ def _behind(record: Record) -> Any:
     return table
 
 
-def _rows(rank: RankRecord) -> tuple[str, ...]:
+def _rows(rank: RankTimes) -> tuple[str, ...]:
     expected = rank.bytes_predicted
     return (
         f"{rank.traffic['rows']:,.0f}" if rank.traffic["rows"] else "-",

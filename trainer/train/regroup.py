@@ -44,13 +44,13 @@ from trainer.core.ranks import (
     patience,
     says_peer_gone,
 )
-from trainer.train.checkpoint import Best
-from trainer.train.epoch import EpochReport, Tally
+from trainer.train.checkpoint import BestEpoch
+from trainer.train.epoch import EpochReport, EpochSums
 from trainer.train.optimize import Optimizers
 
 
 @dataclass(frozen=True)
-class Wires:
+class Connections:
     """TCP connections of this process: (descriptor, inode), so that a descriptor used anew is told from them."""
 
     sockets: frozenset[tuple[int, int]] = frozenset()
@@ -63,7 +63,7 @@ class Wires:
                     held.shutdown(socket.SHUT_RDWR)
 
 
-def wires_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Wires]:
+def connections_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Connections]:
     """What ``connect`` returns, and the connections that are new after it; those of a store at ``store_port`` left out.
 
     A connection that another thread makes meanwhile counts as well. Those of the graph service are
@@ -71,7 +71,7 @@ def wires_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Wires]:
     """
     before = set(_connections(store_port))
     made = connect()
-    return made, Wires(frozenset(_connections(store_port)) - before)
+    return made, Connections(frozenset(_connections(store_port)) - before)
 
 
 def _connections(but_port: int) -> Iterator[tuple[int, int]]:
@@ -106,12 +106,12 @@ _POLL = 0.05  #: seconds between looks at the store
 _PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
 
 
-class NoWayOn(PeerError):
+class CannotRegroup(PeerError):
     """The run cannot go on without the ranks that were lost."""
 
 
 @dataclass(frozen=True)
-class Members:
+class Team:
     """Who is left of a run."""
 
     generation: int  #: 0: everybody
@@ -119,31 +119,36 @@ class Members:
 
 
 @dataclass(frozen=True)
-class GoOn:
+class RegroupOptions:
     """That a run may go on without some of its ranks, and where it is said which."""
 
     file: Path  #: team.json
     patience: float = 16.0  #: seconds from a failed collective until the file tells who was lost
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str], run_dir: Path) -> GoOn | None:
+    def from_env(cls, environ: Mapping[str, str], run_dir: Path) -> RegroupOptions | None:
         """None unless GNNFLEET_ON_CLIENT_LOSS is ``go-on``."""
         if environ.get("GNNFLEET_ON_CLIENT_LOSS") != "go-on":
             return None
         folder = Path(environ.get("GNNFLEET_RUN_DIR") or run_dir)
         return cls(folder / "team.json", float(environ.get("GNNFLEET_PEER_TIMEOUT") or 6.0) + 10.0)
 
-    def newest(self) -> Members | None:
+    def newest(self) -> Team | None:
         """What the file says; None before it is there."""
         try:
             told = json.loads(self.file.read_text(encoding="utf-8"))
-            return Members(int(told["generation"]), tuple(sorted(told["ranks"])))
+            return Team(int(told["generation"]), tuple(sorted(told["ranks"])))
         except FileNotFoundError:
             return None
 
 
 def with_team(
-    work: Callable[[RankGroup], T], ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn | None
+    work: Callable[[RankGroup], T],
+    ranks: Ranks,
+    device: torch.device,
+    backend: str,
+    timeout: float,
+    go_on: RegroupOptions | None,
 ) -> T:
     """``work`` done with all ranks, and with ``go_on`` again with those that are left each time some are lost.
 
@@ -151,22 +156,22 @@ def with_team(
     """
     if go_on is not None and ranks.world_size > 1:
         check_backend(ranks, device, backend)
-        return _Survivor(ranks, device, backend, timeout, go_on).run(work)
+        return _RegroupingRank(ranks, device, backend, timeout, go_on).run(work)
     with join_ranks(ranks, device, backend, timeout) as team:
         result = work(team)
         team.barrier()
     return result
 
 
-class _Watch:
+class _TeamWatch:
     """A thread that cuts a team's connections when ``team.json`` names a newer one."""
 
-    def __init__(self, go_on: GoOn):
+    def __init__(self, go_on: RegroupOptions):
         self._go_on, self._lock, self._over = go_on, threading.Lock(), threading.Event()
-        self._members: Members | None = None
+        self._members: Team | None = None
         self._cuts: tuple[Callable[[], None], ...] = ()
 
-    def guard(self, members: Members, *cuts: Callable[[], None]) -> None:
+    def guard(self, members: Team, *cuts: Callable[[], None]) -> None:
         """From now on, these are the members; ``cuts`` end their connections."""
         with self._lock:
             self._members, self._cuts = members, cuts
@@ -178,11 +183,11 @@ class _Watch:
         for cut in cuts:
             cut()
 
-    def superseded(self, members: Members) -> bool:
+    def superseded(self, members: Team) -> bool:
         """Whether there is a newer team."""
         return (self._go_on.newest() or members).generation > members.generation
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _TeamWatch:
         threading.Thread(target=self._run, name="team-watch", daemon=True).start()
         return self
 
@@ -196,17 +201,17 @@ class _Watch:
                 self.cut()
 
 
-class _Survivor:
+class _RegroupingRank:
     """One rank of a run that may lose others."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: GoOn):
+    def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: RegroupOptions):
         self.ranks, self.device, self.backend, self.timeout, self.go_on = ranks, device, backend, timeout, go_on
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
-        self.store, self.watch = _run_store(ranks, timeout), _Watch(go_on)
+        self.store, self.watch = _run_store(ranks, timeout), _TeamWatch(go_on)
 
     def run(self, work: Callable[[RankGroup], T]) -> T:
         """``work`` with one team after the other, until one has done it."""
-        members = self.go_on.newest() or Members(0, tuple(range(self.ranks.world_size)))
+        members = self.go_on.newest() or Team(0, tuple(range(self.ranks.world_size)))
         with self.watch:
             while isinstance(ended := self._attempt(work, members), PeerError):
                 self.watch.cut()
@@ -215,13 +220,13 @@ class _Survivor:
         _destroy_groups()
         return ended.result
 
-    def _attempt(self, work: Callable[[RankGroup], T], members: Members) -> _Done[T] | PeerError:
+    def _attempt(self, work: Callable[[RankGroup], T], members: Team) -> _WorkResult[T] | PeerError:
         """What ``work`` returns, or why the team has broken; whatever holds on to its groups ends with this call."""
         try:
             result = work(self._meet(members))
             self._await_all(members)
-            return _Done(result)
-        except NoWayOn:
+            return _WorkResult(result)
+        except CannotRegroup:
             raise
         except PeerError as error:
             return PeerError(str(error))
@@ -231,7 +236,7 @@ class _Survivor:
                 raise
             return lost_peer(self.ranks, self.timeout, error)
 
-    def _next(self, members: Members, reason: PeerError) -> Members:
+    def _next(self, members: Team, reason: PeerError) -> Team:
         """The team after this one. Raises ``reason`` when nobody is said to have left."""
         until = time.monotonic() + self.go_on.patience
         while time.monotonic() < until:
@@ -241,30 +246,30 @@ class _Survivor:
             time.sleep(_POLL)
         raise reason
 
-    def _meet(self, members: Members) -> RankGroup:
+    def _meet(self, members: Team) -> RankGroup:
         """All ranks of a team, connected."""
         if self.ranks.rank not in members.ranks:
-            raise NoWayOn(f"{self.ranks} was taken for lost, and the others went on without it")
+            raise CannotRegroup(f"{self.ranks} was taken for lost, and the others went on without it")
         self.watch.guard(members)
         self.store.delete_key(_done(self.ranks.rank))
         self._await_arrival(members)
         team = RankGroup(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
         if team.size == 1:
             return team
-        _, wires = wires_made_by(lambda: self._connect(members, team), self.ranks.master_port)
+        _, wires = connections_made_by(lambda: self._connect(members, team), self.ranks.master_port)
         self.watch.guard(members, wires.cut)
         gradients = gradient_group(self.device, self.backend, team.size, self.timeout)
         if gradients is not None:
             self.watch.guard(members, wires.cut, gradients.abort)
         return replace(team, gradients=gradients)
 
-    def _connect(self, members: Members, team: RankGroup) -> None:
+    def _connect(self, members: Team, team: RankGroup) -> None:
         store = PrefixStore(f"team{members.generation}", self.store)
         limit = timedelta(seconds=min(_CONNECT, self.timeout))
         dist.init_process_group("gloo", store=store, rank=team.rank, world_size=team.size, timeout=limit)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout))
 
-    def _await_arrival(self, members: Members) -> None:
+    def _await_arrival(self, members: Team) -> None:
         """Wait until all members have come."""
         key = f"team{members.generation}/here"
         self.store.set(f"{key}/{self.ranks.rank}", "")
@@ -274,7 +279,7 @@ class _Survivor:
                 raise PeerError(f"{self.ranks}: others were lost while it waited for them")
             self._pause(missing, until)
 
-    def _await_all(self, members: Members) -> None:
+    def _await_all(self, members: Team) -> None:
         """Wait until all who are left have done their work, or need this rank again in a newer team."""
         own = self.ranks.rank
         self.store.set(_done(own), "")
@@ -292,12 +297,12 @@ class _Survivor:
                 return
             time.sleep(_POLL)
 
-    def _decide(self, members: Members, what: str) -> str:
+    def _decide(self, members: Team, what: str) -> str:
         """How this team ends, ``over`` or ``again``: for all of them what the first one says, or else some would leave
         while others wait for them."""
         return self.store.compare_set(f"team{members.generation}/end", "", what).decode()
 
-    def _without(self, members: Members, key: Callable[[int], str]) -> list[int]:
+    def _without(self, members: Team, key: Callable[[int], str]) -> list[int]:
         """The members whose key is not in the store."""
         return [rank for rank in members.ranks if not self.store.check([key(rank)])]
 
@@ -310,7 +315,7 @@ class _Survivor:
 
 
 @dataclass(frozen=True)
-class _Done(Generic[T]):
+class _WorkResult(Generic[T]):
     result: T
 
 
@@ -341,7 +346,7 @@ SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are do
 
 KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
 
-Place = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
+RunPosition = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
 
 
 @dataclass(frozen=True)
@@ -351,13 +356,13 @@ class Progress:
     done: int = 0  #: epochs
     scored: bool = True  #: whether epoch ``done`` has been evaluated where it is to be
     step_loss: tuple[Tensor, ...] = ()  #: float64 [steps] per epoch done
-    best: Best | None = None
+    best: BestEpoch | None = None
     seconds: tuple[float, ...] = ()  #: of the epochs of this process
     report: EpochReport | None = None  #: of epoch ``done``, if this process trained it
-    tally: Tally | None = None  #: of the epoch under way; None at its start
+    tally: EpochSums | None = None  #: of the epoch under way; None at its start
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RunPosition:
         """Ascends while a run goes on."""
         return self.done, self.scored, self.tally.steps if self.tally else 0
 
@@ -393,17 +398,17 @@ class Snapshots:
         if not self._kept or self._kept[-1].progress.place != progress.place:
             self._kept.append(Snapshot.of(progress, model, optimizers))
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[RunPosition, ...]:
         """Where this rank could go on."""
         return tuple(kept.progress.place for kept in self._kept)
 
-    def back_to(self, place: Place) -> Snapshot:
+    def back_to(self, place: RunPosition) -> Snapshot:
         """The snapshot of a place, now the last one: later ones are of a past that did not happen."""
         while self._kept[-1].progress.place != place:
             self._kept.pop()
         return self._kept[-1]
 
 
-def newest_common(places: Iterable[tuple[Place, ...]]) -> Place:
+def newest_common(places: Iterable[tuple[RunPosition, ...]]) -> RunPosition:
     """The furthest place that all ranks can go back to."""
     return max(set.intersection(*(set(own) for own in places)))

@@ -30,7 +30,7 @@ class Phase(IntEnum):
     OTHER = 6
 
 
-class Load(NamedTuple):  # a quarter of a dataclass's time to make, and each step makes one
+class BatchWait(NamedTuple):  # a quarter of a dataclass's time to make, and each step makes one
     """The wait for one batch, and what the sampler threads did for it; None: the loader does not tell."""
 
     seconds: float
@@ -48,7 +48,7 @@ class Load(NamedTuple):  # a quarter of a dataclass's time to make, and each ste
 
 
 @dataclass(frozen=True)
-class Lap:
+class StepTimes:
     """Some steps of one rank."""
 
     steps: int = 0
@@ -57,17 +57,17 @@ class Lap:
     cost: Cost = Cost()  #: of those
 
     @classmethod
-    def of(cls, steps: int, phases: Sequence[float], loads: Sequence[Load]) -> Lap:
+    def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
         """phases: seconds by ``Phase``."""
-        parts = [sum(part) for part in zip(*(load.parts for load in loads), strict=True)] or [1.0, 0.0, 0.0]
+        parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
-        costs = [load.cost for load in loads if load.cost is not None]
+        costs = [load.cost for load in waits if load.cost is not None]
         return cls(steps, (*split, *phases[Phase.COPY :]), len(costs), Cost.total(costs) if costs else Cost())
 
-    def __add__(self, other: Lap) -> Lap:
+    def __add__(self, other: StepTimes) -> StepTimes:
         seconds = tuple(a + b for a, b in zip(self.seconds, other.seconds, strict=True))
-        return Lap(self.steps + other.steps, seconds, self.batches + other.batches, self.cost + other.cost)
+        return StepTimes(self.steps + other.steps, seconds, self.batches + other.batches, self.cost + other.cost)
 
     @property
     def batch_s(self) -> float:
@@ -215,17 +215,17 @@ def _recorded() -> Any:
     return event
 
 
-class Costed(Protocol):
+class HasCost(Protocol):
     """A batch that says what it took to make."""
 
     @property
     def cost(self) -> Cost: ...
 
 
-T = TypeVar("T", bound=Costed)
+T = TypeVar("T", bound=HasCost)
 
 
-class Pace:
+class StepTimer:
     """Times the steps of a training loop; a context manager that takes its hooks off.
 
     The loop says what it is at (``to``); the end of the last gradient and of the backward pass, which
@@ -242,8 +242,8 @@ class Pace:
         for weight in weights:
             self._hooks.callback(weight.register_post_accumulate_grad_hook(self._gradient).remove)
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self.total = Lap()  #: of all laps
-        self._steps, self._loads = 0, list[Load]()
+        self.total = StepTimes()  #: of all laps
+        self._steps, self._waits = 0, list[BatchWait]()
         self._clock = DeviceClock() if weights and weights[0].is_cuda else HostClock()
         self.to = self._clock.enter  #: what the loop is at from now on
 
@@ -262,17 +262,17 @@ class Pace:
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
         """A batch was waited for so long; ``cost``: of making it, where the loader tells."""
-        self._loads.append(Load(seconds, cost))
+        self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:
         """A step has been done."""
         self._clock.enter(Phase.OTHER)
         self._steps += 1
 
-    def lap(self) -> Lap:
+    def lap(self) -> StepTimes:
         """The steps since the last lap."""
-        lap = Lap.of(self._steps, self._clock.take(), self._loads)
-        self._steps, self._loads = 0, []
+        lap = StepTimes.of(self._steps, self._clock.take(), self._waits)
+        self._steps, self._waits = 0, []
         self.total += lap
         return lap
 
@@ -286,7 +286,7 @@ class Pace:
         self._there = 0
         self._clock.reduced()
 
-    def __enter__(self) -> Pace:
+    def __enter__(self) -> StepTimer:
         return self
 
     def __exit__(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
 from trainer.train.metrics import MetricsLog
-from trainer.train.step_timing import Costed, Lap, Pace, Phase, by_host, traffic
+from trainer.train.step_timing import HasCost, Phase, StepTimer, StepTimes, by_host, traffic
 
 
 class StepLog:
@@ -38,13 +38,13 @@ class StepLog:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Costed | None = None,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loader: HasCost | None = None,
         environ: Mapping[str, str] = os.environ, *, tensorboard: bool = False,
     ):  # fmt: skip
         """tensorboard: also write scalars for TensorBoard, which ``runs/<run_id>/tensorboard`` has in the end."""
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank, tensorboard) if run_dir else None
-        self._pace = Pace(model, optimizer)
+        self._pace = StepTimer(model, optimizer)
         self._loader, self._cost = loader, Cost()
         self._hooks = [
             model.register_forward_pre_hook(self._has_batch),
@@ -56,7 +56,7 @@ class StepLog:
         self._since = time.monotonic()  #: the end of the epoch's first step
         self._asked: float | None = None  #: the end of the last step, until the next batch is there
         self._began = self._ended = self._since  #: the epoch's beginning, and the end of its last step
-        self._all_seeds, self._laps = 0, Lap()  #: of the epoch
+        self._all_seeds, self._laps = 0, StepTimes()  #: of the epoch
 
     def step(self, epoch: int, step: int, steps: int, loss: float | Tensor, seeds: int) -> None:
         """After each step. ``epoch`` counts from 1, ``step`` from 0; ``loss``, the mean over this rank's ``seeds``,
@@ -67,7 +67,7 @@ class StepLog:
         if epoch != self._epoch:  # what lay between the epochs, an evaluation perhaps, is no part of a step
             self._epoch, self._seeds, self._since = epoch, 0, now
             first = self._pace.lap()
-            self._all_seeds, self._laps = 0, Lap(batches=first.batches, cost=first.cost)
+            self._all_seeds, self._laps = 0, StepTimes(batches=first.batches, cost=first.cost)
         else:
             self._pace.step()
             self._seeds += seeds

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array, Columns, Ids
 from trainer.core.batch_cost import Cost
 from trainer.core.errors import WireError
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler.subgraph_sampler import BatchWork, Rows, Sampled
-from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
-from trainer.sampler.types import Rows as Places
+from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
+from trainer.sampler.types import EdgeRanges, EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 from trainer.service.wire.frames import NONE, Kind, Message, TableReader, TableWriter
 from trainer.service.wire.messages import ClientName, FormOf, restored, rounded
 
@@ -37,7 +36,7 @@ _ALL_FLAGS = (1 << 7) - 1
 _FANOUT_LIMIT = 1 << 31
 
 
-class _Out:
+class _RecordWriter:
     """Writes numbers, and what they refer to."""
 
     def __init__(self) -> None:
@@ -57,12 +56,12 @@ class _Out:
     def arrays(self, *arrays: Array | None) -> None:
         self.put(*map(self.table.array, arrays))
 
-    def rows(self, rows: Rows) -> None:
+    def rows(self, rows: Columns) -> None:
         """Columns by name."""
         self.names(rows)
         self.arrays(*rows.values())
 
-    def rounded(self, of: AnyType, rows: Rows, form_of: FormOf) -> None:
+    def rounded(self, of: AnyType, rows: Columns, form_of: FormOf) -> None:
         """Columns by name, each with its mark."""
         self.names(rows)
         for name, column in rows.items():
@@ -75,8 +74,8 @@ class _Out:
         return struct.pack(f"<{len(self._numbers)}q", *self._numbers)
 
 
-class _In:
-    """Reads what ``_Out`` wrote. All methods raise ``WireError`` for what cannot have been written."""
+class _RecordReader:
+    """Reads what ``_RecordWriter`` wrote. All methods raise ``WireError`` for what cannot have been written."""
 
     def __init__(self, message: Message, skip: int = 0):
         records = message.records[skip:]
@@ -149,7 +148,7 @@ class _In:
 
 def batch_request(work: BatchWork, client: ClientName) -> Message:
     """The message asking for a whole batch. Raises ``WireError`` for what cannot be sent."""
-    out = _Out()
+    out = _RecordWriter()
     name = out.table.name(client.name)
     _put_settings(out, work.settings)
     _put_seeds(out, work.seeds)
@@ -163,7 +162,7 @@ def batch_request(work: BatchWork, client: ClientName) -> Message:
     return out.table.message(Kind.BATCH, _HEADER.pack(int(work.key), client.number, name) + out.records)
 
 
-def _put_settings(out: _Out, settings: SampleSettings) -> None:
+def _put_settings(out: _RecordWriter, settings: SampleSettings) -> None:
     time = settings.time
     out.put(
         _REPLACE * settings.replace
@@ -182,7 +181,7 @@ def _put_settings(out: _Out, settings: SampleSettings) -> None:
         out.many(fanouts)
 
 
-def _put_seeds(out: _Out, seeds: SeedSet) -> None:
+def _put_seeds(out: _RecordWriter, seeds: SeedSet) -> None:
     for by_type in (seeds.nodes, seeds.trees, seeds.times):
         out.put(len(by_type))
         for of, ids in by_type.items():
@@ -206,21 +205,21 @@ def read_client(message: Message) -> ClientName:
 def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
     """What is asked for and by whom. Raises ``WireError`` unless the message is a complete request within bounds."""
     client = read_client(message)
-    come = _In(message, _HEADER.size)
+    reader = _RecordReader(message, _HEADER.size)
     key, _, _ = _HEADER.unpack_from(message.records)
-    settings, seeds = _read_settings(come), _read_seeds(come)
-    attrs = {come.any_type(): come.names() for _ in range(come.count())}
-    place = come.take()
-    label_type, labels = "" if place == NONE else come.table.type(place), come.names()
-    come.end()
+    settings, seeds = _read_settings(reader), _read_seeds(reader)
+    attrs = {reader.any_type(): reader.names() for _ in range(reader.count())}
+    place = reader.take()
+    label_type, labels = "" if place == NONE else reader.table.type(place), reader.names()
+    reader.end()
     if not isinstance(label_type, str) or (labels and label_type not in seeds.nodes):
         raise WireError(f"labels {labels} of {label_type!r}, which has no seeds")
     return BatchWork(settings, seeds, key, attrs, (label_type, labels)), client
 
 
-def _read_settings(come: _In) -> SampleSettings:
-    flags, weight, attr = come.take(), come.take(), come.take()
-    fanouts = {come.edge_type(): _read_fanouts(come) for _ in range(come.count())}
+def _read_settings(reader: _RecordReader) -> SampleSettings:
+    flags, weight, attr = reader.take(), reader.take(), reader.take()
+    fanouts = {reader.edge_type(): _read_fanouts(reader) for _ in range(reader.count())}
     if not 0 <= flags <= _ALL_FLAGS or (attr == NONE and flags & (_TIME_ON_EDGE | _TIME_LAST)):
         raise WireError(f"settings with flags {flags}")
     on_edge, last = bool(flags & _TIME_ON_EDGE), bool(flags & _TIME_LAST)
@@ -228,25 +227,26 @@ def _read_settings(come: _In) -> SampleSettings:
         fanouts,
         replace=bool(flags & _REPLACE),
         disjoint=bool(flags & _DISJOINT),
-        weight=None if weight == NONE else come.table.name(weight),
-        time=None if attr == NONE else TimeRule(come.table.name(attr), "edge" if on_edge else "node", last),
+        weight=None if weight == NONE else reader.table.name(weight),
+        time=None if attr == NONE else TimeRule(reader.table.name(attr), "edge" if on_edge else "node", last),
         induced=bool(flags & _INDUCED),
         edge_ids=bool(flags & _EDGE_IDS),
         ask_again=bool(flags & _ASK_AGAIN),
     )
 
 
-def _read_fanouts(come: _In) -> tuple[int, ...]:
-    fanouts = come.many()
+def _read_fanouts(reader: _RecordReader) -> tuple[int, ...]:
+    fanouts = reader.many()
     if len(fanouts) > MAX_HOPS or not all(-1 <= fanout < _FANOUT_LIMIT for fanout in fanouts):
         raise WireError(f"{len(fanouts)} hops with fanouts {fanouts[:MAX_HOPS]}; at most {MAX_HOPS} hops are sampled")
     return fanouts
 
 
-def _read_seeds(come: _In) -> SeedSet:
-    nodes, trees, times = (_read_ids(come) for _ in range(3))
+def _read_seeds(reader: _RecordReader) -> SeedSet:
+    nodes, trees, times = (_read_ids(reader) for _ in range(3))
     exclude = {
-        come.edge_type(): (come.table.ids(come.take()), come.table.ids(come.take())) for _ in range(come.count())
+        reader.edge_type(): (reader.table.ids(reader.take()), reader.table.ids(reader.take()))
+        for _ in range(reader.count())
     }
     if (number := sum(map(len, nodes.values()))) > MAX_SEEDS:
         raise WireError(f"a batch of {number} seeds; a graph server takes at most {MAX_SEEDS}, make batches smaller")
@@ -257,13 +257,13 @@ def _read_seeds(come: _In) -> SeedSet:
     return SeedSet(nodes, trees, times, exclude)
 
 
-def _read_ids(come: _In) -> dict[NodeType, Ids]:
-    return {come.node_type(): come.table.ids(come.take()) for _ in range(come.count())}
+def _read_ids(reader: _RecordReader) -> dict[NodeType, Ids]:
+    return {reader.node_type(): reader.table.ids(reader.take()) for _ in range(reader.count())}
 
 
-def batch_reply(request: Message, sampled: Sampled, form_of: FormOf = lambda of, name: "stored") -> Message:
+def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
     """The answer to a request for a batch. Raises ``DataError`` for rows that their form cannot hold."""
-    out, subgraph = _Out(), sampled.subgraph
+    out, subgraph = _RecordWriter(), sampled.subgraph
     out.put(subgraph.num_hops, subgraph.induced, len(subgraph.nodes))
     for of, nodes in subgraph.nodes.items():
         out.put(out.table.type(of))
@@ -284,30 +284,30 @@ def batch_reply(request: Message, sampled: Sampled, form_of: FormOf = lambda of,
     return out.table.reply_to(request, out.records)
 
 
-def read_batch(reply: Message, work: BatchWork) -> Sampled:
+def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
     """The batch that came of ``work``, as the server sampled it.
 
     Its bytes are the reply's; all its rows count as from other hosts. Raises ``WireError`` for a reply that does not
     fit the work.
     """
-    come = _In(reply)
-    num_hops, induced, count = come.take(), bool(come.take()), come.count()
-    nodes = {come.node_type(): _read_nodes(come) for _ in range(count)}
-    edges = {come.edge_type(): _read_edges(come) for _ in range(come.count())}
-    rows = {come.any_type(): come.rounded() for _ in range(come.count())}
-    labels = come.rows()
-    come.end()
+    reader = _RecordReader(reply)
+    num_hops, induced, count = reader.take(), bool(reader.take()), reader.count()
+    nodes = {reader.node_type(): _read_nodes(reader) for _ in range(count)}
+    edges = {reader.edge_type(): _read_edges(reader) for _ in range(reader.count())}
+    rows = {reader.any_type(): reader.rounded() for _ in range(reader.count())}
+    labels = reader.rows()
+    reader.end()
     if num_hops != work.settings.num_hops or induced != work.settings.induced:
         raise WireError(f"a batch of {num_hops} hops in place of {work.settings.num_hops}")
     subgraph = SampledSubgraph(num_hops, nodes, edges, induced)
     _check_subgraph(subgraph, work)
     gathered = _check_rows(subgraph, rows, work) + _check_labels(labels, work)
-    return Sampled(subgraph, rows, labels, Cost(remote_bytes=reply.size, rows=gathered, remote_rows=gathered))
+    return SampledBatch(subgraph, rows, labels, Cost(remote_bytes=reply.size, rows=gathered, remote_rows=gathered))
 
 
-def _read_nodes(come: _In) -> NodeSet:
-    per_hop = come.many()
-    ids, tree = come.array(), come.array_or_none()
+def _read_nodes(reader: _RecordReader) -> NodeSet:
+    per_hop = reader.many()
+    ids, tree = reader.array(), reader.array_or_none()
     if not _is(ids, np.int64) or sum(per_hop) != len(ids) or any(number < 0 for number in per_hop):
         raise WireError(f"nodes of {ids.dtype} {ids.shape}, by hop {per_hop}")
     if tree is not None and not _is(tree, np.int32, len(ids)):
@@ -315,23 +315,23 @@ def _read_nodes(come: _In) -> NodeSet:
     return NodeSet(ids, per_hop, tree)
 
 
-def _read_edges(come: _In) -> EdgeSet:
-    fanouts, per_hop = come.many(), come.many()
-    begin, count, src, edge = come.array(), come.array(), come.array(), come.array_or_none()
-    whole = come.array_or_none(), come.array_or_none()
+def _read_edges(reader: _RecordReader) -> EdgeSet:
+    fanouts, per_hop = reader.many(), reader.many()
+    begin, count, src, edge = reader.array(), reader.array(), reader.array(), reader.array_or_none()
+    whole = reader.array_or_none(), reader.array_or_none()
     if not _is(src, np.int32) or (edge is not None and not _is(edge, np.int64, len(src))):
         raise WireError(f"sources of {src.dtype} {src.shape}, or edge ids that are not theirs")
-    places = _places(begin, count, len(src))
-    rows = None if whole[0] is None or whole[1] is None else _places(whole[0], whole[1], len(src))
+    places = _edge_ranges(begin, count, len(src))
+    rows = None if whole[0] is None or whole[1] is None else _edge_ranges(whole[0], whole[1], len(src))
     return EdgeSet(fanouts, places.begin, places.count, src, edge, per_hop, rows)
 
 
-def _places(begin: Array, count: Array, num_edges: int) -> Places:
+def _edge_ranges(begin: Array, count: Array, num_edges: int) -> EdgeRanges:
     if not _is(count, np.int32) or not _is(begin, np.int64, len(count)):
         raise WireError(f"rows of {begin.dtype} {begin.shape} and {count.dtype} {count.shape}")
     if len(count) and (begin.min() < 0 or count.min() < 0 or (begin + count).max() > num_edges):
         raise WireError(f"rows beyond {num_edges} edges")
-    return Places(begin, count)
+    return EdgeRanges(begin, count)
 
 
 def _is(array: Array, dtype: type, length: int | None = None) -> bool:
@@ -351,7 +351,7 @@ def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
             raise WireError(f"{len(edges.row_count)} targets of {edge_type}; the batch has {num_dst}")
 
 
-def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Rows], work: BatchWork) -> int:
+def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Columns], work: BatchWork) -> int:
     """The number of rows."""
     found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
     found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
@@ -360,14 +360,14 @@ def _check_rows(subgraph: SampledSubgraph, rows: Mapping[AnyType, Rows], work: B
     return sum(map(len, found.values()))
 
 
-def _check_labels(labels: Rows, work: BatchWork) -> int:
+def _check_labels(labels: Columns, work: BatchWork) -> int:
     of, names = work.labels
     number = len(work.seeds.nodes[of]) if names else 0
     _check_columns(of, labels, names, number)
     return number
 
 
-def _check_columns(of: AnyType, columns: Rows, names: tuple[str, ...], number: int) -> None:
+def _check_columns(of: AnyType, columns: Columns, names: tuple[str, ...], number: int) -> None:
     if set(columns) != set(names) or any(array.shape[:1] != (number,) for array in columns.values()):
         shapes = {name: array.shape for name, array in columns.items()}
         raise WireError(f"rows {shapes} for {names} of {number} of {of!r}")

@@ -229,7 +229,7 @@ def head_of(frames: Sequence[Any]) -> Message:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _ArrayHeader:
     """A received descriptor."""
 
     dtype: np.dtype[Any]
@@ -246,12 +246,12 @@ def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
     """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
-    described = [_read_descriptor(head, position, max_array) for position in range(count)]
-    total, needed = sum(one.size for one in described), sum(one.num_frames for one in described)
+    headers = [_read_descriptor(head, position, max_array) for position in range(count)]
+    total, needed = sum(one.size for one in headers), sum(one.num_frames for one in headers)
     if total > max_message or needed != len(frames):
         raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {max_message} and {needed} are right")
     arrays, used = [], 0
-    for one in described:
+    for one in headers:
         if not one.num_frames:
             begin = end + -end % _ALIGN
             end = begin + one.size
@@ -265,12 +265,12 @@ def _read_arrays(
     return tuple(arrays)
 
 
-def _read_descriptor(head: bytes, position: int, max_array: int) -> _Described:
+def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader:
     code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
     if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
         raise WireError(f"array {position}: dtype code {code}, {ndim} dimensions, shape {dims}")
     dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
-    return _Described(dtype, shape, _num_bytes(shape, dtype, max_array))
+    return _ArrayHeader(dtype, shape, _num_bytes(shape, dtype, max_array))
 
 
 def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
@@ -293,7 +293,7 @@ def _joined(frames: Sequence[Any], size: int) -> Any:
     return memory
 
 
-def _array(buffer: Any, one: _Described) -> Array:
+def _array(buffer: Any, one: _ArrayHeader) -> Array:
     if len(buffer) != one.size:
         raise WireError(f"{len(buffer)} bytes for shape {one.shape} of {one.dtype} ({one.size} bytes)")
     if not one.size:

@@ -96,7 +96,7 @@ def _next(arrays: Iterator[Array]) -> Array:
 
 
 @dataclass(frozen=True)
-class ServerPlace:
+class ServerAddress:
     """A graph server, as others find it."""
 
     name: str  #: in messages: ``node2 (gpu3)``, or ``node0 (gpu1) of products`` of a serving cluster
@@ -130,7 +130,7 @@ class HelloInfo:
     part_ids: tuple[int, ...]
     manifest_digest: str  #: sha256 of its manifest.json, hex
     version: int = 1  #: of the cluster.json it has read last
-    servers: tuple[ServerPlace, ...] = ()  #: all graph servers, as written there
+    servers: tuple[ServerAddress, ...] = ()  #: all graph servers, as written there
 
 
 @dataclass(frozen=True)
@@ -363,9 +363,9 @@ def read_hello(message: Message) -> HelloInfo:
         raise WireError(f"a hello that cannot be understood: {error!r}") from None
 
 
-def _place(raw: Mapping[str, Any]) -> ServerPlace:
+def _place(raw: Mapping[str, Any]) -> ServerAddress:
     name, host, endpoint = (str(raw[key]) for key in ("name", "host", "endpoint"))
-    return ServerPlace(name, int(raw["node_rank"]), host, endpoint, tuple(map(int, raw["parts"])))
+    return ServerAddress(name, int(raw["node_rank"]), host, endpoint, tuple(map(int, raw["parts"])))
 
 
 def read_stats(message: Message) -> ServerStats:

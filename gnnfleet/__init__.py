@@ -1,0 +1,130 @@
+"""What scripts and notebooks import: open a graph, load batches, train.
+
+::
+
+    import gnnfleet as gf
+
+    graph = gf.open("parts")                 # or gf.open() in a script that launch.py started
+    loader = gf.DistNeighborLoader(graph, [10, 5], "train", batch_size=512, shuffle=True)
+    graph = gf.connect("tcp://10.0.0.2:29601", key="products.key")   # the same from anywhere, of a serving cluster
+
+Layers, losses and metrics are in ``gf.nn``, fabric groups of a cluster's hosts in ``gf.tasks``. All names are defined
+in ``trainer`` and ``launcher`` and imported on first use: ``import gnnfleet`` alone imports neither torch nor fabric.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from gnnfleet.shadow import check_not_shadowed
+
+if TYPE_CHECKING:
+    from gnnfleet import nn, tasks
+    from trainer import (
+        DistClusterLoader,
+        DistGraphSAINTEdgeSampler,
+        DistGraphSAINTNodeSampler,
+        DistGraphSAINTRandomWalkSampler,
+        DistLinkNeighborLoader,
+        DistNeighborLoader,
+        DistShaDowKHopSampler,
+        StepLog,
+        __version__,
+        connect,
+        open,
+    )
+    from trainer.core.errors import (
+        CheckpointError,
+        DataError,
+        PartitionError,
+        ServiceError,
+        SettingsError,
+        TrainerError,
+    )
+    from trainer.core.ranks import RankGroup, Ranks
+    from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_of
+    from trainer.graph.open import Graph
+    from trainer.graph.seed_order import RankLayout
+    from trainer.loader.block_loader import BatchLoader, LoaderSettings
+    from trainer.sampler.types import RowRequest
+    from trainer.store.manifest import read_manifest
+    from trainer.train.checkpoint import load_checkpoint
+    from trainer.train.job import loader_settings, trained_model
+    from trainer.train.layerwise_inference import WholeGraph
+    from trainer.train.settings import TrainSettings
+
+__all__ = [
+    "HOMO_EDGE",
+    "HOMO_NODE",
+    "BatchLoader",
+    "CheckpointError",
+    "DataError",
+    "DistClusterLoader",
+    "DistGraphSAINTEdgeSampler",
+    "DistGraphSAINTNodeSampler",
+    "DistGraphSAINTRandomWalkSampler",
+    "DistLinkNeighborLoader",
+    "DistNeighborLoader",
+    "DistShaDowKHopSampler",
+    "Graph",
+    "LoaderSettings",
+    "PartitionError",
+    "RankGroup",
+    "RankLayout",
+    "Ranks",
+    "RowRequest",
+    "ServiceError",
+    "SettingsError",
+    "StepLog",
+    "TrainSettings",
+    "TrainerError",
+    "WholeGraph",
+    "__version__",
+    "connect",
+    "load_checkpoint",
+    "loader_settings",
+    "nn",
+    "open",
+    "read_manifest",
+    "tasks",
+    "trained_model",
+    "type_of",
+]
+
+#: Modules that define the names of ``__all__``; ``trainer`` defines those not listed here.
+_DEFINED_IN = {
+    "trainer.core.errors": (
+        "CheckpointError", "DataError", "PartitionError", "ServiceError", "SettingsError", "TrainerError",
+    ),
+    "trainer.core.ranks": ("RankGroup", "Ranks"),
+    "trainer.core.schema": ("HOMO_EDGE", "HOMO_NODE", "type_of"),
+    "trainer.graph.open": ("Graph",),
+    "trainer.graph.seed_order": ("RankLayout",),
+    "trainer.loader.block_loader": ("BatchLoader", "LoaderSettings"),
+    "trainer.sampler.types": ("RowRequest",),
+    "trainer.store.manifest": ("read_manifest",),
+    "trainer.train.checkpoint": ("load_checkpoint",),
+    "trainer.train.job": ("loader_settings", "trained_model"),
+    "trainer.train.layerwise_inference": ("WholeGraph",),
+    "trainer.train.settings": ("TrainSettings",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in names}
+
+
+check_not_shadowed("trainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("nn", "tasks"):
+        return importlib.import_module(f"gnnfleet.{name}")
+    if name not in __all__:
+        nearest = difflib.get_close_matches(name, __all__, 1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
+    return getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,73 @@
+"""Layers, models, decoders, losses and metrics for batches of this package's loaders.
+
+- ``Trimmed``, ``TrimmedHetero``, ``to_hetero``, ``TrimToLayer``: torch_geometric's layers, each computing only the
+  rows that later layers read.
+- ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a batch
+  (``batch.blocks``); ``build_model``: the bundled trainer's models of them.
+- ``facts_of``, ``layer_needs``: what a model has to know of a graph, and what each of its layers has to compute.
+- ``ShardedEmbedding``: trainable rows of nodes, spread over the ranks.
+- ``DotProduct``, ``DistMult``, ``MLPDecoder``: scores of links; losses and ``LinkSums``, ``mrr``, ``hits_at``, ``auc``.
+"""
+
+from __future__ import annotations
+
+from trainer.nn.graph_facts import GraphFacts, LayerNeed, facts_of, layer_needs
+from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
+from trainer.nn.layers import GATConv, GCNConv, SAGEConv
+from trainer.nn.link_metrics import LinkScore, LinkSums, auc, hits_at, mrr, ranks
+from trainer.nn.links import (
+    DistMult,
+    DotProduct,
+    MLPDecoder,
+    UnsupervisedLoss,
+    bce_loss,
+    bpr_loss,
+    margin_loss,
+    score_edges,
+    score_triplets,
+    softmax_loss,
+    unsupervised_loss,
+    walk_pairs,
+)
+from trainer.nn.models import build_model
+from trainer.nn.sharded_embedding import ShardedEmbedding, embedding_state, load_embedding_state
+from trainer.nn.trim import Trimmed, TrimmedHetero, TrimToLayer, to_hetero
+
+__all__ = [
+    "DistMult",
+    "DotProduct",
+    "GATConv",
+    "GCNConv",
+    "GraphFacts",
+    "HGTConv",
+    "HeteroSAGEConv",
+    "LayerNeed",
+    "LinkScore",
+    "LinkSums",
+    "MLPDecoder",
+    "RGCNConv",
+    "SAGEConv",
+    "ShardedEmbedding",
+    "TrimToLayer",
+    "Trimmed",
+    "TrimmedHetero",
+    "UnsupervisedLoss",
+    "auc",
+    "bce_loss",
+    "bpr_loss",
+    "build_model",
+    "embedding_state",
+    "facts_of",
+    "hits_at",
+    "layer_needs",
+    "load_embedding_state",
+    "margin_loss",
+    "mrr",
+    "ranks",
+    "score_edges",
+    "score_triplets",
+    "softmax_loss",
+    "to_hetero",
+    "unsupervised_loss",
+    "walk_pairs",
+]

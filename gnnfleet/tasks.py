@@ -1,0 +1,11 @@
+"""Tasks of one's own on a cluster's hosts, in fabric's terms: see :func:`cluster_group`."""
+
+from __future__ import annotations
+
+from gnnfleet.shadow import check_not_shadowed
+
+check_not_shadowed("launcher")
+
+from launcher.tasks import cluster_group  # noqa: E402
+
+__all__ = ["cluster_group"]

@@ -1,0 +1,72 @@
+"""The package that users import: its names, what importing it costs, and a user's file that shadows ours."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gnnfleet as gf
+import trainer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def python(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter in ``folder`` with our packages on its path."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+
+
+def type_checked_names(source: Path) -> set[str]:
+    """Names that a type checker sees: those imported under ``if TYPE_CHECKING``."""
+    blocks = [each.body for each in ast.parse(source.read_text()).body if isinstance(each, ast.If)]
+    statements = [each for block in blocks for each in block if isinstance(each, ast.ImportFrom)]
+    return {alias.name for statement in statements for alias in statement.names}
+
+
+def test_every_name_is_there_at_run_time_and_for_type_checkers() -> None:
+    assert [name for name in gf.__all__ if getattr(gf, name) is None] == []
+    assert type_checked_names(REPOSITORY / "gnnfleet" / "__init__.py") == set(gf.__all__) <= set(dir(gf))
+    assert [name for name in gf.nn.__all__ if not hasattr(gf.nn, name)] == []
+    assert gf.tasks.cluster_group.__doc__
+
+
+def test_names_of_trainer_are_the_same_objects() -> None:
+    assert set(trainer.__all__) <= set(gf.__all__)
+    assert [name for name in trainer.__all__ if getattr(gf, name) is not getattr(trainer, name)] == []
+
+
+def test_a_mistyped_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'DistNeighbourLoader'; did you mean 'DistNeighborLoader'"):
+        _ = gf.DistNeighbourLoader  # type: ignore[attr-defined]
+
+
+def test_importing_it_imports_no_library() -> None:
+    heavy = "{'torch', 'torch_geometric', 'numpy', 'numba', 'fabric', 'paramiko', 'launcher', 'trainer'}"
+    done = python(REPOSITORY, "-c", f"import gnnfleet, sys; print(sorted({heavy} & set(sys.modules)))")
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "mine.py"])
+def test_a_file_that_shadows_trainer_is_named_and_not_run(script: str, tmp_path: Path) -> None:
+    (tmp_path / script).write_text("import gnnfleet\n")
+    (tmp_path / "trainer.py").write_text("print('run')\nimport gnnfleet\n")
+    done = python(tmp_path, script)
+    assert done.returncode == 1 and done.stdout == ("run\n" if script == "trainer.py" else "")
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {tmp_path}/trainer.py shadows gnnfleet's own package `trainer` ({REPOSITORY}/trainer):"
+        " Python finds it first. Rename that file or folder, or take its folder off sys.path"
+    )
+
+
+def test_a_package_that_shadows_launcher_is_named_when_tasks_are_used(tmp_path: Path) -> None:
+    (tmp_path / "launcher").mkdir()
+    (tmp_path / "launcher" / "__init__.py").touch()
+    done = python(tmp_path, "-c", "import gnnfleet as gf; print(gf.__version__); gf.tasks")
+    assert done.returncode == 1 and done.stdout == f"{gf.__version__}\n"
+    assert f"{tmp_path}/launcher/__init__.py shadows gnnfleet's own package `launcher`" in done.stderr.splitlines()[-1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import trainer
+import gnnfleet as gf
 
 
 def arguments(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def opened(parts: str | None) -> Iterator[Any]:
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
     torch.manual_seed(0)
-    with trainer.open(parts) as graph:
+    with gf.open(parts) as graph:
         yield graph
         dist.barrier()  # the graph server of this node must outlive the slowest rank
     dist.destroy_process_group()

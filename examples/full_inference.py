@@ -17,11 +17,7 @@ import torch
 from common import arguments, opened, say, total
 from node_classification import train
 
-from trainer.core.ranks import RankGroup, Ranks
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.nn.graph_facts import LayerNeed
-from trainer.sampler.types import RowRequest
-from trainer.train.layerwise_inference import WholeGraph
+import gnnfleet as gf
 
 
 class Layers:
@@ -31,18 +27,18 @@ class Layers:
 
     def __init__(self, gnn):
         self.gnn = gnn
-        self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * gnn.num_layers
+        self.needs = (gf.nn.LayerNeed((gf.HOMO_NODE,), (gf.HOMO_NODE,), (gf.HOMO_EDGE,)),) * gnn.num_layers
 
     def begin(self, batch):
         return batch.x
 
     def layer(self, number, blocks, rows, num_dst, degree):
         """Rows of some nodes from those of all their neighbours; a block is CSR by target."""
-        x, block = rows[HOMO_NODE], blocks[HOMO_EDGE]
+        x, block = rows[gf.HOMO_NODE], blocks[gf.HOMO_EDGE]
         targets = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff())
         edges = torch.stack([block.indices.long(), targets])
-        h = self.gnn.convs[number]((x, x[: num_dst[HOMO_NODE]]), edges)
-        return {HOMO_NODE: h if number + 1 == self.gnn.num_layers else self.gnn.act(h)}
+        h = self.gnn.convs[number]((x, x[: num_dst[gf.HOMO_NODE]]), edges)
+        return {gf.HOMO_NODE: h if number + 1 == self.gnn.num_layers else self.gnn.act(h)}
 
 
 def main() -> None:
@@ -50,23 +46,23 @@ def main() -> None:
     options = arguments(__doc__, out=own_output).parse_args()
     with opened(options.parts) as graph:
         model, sampled = train(graph, options)
-        folder, ranks = Path(options.out), Ranks.from_env(os.environ)
+        folder, ranks = Path(options.out), gf.Ranks.from_env(os.environ)
         scratch = folder / f".layers-rank{ranks.rank}"
         scratch.mkdir(parents=True, exist_ok=True)
-        whole = WholeGraph(graph, graph.layout, RankGroup(ranks, torch.device("cpu")), scratch)
-        rows = whole.run(Layers(model.model.eval()))[HOMO_NODE]
+        whole = gf.WholeGraph(graph, graph.layout, gf.RankGroup(ranks, torch.device("cpu")), scratch)
+        rows = whole.run(Layers(model.model.eval()))[gf.HOMO_NODE]
         own = [np.arange(each.first, each.last) for each in rows.shares.own(ranks.rank)]
         ids = np.concatenate([np.empty(0, np.int64), *own])
-        (found,) = graph.access.gather([RowRequest(HOMO_NODE, ids, ("orig_id",))])
+        (found,) = graph.access.gather([gf.RowRequest(gf.HOMO_NODE, ids, ("orig_id",))])
         np.savez(folder / f"rank{ranks.rank}.npz", node=found["orig_id"], logits=rows.values)
         say(f"test accuracy by sampling {sampled:.4f}, with all neighbours {accuracy(graph, rows, ranks.rank):.4f}")
 
 
 def accuracy(graph, rows, rank):
     """On the test nodes; each rank scores those it computed."""
-    seeds = np.asarray(graph.store.seeds(HOMO_NODE, "test"))
+    seeds = np.asarray(graph.store.seeds(gf.HOMO_NODE, "test"))
     seeds = seeds[rows.shares.owners(seeds) == rank]
-    (found,) = graph.access.gather([RowRequest(HOMO_NODE, seeds, ("y",))])
+    (found,) = graph.access.gather([gf.RowRequest(gf.HOMO_NODE, seeds, ("y",))])
     right, count = total((rows.values[rows.shares.rows(seeds)].argmax(1) == found["y"]).sum(), len(seeds))
     return right / count
 

@@ -21,10 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import HeteroConv, SAGEConv
 from torch_geometric.nn.module_dict import ModuleDict
 
-from trainer import DistNeighborLoader
-from trainer.nn.graph_facts import facts_of, layer_needs
-from trainer.nn.sharded_embedding import ShardedEmbedding
-from trainer.nn.trim import TrimmedHetero
+import gnnfleet as gf
 
 
 class Model(nn.Module):
@@ -36,7 +33,7 @@ class Model(nn.Module):
         self.lins = ModuleDict({of: nn.Linear(width, hidden) for of, width in facts.in_dims.items()})
         warnings.filterwarnings("ignore", "There exist node types")  # the last layers need not update all of them
         convs = [HeteroConv({of: SAGEConv(hidden, hidden) for of in need.edge_types}) for need in needs]
-        self.gnn = TrimmedHetero(convs, facts.target, dropout=dropout)
+        self.gnn = gf.nn.TrimmedHetero(convs, facts.target, dropout=dropout)
         self.head = nn.Linear(hidden, facts.num_classes)
 
     def forward(self, batch, rows):
@@ -53,15 +50,15 @@ def main() -> None:
 def train(graph, options) -> None:
     nodes = graph.manifest.nodes
     target = options.target or next(of for of, spec in nodes.items() if spec.splits.get("train"))
-    fanouts, facts = numbers(options.fanouts), facts_of(graph.manifest, target)
-    needs = layer_needs(facts.node_types, facts.edge_types, target, len(fanouts))  # what each layer has to compute
+    fanouts, facts = numbers(options.fanouts), gf.nn.facts_of(graph.manifest, target)
+    needs = gf.nn.layer_needs(facts.node_types, facts.edge_types, target, len(fanouts))  # what each layer computes
     bare = {of: nodes[of].num_nodes for of in needs[0].sources if "x" not in nodes[of].attrs}
-    embedding = ShardedEmbedding(bare, options.hidden)
+    embedding = gf.nn.ShardedEmbedding(bare, options.hidden)
     model = DistributedDataParallel(Model(facts, needs, options.hidden, options.dropout))
     optimizers = [torch.optim.Adam(model.parameters(), lr=options.lr)]
     optimizers += [torch.optim.SparseAdam([embedding.weight], lr=options.embedding_lr)] if bare else []
     loaders = {
-        split: DistNeighborLoader(
+        split: gf.DistNeighborLoader(
             graph, fanouts, (target, split), batch_size=options.batch_size, shuffle=split == "train"
         )
         for split in ("train", "val", "test")

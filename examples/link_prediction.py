@@ -20,18 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn.module_dict import ModuleDict
 
-from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_of
-from trainer.nn.graph_facts import LayerNeed
-from trainer.nn.hetero_layers import HeteroSAGEConv
-from trainer.nn.link_metrics import LinkSums
-from trainer.nn.links import DistMult, DotProduct, MLPDecoder, softmax_loss
-from trainer.nn.sharded_embedding import ShardedEmbedding
+import gnnfleet as gf
 
 DECODERS = {
-    "dot": lambda dim: DotProduct(),
-    "distmult": lambda dim: DistMult(1, dim),
-    "mlp": lambda d: MLPDecoder(d, d),
+    "dot": lambda dim: gf.nn.DotProduct(),
+    "distmult": lambda dim: gf.nn.DistMult(1, dim),
+    "mlp": lambda d: gf.nn.MLPDecoder(d, d),
 }
 NEGATIVES = 1000  #: per link that is scored
 SHARED = 32  #: negatives per link in training: a drawn node costs a neighbourhood, so links share them
@@ -46,7 +40,7 @@ class Model(nn.Module):
         needs = layer_needs(graph.manifest, {self.source, self.target}, len(fanouts))
         widths = {of: spec.attrs["x"].shape[1] for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs}
         self.lins = ModuleDict({of: nn.Linear(widths[of], hidden) for of in needs[0].sources if of in widths})
-        self.layers = nn.ModuleList(HeteroSAGEConv(need, hidden, hidden) for need in needs)
+        self.layers = nn.ModuleList(gf.nn.HeteroSAGEConv(need, hidden, hidden) for need in needs)
         self.as_source, self.as_target = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
         self.decoder = DECODERS[decoder](hidden)
 
@@ -67,7 +61,7 @@ class Model(nn.Module):
             hop = len(self.layers) - number  # targets are the nodes known before the layer's hop
             known = {of: sum(nodes(batch, of).num_sampled_nodes[:hop]) for of in layer.need.targets}
             x = {of: self.dropout(h.relu()) for of, h in x.items()}
-            x = layer(blocks if isinstance(blocks, dict) else {HOMO_EDGE: blocks}, x, known)
+            x = layer(blocks if isinstance(blocks, dict) else {gf.HOMO_EDGE: blocks}, x, known)
         return self.as_source(x[self.source]), self.as_target(x[self.target])
 
 
@@ -78,14 +72,14 @@ def layer_needs(manifest, wanted, num_layers):
         edge_types = tuple(of for of in manifest.edges if of[2] in wanted)
         read = wanted | {of[0] for of in edge_types}
         in_order = [tuple(of for of in manifest.nodes if of in some) for some in (read, wanted)]
-        needs.insert(0, LayerNeed(*in_order, edge_types))
+        needs.insert(0, gf.nn.LayerNeed(*in_order, edge_types))
         wanted = read
     return needs
 
 
 def nodes(batch, of):
     """The batch's nodes of one type."""
-    return batch if of == HOMO_NODE else batch[of]
+    return batch if of == gf.HOMO_NODE else batch[of]
 
 
 def main() -> None:
@@ -99,15 +93,15 @@ def main() -> None:
 
 
 def train(graph, options) -> None:
-    relation, fanouts, hetero = type_of(options.relation), numbers(options.fanouts), graph.manifest.hetero
+    relation, fanouts, hetero = gf.type_of(options.relation), numbers(options.fanouts), graph.manifest.hetero
     model = Model(graph, relation, options.hidden, fanouts, options.dropout, options.decoder)
     read = model.layers[0].need.sources
     own = {of: graph.manifest.nodes[of].num_nodes for of in read if options.embed_all or of not in model.lins}
-    embedding = ShardedEmbedding(own, options.hidden)
+    embedding = gf.nn.ShardedEmbedding(own, options.hidden)
     parallel = DistributedDataParallel(model)
     optimizers = [torch.optim.Adam(model.parameters(), lr=options.lr)]
     optimizers += [torch.optim.SparseAdam([embedding.weight], lr=options.embedding_lr)] if own else []
-    links = DistLinkNeighborLoader(
+    links = gf.DistLinkNeighborLoader(
         graph, fanouts, (relation, None) if hetero else None, neg_sampling={"mode": "triplet", "amount": 1},
         exclude="both", batch_size=options.batch_size, shuffle=True, drop_last=True,
     )  # fmt: skip
@@ -120,7 +114,7 @@ def train(graph, options) -> None:
         begin, loss_sum, count = time.monotonic(), 0.0, 0
         for batch in links:
             positive, negative = parallel(batch, rows(batch))
-            loss = softmax_loss(positive, negative) * len(positive)
+            loss = gf.nn.softmax_loss(positive, negative) * len(positive)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             (loss / divisor(len(positive))).backward()
@@ -149,7 +143,7 @@ def embed_all(graph, relation, options, encode):
     """Rows of all nodes of both ends' types, on every rank: as many bytes as nodes * hidden * 4 for each end."""
     types = dict.fromkeys(relation[::2])
     seeds = dict.fromkeys(types) if graph.manifest.hetero else None
-    batches = DistNeighborLoader(graph, numbers(options.eval_fanouts or options.fanouts), seeds, batch_size=2048)
+    batches = gf.DistNeighborLoader(graph, numbers(options.eval_fanouts or options.fanouts), seeds, batch_size=2048)
     tables = [torch.zeros(graph.manifest.nodes[of].num_nodes, options.hidden) for of in relation[::2]]
     for batch in batches:
         for table, rows, of in zip(tables, encode(batch), relation[::2], strict=True):
@@ -163,7 +157,7 @@ def embed_all(graph, relation, options, encode):
 @torch.no_grad()
 def evaluate(links, num_nodes, score):
     """Each link's target against 1,000 nodes drawn evenly, the same for any number of ranks."""
-    sums, chunks = LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
+    sums, chunks = gf.nn.LinkSums(), torch.from_numpy(links.copy()).split(64, dim=1)
     for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
         src, dst = chunks[number]
         drawn = torch.Generator().manual_seed(number)

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
-from trainer import DistNeighborLoader
-from trainer.nn.trim import Trimmed
+import gnnfleet as gf
 
 
 def main() -> None:
@@ -30,10 +29,10 @@ def train(graph, options, **sampling):
     """The trained model and its test accuracy; ``sampling``: more arguments of the loaders."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts), graph.num_classes, options.dropout)
-    model = DistributedDataParallel(Trimmed(gnn))  # each layer computes only what later layers read
+    model = DistributedDataParallel(gf.nn.Trimmed(gnn))  # each layer computes only what later layers read
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     loaders = {
-        split: DistNeighborLoader(
+        split: gf.DistNeighborLoader(
             graph, fanouts, split, batch_size=options.batch_size, shuffle=split == "train", **sampling
         )
         for split in ("train", "val", "test")

@@ -12,17 +12,13 @@ import argparse
 
 import torch
 
-import trainer
-from trainer.loader.block_loader import BatchLoader
-from trainer.train.checkpoint import load_checkpoint
-from trainer.train.job import loader_settings, trained_model
-from trainer.train.settings import TrainSettings
+import gnnfleet as gf
 
 
 def look(graph):
     """Batches as torch_geometric's NeighborLoader makes them; the servers sample, four batches ahead."""
     print(graph)
-    loader = trainer.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
+    loader = gf.DistNeighborLoader(graph, [10, 5], batch_size=256, input_nodes=range(1000), prefetch_factor=4)
     nodes = sum(batch.num_nodes for batch in loader)
     print(f"{len(loader)} batches around nodes 0 to 999: {nodes:,} nodes with their features")
     print("one of them:", loader([7]))
@@ -31,12 +27,12 @@ def look(graph):
 @torch.no_grad()
 def score(graph, checkpoint):
     """Test accuracy of a model of the bundled trainer, with the neighbours that it samples itself."""
-    saved = load_checkpoint(checkpoint)
-    model, _ = trained_model(saved, graph.manifest)
+    saved = gf.load_checkpoint(checkpoint)
+    model, _ = gf.trained_model(saved, graph.manifest)
     wants_degree = bool(getattr(model, "needs_degree", False))
-    settings = loader_settings(TrainSettings(**saved.settings), saved.graph["target"], "test", wants_degree)
+    settings = gf.loader_settings(gf.TrainSettings(**saved.settings), saved.graph["target"], "test", wants_degree)
     right = seeds = 0
-    for batch in BatchLoader(graph, settings, 0, graph.layout).epoch(0):
+    for batch in gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0):
         right += int((model(batch).argmax(1) == batch.y).sum())
         seeds += batch.num_seeds
     print(f"test accuracy {right / seeds:.4f} of {seeds:,} nodes")
@@ -48,7 +44,7 @@ def main() -> None:
     args.add_argument("--key", help="key file; none for servers that do not encrypt")
     args.add_argument("--checkpoint", help="score this model, of a run of the bundled trainer on the same graph")
     options = args.parse_args()
-    with trainer.connect(options.endpoint or None, options.key, name="remote_loader") as graph:
+    with gf.connect(options.endpoint or None, options.key, name="remote_loader") as graph:
         look(graph)
         if options.checkpoint:
             score(graph, options.checkpoint)

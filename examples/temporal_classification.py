@@ -13,7 +13,7 @@ from __future__ import annotations
 from common import arguments, numbers, opened, say, total
 from node_classification import train
 
-from trainer import DistNeighborLoader
+import gnnfleet as gf
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 def look_ahead(graph, options, rule):
     """Sampled nodes later than the seed of their subgraph, and all sampled nodes, over the test seeds."""
     later = neighbours = 0
-    for batch in DistNeighborLoader(
+    for batch in gf.DistNeighborLoader(
         graph, numbers(options.fanouts), "test", batch_size=options.batch_size, attrs=[options.time], **rule
     ):
         time = batch[options.time]

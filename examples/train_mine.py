@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
-import trainer
+import gnnfleet as gf
 
 
 def main() -> None:
@@ -23,15 +23,15 @@ def main() -> None:
     options = args.parse_args()
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("gloo", **alone)
-    graph = trainer.open(options.parts)
+    graph = gf.open(options.parts)
     torch.manual_seed(0)
     model = DistributedDataParallel(GraphSAGE(graph.num_features, 64, 2, graph.num_classes))
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     train, test = (
-        trainer.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
+        gf.DistNeighborLoader(graph, [10, 5], split, batch_size=options.batch_size, shuffle=split == "train")
         for split in ("train", "test")
     )
-    log = trainer.StepLog(model, optimizer, train)  # the launcher shows loss and speed, and finds NaN and stalls
+    log = gf.StepLog(model, optimizer, train)  # the launcher shows loss and speed, and finds NaN and stalls
     for epoch in range(options.epochs):
         model.train()
         for step, batch in enumerate(train):  # as many on every rank, so that DDP never waits for one that has none

@@ -17,9 +17,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 from torch_geometric.nn import GraphSAGE
 
-from trainer import DistLinkNeighborLoader, DistNeighborLoader
-from trainer.nn.links import UnsupervisedLoss
-from trainer.nn.trim import Trimmed
+import gnnfleet as gf
 
 
 def main() -> None:
@@ -33,9 +31,9 @@ def learn(graph, options):
     """An encoder from links alone."""
     fanouts = numbers(options.fanouts)
     gnn = GraphSAGE(graph.num_features, options.hidden, len(fanouts))
-    model, loss_of = DistributedDataParallel(Trimmed(gnn)), UnsupervisedLoss()
+    model, loss_of = DistributedDataParallel(gf.nn.Trimmed(gnn)), gf.nn.UnsupervisedLoss()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    links = DistLinkNeighborLoader(
+    links = gf.DistLinkNeighborLoader(
         graph, fanouts, neg_sampling="binary", exclude="both", attrs=["x"], batch_size=options.batch_size, shuffle=True
     )
     steps = min(len(links), -(-options.links // links.order.global_batch))
@@ -59,7 +57,7 @@ def classify(graph, options, model) -> None:
     """Accuracy of logistic regression on the frozen rows, and on the features they were made of."""
     embedded, plain = {}, {}
     for split in ("train", "test"):
-        batches = DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
+        batches = gf.DistNeighborLoader(graph, numbers(options.fanouts), split, attrs=["x", "y"], batch_size=2048)
         embedded[split], plain[split] = rows_of(model, batches)
     say(f"features alone: test accuracy {linear_probe(plain, graph):.4f}")
     say(f"unsupervised rows: test accuracy {linear_probe(embedded, graph):.4f}")

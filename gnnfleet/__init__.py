@@ -123,7 +123,8 @@ def __getattr__(name: str) -> Any:
         nearest = difflib.get_close_matches(name, __all__, 1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise AttributeError(f"module 'gnnfleet' has no attribute {name!r}{hint}")
-    return getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF.get(name, "trainer")), name)
+    return value
 
 
 def __dir__() -> list[str]:

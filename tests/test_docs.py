@@ -13,7 +13,7 @@ import click
 import pytest
 import yaml
 
-import trainer
+import gnnfleet as gf
 from launcher import errors
 from launcher.cli.completion import completion
 from launcher.cli.init import init
@@ -119,17 +119,24 @@ def test_trainer_commands_parse(block: Block, words: list[str]) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
 def test_python_blocks_import_what_there_is(block: Block) -> None:
-    used = re.findall(r"\btrainer\.(open|connect|Dist\w+)", block.text)
+    """Of ours only ``gnnfleet``."""
     for statement in ast.walk(ast.parse(block.text)):
-        if isinstance(statement, ast.ImportFrom) and statement.module == "trainer":
-            used += [each.name for each in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("trainer."):
-            source = (REPOSITORY / f"{statement.module.replace('.', '/')}.py").read_text()
-            missing = [
-                each.name for each in statement.names if not re.search(rf"^(def|class) {each.name}\b", source, re.M)
-            ]
-            assert missing == [], ast.unparse(statement)
-    assert set(used) <= set(trainer.__all__)
+        if isinstance(statement, ast.ImportFrom) and statement.module == "gnnfleet":
+            assert {each.name for each in statement.names} <= set(gf.__all__)
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.module and statement.module.split(".")[0] not in ("trainer", "launcher")
+        elif isinstance(statement, ast.Import):
+            assert {each.name for each in statement.names}.isdisjoint({"trainer", "launcher"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_gnnfleet_are_there(page: Path) -> None:
+    """In code and in prose: ``gf.open``, ``gnnfleet.nn.Trimmed``."""
+    for name in re.findall(r"(?<![\w/.])(?:gf|gnnfleet)\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)", page.read_text()):
+        found: object = gf
+        for word in name.split("."):
+            assert word in getattr(found, "__all__", dir(found)), name
+            found = getattr(found, word)
 
 
 def put_named_files(words: list[str], folder: Path) -> None:

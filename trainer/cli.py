@@ -146,7 +146,7 @@ _GRAPH_OPTIONS = (
     ),
 )
 
-_REACH = tuple(field.name for field in fields(RemoteAccess))
+_REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
 
 def _graph_options(function: F) -> F:
@@ -154,8 +154,8 @@ def _graph_options(function: F) -> F:
 
     @functools.wraps(function)
     def reaching(**options: Any) -> Any:
-        reach = RemoteAccess(**{name: options.pop(name) for name in _REACH})
-        return function(**options, reach=reach)
+        remote_access = RemoteAccess(**{name: options.pop(name) for name in _REMOTE_ACCESS})
+        return function(**options, remote_access=remote_access)
 
     for option in reversed(_GRAPH_OPTIONS):
         reaching = option(reaching)
@@ -176,10 +176,10 @@ def cli() -> None:
 @settings_options
 def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
-    reach: RemoteAccess, **settings: Any,
+    remote_access: RemoteAccess, **settings: Any,
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, one rank of it."""
-    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, reach)
+    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access)
     with _importing():
         from trainer.train.job import train as run
 

@@ -248,12 +248,13 @@ def partition(
 
 def show_plan(options: LaunchOptions) -> None:
     """Print the plan of a launch; opens no connection."""
+    from launcher.config.resolve import resolve_run
     from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
 
     config = read_config(options)
     run_id = choose_run_id(config, options.run_id)
-    made = offline_plan(config, run_id, options.own_command, serving=known_serving(config), to_train=True)
+    made = offline_plan(resolve_run(config), run_id, options.own_command, serving=known_serving(config), to_train=True)
     if options.as_json:
         from launcher.plan.serialize import to_json
 

@@ -136,12 +136,12 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> None:
     """What would be started, were nothing of that name there; opens no connection."""
+    from launcher.config.resolve import resolve_serving
     from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
-    from launcher.serving.membership import wanted_cluster
 
     check_run_id(name, "--name")
-    plan = offline_plan(wanted_cluster(config), name, serve_only=True)
+    plan = offline_plan(resolve_serving(config), name)
     if options.as_json:
         from launcher.plan.serialize import to_json
 
@@ -162,7 +162,7 @@ def _tell(served: Served, console: Console) -> None:
         f"serving cluster {name} {up}: {served.cluster.words}",
         f"  gnnfleet --config train.yml --serving {name}    train on it",
         f"  gnnfleet serve status {name}    its load and its clients",
-        f'  gnnfleet serve key {name} -o {name}.key    for a notebook: trainer.connect(key="{name}.key")',
+        f'  gnnfleet serve key {name} -o {name}.key    for a notebook: gnnfleet.connect(key="{name}.key")',
         f"  gnnfleet serve stop {name}    end it",
     ]
     for line in lines:
@@ -219,7 +219,7 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
 @click.option("--for", "person", metavar="WHO", help="Begins the key's name on the servers; default: who you are.")
 @click.pass_context
 def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> None:
-    """Make a key file with which a notebook reads the graph: trainer.connect(key=FILE).
+    """Make a key file with which a notebook reads the graph: gnnfleet.connect(key=FILE).
 
     Whoever has the file may read the graph. To take a key back, delete its file in the servers' clients/ folder.
     """

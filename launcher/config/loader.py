@@ -201,7 +201,7 @@ def world_size(tree: Section, choose: Choose) -> int:
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """``config`` as YAML that ``load_config`` reads back to an equal value."""
+    """The settings of ``config`` as YAML that ``load_config`` reads back to equal ones."""
     return yaml.dump(_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -238,7 +238,7 @@ def _read_file(path: Path, report: Report) -> Section:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in fields(value))
+        items = ((field.name, getattr(value, field.name)) for field in fields(value) if field.metadata)
         return {name: _plain(item) for name, item in items if item is not None}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import node_label
-from launcher.hostlist import fold
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
@@ -41,15 +39,6 @@ class ServingCluster:
     def label(self, server: GraphServer) -> str:
         """``node0 (g1) of products``."""
         return f"{node_label(server.node_rank, server.host)} of {self.name}"
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a serving cluster keeps when its plan is made anew, with other nodes: by node_rank in the new plan."""
-
-    version: int = 1  #: of the new cluster.json
-    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    service_ports: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,32 +88,3 @@ def holdings(config: ClusterConfig) -> tuple[Held, ...]:
 def part_block(index: int, count: int, num_parts: int) -> tuple[int, ...]:
     """Contiguous, balanced part ids of one among ``count`` holders."""
     return tuple(range(index * num_parts // count, (index + 1) * num_parts // count))
-
-
-def serving_config(config: ClusterConfig) -> ClusterConfig:
-    """What ``gnnfleet serve`` keeps up: the servers of ``config``; where it has none, its workers as servers."""
-    kept = [node for node in config.nodes if node.role == "server"] or [node for node in config.nodes if node.holds]
-    nodes = tuple(replace(node, role="server", procs=None, devices=()) for node in kept)
-    return replace(config, nodes=nodes)
-
-
-def attached_config(config: ClusterConfig) -> ClusterConfig:
-    """A config with ``data.serving`` as it is run: those that train, as clients, and no parts of its own."""
-    nodes = tuple(replace(node, role="client") for node in config.nodes if node.trains)
-    data = DataConfig(dataset=config.data.dataset, serving=config.data.serving)
-    return replace(config, nodes=nodes, data=data)
-
-
-def carried_out(config: ClusterConfig, *, serve_only: bool = False) -> ClusterConfig:
-    """The nodes that a run of ``config``, or a serving cluster made of it, really has; again: the same."""
-    if serve_only:
-        return serving_config(config)
-    return attached_config(config) if config.data.serving else config
-
-
-def left_out(config: ClusterConfig) -> str:
-    """A note on the nodes that ``attached_config`` leaves out; '' without any."""
-    names = [node.host for node in config.nodes if not node.trains]
-    if not config.data.serving or not names:
-        return ""
-    return f"{fold(names)} left out: the graph is served by `{config.data.serving}`"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.command import Command, quote
-from launcher.config.schema import ClusterConfig, node_workdir
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import Wish
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
@@ -94,7 +95,7 @@ class Looked:
     shared_here: tuple[str, ...] = ()  #: those of them that are the same folder on this machine
 
 
-def look_at_all(wish: Wish, config: ClusterConfig, opened: Mapping[int, Transport | TransportError]) -> Looked:
+def look_at_all(wish: Wish, config: ResolvedConfig, opened: Mapping[int, Transport | TransportError]) -> Looked:
     """Ask every host that has a line, at once. Raises nothing for a host that fails."""
     lines = {k: line for k, line in opened.items() if isinstance(line, Transport)}
     with _agents() as agents:
@@ -143,7 +144,7 @@ def _python(wish: Wish) -> Command:
     return Command((wish.python or "python3",), setup=(_PATH, *given))
 
 
-def _look(wish: Wish, config: ClusterConfig, k: int, agent: NodeAgent) -> Look:
+def _look(wish: Wish, config: ResolvedConfig, k: int, agent: NodeAgent) -> Look:
     there = agent.call("probe", _probe_request(config, k), _SECONDS)
     given = [text for text in wish.environment.values() if "/" in text]
     request = {
@@ -162,7 +163,7 @@ def _look(wish: Wish, config: ClusterConfig, k: int, agent: NodeAgent) -> Look:
     )
 
 
-def _probe_request(config: ClusterConfig, k: int) -> dict[str, Any]:
+def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
     return {
         "address": "", "peer": "", "workdir": node_workdir(config.nodes[k], k), "run_dir": "", "session": "",
         "ports": [], "manifest": "", "devices": True,

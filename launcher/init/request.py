@@ -12,7 +12,7 @@ import yaml
 
 from launcher.config.consistency import LOCAL_HOSTS, check_nodes
 from launcher.config.loader import resolve_paths
-from launcher.config.schema import ClusterConfig
+from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.validation import Reader
 from launcher.errors import ConfigError, Problem, UsageError
 from launcher.files import written_path
@@ -89,7 +89,7 @@ def existing(text: str) -> Path:
     return path
 
 
-def config_of(wish: Wish, connect_timeout: float = 10.0) -> ClusterConfig:
+def config_of(wish: Wish, connect_timeout: float = 10.0) -> ResolvedConfig:
     """The hosts as a config, to look at them with. Raises ConfigError in the words of flags."""
     plain = {
         "nodes": list(wish.hosts),
@@ -107,7 +107,7 @@ def config_of(wish: Wish, connect_timeout: float = 10.0) -> ClusterConfig:
     check_nodes(config, reader)
     if problems:
         raise in_flags(problems)
-    return config
+    return resolve_run(config)
 
 
 def in_flags(problems: Sequence[Problem]) -> ConfigError:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import libtmux.exc
 from libtmux.constants import PaneDirection
 
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError, SessionError
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
@@ -53,7 +54,7 @@ def panes_of(found: FoundRun) -> list[Pane]:
     return [Pane(node.label, attach_argv(config, node)) for node in nodes]
 
 
-def attach_argv(config: ClusterConfig, node: NodePlan) -> tuple[str, ...]:
+def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
     """What a person types to see a node's session; read-only, as keys typed there would reach the supervisor."""
     attach = ("tmux", "attach", "-r", "-t", f"={node.session}")
     if config.transport == "local":

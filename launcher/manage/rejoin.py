@@ -16,7 +16,6 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError
 from launcher.manage.collect_run import settle
 from launcher.manage.node_views import OpenRun
-from launcher.manage.resume import own_command_of
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
 from launcher.run.interrupts import OnInterrupt
@@ -41,7 +40,6 @@ def follow(
             started=found.launch.started if found.launch else time.time(),
             view=View(console, on_interrupt or _asking(config.run.on_interrupt), plain),
             events=events,
-            epochs=None if found.launch is None or own_command_of(found) else config.train.epochs,
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher.command import Command
 from launcher.config.loader import load_config
+from launcher.config.resolve import resolve_saved
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import FleetError, TransportError, UsageError
 from launcher.manage.node_views import OpenRun, opened
@@ -57,7 +58,7 @@ def discovered(config: ClusterConfig, given: Path, run: str | None) -> Iterator[
         places = _places(plan, config, [one for one in seen if one.run_id == run_id])
         lines = {k: _line(attempts, places.get(k), plan, k) for k in range(len(plan.nodes))}
         nodes = tuple(_login(config, places.get(k), plan.nodes[k]) for k in range(len(plan.nodes)))
-        found = FoundRun(run_id, None, None, plan, replace(config, nodes=nodes), None, given)
+        found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, given)
         yield OpenRun(found, lines)
     finally:
         close_all(attempts)

@@ -1,7 +1,7 @@
 """The plan: every command, file and port of a run as one frozen value.
 
-``make_plan`` is pure: the same config and facts give the same plan, and it opens no
-connection. ``launch`` applies exactly this value; ``--dry-run`` prints it.
+``make_plan`` is pure: the same config and facts give the same plan, and it opens no connection; ``--dry-run`` prints
+it. ``launch`` and ``serve`` apply a ``final_plan``, which has the content of every file.
 """
 
 from __future__ import annotations
@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.command import Secret
-from launcher.config.roles import ServingCluster, Standing, carried_out, lead, left_out
-from launcher.config.schema import ClusterConfig, login_text
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.roles import ServingCluster, lead
+from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
-from launcher.plan.commands import Job, node_commands
+from launcher.plan.commands import RunContext, node_commands, own_argv
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, Standing, generated
 from launcher.plan.own_script import own_command_files, resume_file
-from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partition_command, read_partition_files
+from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
-from launcher.plan.serialize import with_content
+from launcher.plan.serialize import run_json
 from launcher.plan.topology import decide
 from launcher.text import count, spans
 
@@ -33,21 +35,14 @@ def new_token() -> Secret:
     return Secret(secrets.token_hex(16))
 
 
-def with_service_key(plan: LaunchPlan, key: Secret | None = None) -> LaunchPlan:
-    """``plan`` with the key file of its graph service, where it asks for one: ``key``, or a pair drawn now."""
-    if not plan.encrypted:
-        return plan
-    return with_content(plan, "service.key", key or Secret(json.dumps(new_key_pair())))
-
-
 _OWN_GOES_ON = (
     "run.on_client_loss: go-on: the bundled trainer goes on without a lost client (in an own command too, by "
-    "trainer.train.job.train); others have to form a new process group themselves (team.json, docs/ARCHITECTURE.md)"
+    "trainer.train.context.train); others have to form a new process group themselves (team.json, docs/ARCHITECTURE.md)"
 )
 
 
 def make_plan(
-    config: ClusterConfig,
+    config: ResolvedConfig,
     *,
     run_id: str,
     code_digest: str,
@@ -57,28 +52,24 @@ def make_plan(
     token: Secret | None = None,
     operator: str = "",
     cwd: Path = Path(),
-    serve_only: bool = False,
     standing: Standing | None = None,
     serving: ServingCluster | None = None,
 ) -> LaunchPlan:
-    """The whole run as a value; opens no connection and starts nothing.
+    """The whole run as a value, without ``run.json`` and a service key; opens no connection and starts nothing.
 
     ``facts`` are preflight's, ``manifest`` describes the parts that exist on this machine (mode sync),
     ``token`` marks the run's processes, ``operator`` (``alice@laptop``) their leases. ``cwd`` is where the
-    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``serve_only``: a serving
-    cluster, which keeps what is ``standing``. ``serving``: what a config with ``data.serving`` attaches to. The
-    plan's nodes are those of ``carried_out(config)``. Raises UsageError when one of the files is named but not
-    there, and when nothing would train.
+    files of ``own_command``, ``runs_dir`` and a relative ``resume`` are looked up. ``standing``: what a serving
+    cluster keeps. ``serving``: what a config with ``data.serving`` attaches to. Raises UsageError when one of the
+    files is named but not there.
     """
-    unused = left_out(config)
-    config = _as_run(config, serve_only)
     facts = facts or {}
     usable = manifest if _fits(config, manifest) else None
     sites = make_sites(config, run_id, facts, code_digest, usable, serving, standing)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
     warned = own is not None and config.run.on_client_loss == "go-on"
     first = lead(config)
-    job = Job(
+    context = RunContext(
         config=config,
         run_id=run_id,
         token=token or Secret(),
@@ -89,65 +80,110 @@ def make_plan(
         master_port=_port(master_candidates(config), facts.get(first)) or 0,
         control_port=_port(control_candidates(config), facts.get(first)),
         own=own,
-        resume=None if own or serve_only else resume_file(config, cwd),
+        resume=None if own or config.serve_only else resume_file(config, cwd),
         serving=serving,
         version=standing.version if standing else 1,
         topology=decide(config, sites, config.num_parts, usable, facts),
     )
-    shared = shared_files(job)
+    shared = shared_files(context)
     return LaunchPlan(
         run_id=run_id,
         name=config.name,
         world_size=config.world_size,
-        num_parts=job.num_parts,
-        master_addr=job.master_addr,
-        master_port=job.master_port,
-        nodes=tuple(_node_plan(job, site, shared, usable) for site in sites),
-        partition=partition_command(config) if config.makes_parts else None,
+        num_parts=context.num_parts,
+        master_addr=context.master_addr,
+        master_port=context.master_port,
+        nodes=tuple(_node_plan(context, site, shared, usable) for site in sites),
+        partition=partitioning(config) if config.makes_parts else None,
         runs_dir=config.run.runs_dir,
         code_digest=code_digest,
         final=_all_known(config, facts) and _parts_known(config, usable, serving),
         notes=(
-            *filter(None, [unused, _OWN_GOES_ON if warned else ""]),
+            *filter(None, [config.left_out, _OWN_GOES_ON if warned else ""]),
             *_notes(config, facts, manifest, usable, serving),
             *(own.notes if own else ()),
         ),
-        control_port=job.control_port,
+        control_port=context.control_port,
         lead=first,
         serving=config.data.serving or "",
-        version=job.version,
-        topology=job.topology,
+        version=context.version,
+        topology=context.topology,
         dataset=config.data.dataset,
-        encrypted=job.encrypted,
-        own_command=own is not None,
+        encrypted=context.encrypted,
+        own_command=tuple(own_argv(own, sites[first])) if own else (),
+        train=None if own or config.serve_only else config.train,
         manifest=usable.files[-1].sha256 if usable else "",
     )
 
 
-def _as_run(config: ClusterConfig, serve_only: bool) -> ClusterConfig:
-    """``config`` as its nodes carry it out; raises UsageError when nobody would train."""
-    if not config.world_size and not serve_only:
-        raise UsageError(
-            "nodes: all are servers, so nothing would train. `gnnfleet serve --config FILE` keeps them up for runs "
-            "that attach to them; for a run of its own give a node `role: client` or `role: worker`"
-        )
-    return carried_out(config, serve_only=serve_only)
+def final_plan(
+    config: ResolvedConfig,
+    *,
+    run_id: str,
+    facts: Mapping[int, NodeFacts],
+    own_command: tuple[str, ...] = (),
+    manifest: PartitionFiles | None = None,
+    operator: str = "",
+    standing: Standing | None = None,
+    serving: ServingCluster | None = None,
+    service_key: Secret | None = None,
+) -> LaunchPlan:
+    """The plan that is carried out: secrets drawn, and every file with its content. Options as of ``make_plan``.
+
+    ``service_key``: text of the key file of the graph service, where there is one already; else a pair is drawn.
+    """
+    plan = make_plan(
+        config,
+        run_id=run_id,
+        code_digest=code_digest(),
+        facts=facts,
+        own_command=own_command,
+        manifest=manifest,
+        token=new_token(),
+        operator=operator,
+        standing=standing,
+        serving=serving,
+    )
+    if standing:
+        plan = _with_running(plan, standing.nodes)
+    contents = {"run.json": run_json(plan)}
+    if plan.encrypted:
+        contents["service.key"] = service_key or Secret(json.dumps(new_key_pair()))
+
+    def complete(node: NodePlan, file: PlannedFile) -> PlannedFile:
+        content = contents.get(file.dest.removeprefix(f"{node.run_dir}/"))
+        return file if content is None else generated(file.dest, content, mode=file.mode, secret=file.secret)
+
+    nodes = (replace(node, files=tuple(complete(node, file) for file in node.files)) for node in plan.nodes)
+    return replace(plan, nodes=tuple(nodes))
 
 
-def _master_addr(config: ClusterConfig, first: Site) -> str:
+def _with_running(plan: LaunchPlan, running: Mapping[int, NodePlan]) -> LaunchPlan:
+    """``plan`` with the nodes of a serving cluster that run already as they are, but for the news of the others."""
+    cluster = next(file.content for file in plan.nodes[0].files if file.dest.endswith("/cluster.json"))
+
+    def kept(node: NodePlan, parts: tuple[int, ...]) -> NodePlan:
+        run_file = PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
+        return replace(node, parts=parts, files=(generated(f"{node.run_dir}/cluster.json", cluster), run_file))
+
+    old = ((running.get(node.node_rank), node) for node in plan.nodes)
+    return replace(plan, nodes=tuple(kept(before, node.parts) if before else node for before, node in old))
+
+
+def _master_addr(config: ResolvedConfig, first: Site) -> str:
     if not config.world_size:
         return ""
     return first.address if config.run.master_addr == "auto" else config.run.master_addr
 
 
-def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
-    commands = node_commands(job, site)
-    replicated = job.topology.replicated and bool(site.parts)
+def _node_plan(context: RunContext, site: Site, shared: SharedFiles, manifest: PartitionFiles | None) -> NodePlan:
+    commands = node_commands(context, site)
+    replicated = context.topology.replicated and bool(site.parts)
     logs = ["supervisor", *(["runners"] if site.ranks else []), *(["server"] if site.serves else [])]
     logs += [f"rank{rank}" for rank in site.ranks]
     return NodePlan(
         node_rank=site.node_rank,
-        login=node_login(job.config, site.node),
+        login=node_login(context.config, site.node),
         nproc=len(site.ranks),
         ranks=site.ranks,
         devices=site.node.devices,
@@ -157,18 +193,18 @@ def _node_plan(job: Job, site: Site, shared: SharedFiles, manifest: PartitionFil
         code_dir=site.code_dir,
         data_dir=site.data_dir,
         run_dir=site.run_dir,
-        master_port=job.master_port,
+        master_port=context.master_port,
         service_port=site.service_port,
-        session=session_name(job.run_id, site.node_rank),
+        session=session_name(context.run_id, site.node_rank),
         start=commands.start,
         server=commands.server,
         trainer=commands.trainer,
-        files=node_files(job, site, commands, shared, manifest),
+        files=node_files(context, site, commands, shared, manifest),
         log_files=tuple(f"{site.run_dir}/logs/{name}.log" for name in logs),
         role=site.node.role,
         copies=site.copies,
         home=site.home,
-        trainer_index=job.trainer_index(site),
+        trainer_index=context.trainer_index(site),
         topology_bytes=manifest.topology_beside(site.parts) if manifest and replicated else 0,
     )
 
@@ -177,20 +213,20 @@ def _port(candidates: tuple[int, ...], fact: NodeFacts | None) -> int | None:
     return choose(candidates, fact) if candidates else None
 
 
-def _fits(config: ClusterConfig, manifest: PartitionFiles | None) -> bool:
+def _fits(config: ResolvedConfig, manifest: PartitionFiles | None) -> bool:
     return manifest is not None and config.makes_parts and manifest.num_parts == config.num_parts
 
 
-def _parts_known(config: ClusterConfig, usable: PartitionFiles | None, serving: ServingCluster | None) -> bool:
+def _parts_known(config: ResolvedConfig, usable: PartitionFiles | None, serving: ServingCluster | None) -> bool:
     return serving is not None if config.data.serving else usable is not None or not config.makes_parts
 
 
-def _all_known(config: ClusterConfig, facts: Mapping[int, NodeFacts]) -> bool:
+def _all_known(config: ResolvedConfig, facts: Mapping[int, NodeFacts]) -> bool:
     return all(k in facts for k in range(len(config.nodes)))
 
 
 def _notes(
-    config: ClusterConfig,
+    config: ResolvedConfig,
     facts: Mapping[int, NodeFacts],
     manifest: PartitionFiles | None,
     usable: PartitionFiles | None,
@@ -219,7 +255,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
     ]
 
 
-def _shared_hosts(config: ClusterConfig) -> list[str]:
+def _shared_hosts(config: ResolvedConfig) -> list[str]:
     """Hosts that carry several nodes, which two ranges may do unawares."""
     if config.transport == "local":
         return []
@@ -230,12 +266,10 @@ def _shared_hosts(config: ClusterConfig) -> list[str]:
 
 
 def offline_plan(
-    config: ClusterConfig,
+    config: ResolvedConfig,
     run_id: str,
     own_command: tuple[str, ...] = (),
     *,
-    serve_only: bool = False,
-    standing: Standing | None = None,
     serving: ServingCluster | None = None,
     to_train: bool = False,
 ) -> LaunchPlan:
@@ -255,13 +289,11 @@ def offline_plan(
         code_digest=code_digest(),
         own_command=own_command,
         manifest=manifest,
-        serve_only=serve_only,
-        standing=standing,
         serving=serving,
     )
 
 
-def _source_is_here(config: ClusterConfig) -> None:
+def _source_is_here(config: ResolvedConfig) -> None:
     """In mode sync the graph is cut on this machine."""
     source = config.data.source
     if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():

@@ -8,18 +8,19 @@ from typing import NamedTuple
 
 from launcher.command import Command, Secret, quote
 from launcher.config.consistency import RANK_VARIABLES
+from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import ServingCluster, trainers
-from launcher.config.schema import ClusterConfig, TrainConfig
+from launcher.config.schema import TrainConfig
 from launcher.plan.model import PlannedFile, Topology
 from launcher.plan.own_script import OwnCommand
 from launcher.plan.placement import Site, endpoint
 
 
 @dataclass(frozen=True)
-class Job:
+class RunContext:
     """What all nodes of one run have in common."""
 
-    config: ClusterConfig
+    config: ResolvedConfig
     run_id: str
     token: Secret
     operator: str  #: who launches, from where: ``alice@laptop``; '' when not told
@@ -76,55 +77,56 @@ class NodeCommands(NamedTuple):
     trainer: Command | None
 
 
-def node_commands(job: Job, site: Site) -> NodeCommands:
+def node_commands(context: RunContext, site: Site) -> NodeCommands:
     """All commands of one node."""
-    server = server_command(job, site) if site.serves else None
-    trainer = trainer_command(job, site) if site.ranks else None
-    return NodeCommands(start_command(job, site), server, trainer)
+    server = server_command(context, site) if site.serves else None
+    trainer = trainer_command(context, site) if site.ranks else None
+    return NodeCommands(start_command(context, site), server, trainer)
 
 
-def start_command(job: Job, site: Site) -> Command:
+def start_command(context: RunContext, site: Site) -> Command:
     """What tmux runs: the supervisor, which starts the rest from ``node.json``."""
     argv = (site.python, f"{site.code_dir}/launcher/node/supervisor/supervisor.py", f"{site.run_dir}/node.json")
-    folder = (f"mkdir -p {quote(_files(site))}",) if job.own and site.ranks else ()
+    folder = (f"mkdir -p {quote(_files(site))}",) if context.own and site.ranks else ()
     return Command(argv, _user_env(site, _base_env(site)), site.run_dir, (*site.setup, *folder))
 
 
-def server_command(job: Job, site: Site) -> Command:
+def server_command(context: RunContext, site: Site) -> Command:
     """The graph server over the node's own parts; it makes whole batches where clients ask for them."""
-    run, own = job.config.run, ",".join(map(str, site.parts))
+    run, own = context.config.run, ",".join(map(str, site.parts))
     argv = [site.python, "-m", "trainer", "serve", "--parts", site.data_dir, "--own", own]
     argv += ["--bind", endpoint(site.bind, site.service_port), "--cluster", f"{site.run_dir}/cluster.json"]
-    argv += ["--key-file", f"{site.run_dir}/service.key"] if job.encrypted else []
+    argv += ["--key-file", f"{site.run_dir}/service.key"] if context.encrypted else []
     argv += ["--ready-file", f"{site.run_dir}/server.ready", "--node-rank", str(site.node_rank)]
     argv += ["--stats-file", f"{site.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
     argv += ["--buffer-mb", str(run.server_buffer)] if site.gateway else []
     argv += ["--batch-threads", str(run.server_threads)] if site.gateway and run.server_threads != "auto" else []
-    env = _run_env(job, site) | _reach_env(job, site) | {"CUDA_VISIBLE_DEVICES": ""}
+    env = _run_env(context, site) | _reach_env(context, site) | {"CUDA_VISIBLE_DEVICES": ""}
     return Command(tuple(argv), _user_env(site, env), site.run_dir)
 
 
-def trainer_command(job: Job, site: Site) -> Command:
+def trainer_command(context: RunContext, site: Site) -> Command:
     """The rank runner, which runs the command; the supervisor starts one for each rank of the node.
 
     An own command is started once the node's graph server answers; the bundled trainer waits for that by itself.
     """
     argv = [site.python, f"{site.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", site.run_dir]
-    argv += ["--await-server"] if job.own and site.serves else []
-    argv += ["--", *(_own_argv(job.own, site) if job.own else _train_argv(job, site))]
-    cwd = _files(site) if job.own else site.run_dir
-    return Command(tuple(argv), _user_env(site, _rank_env(job, site)), cwd)
+    argv += ["--await-server"] if context.own and site.serves else []
+    argv += ["--", *(own_argv(context.own, site) if context.own else _train_argv(context, site))]
+    cwd = _files(site) if context.own else site.run_dir
+    return Command(tuple(argv), _user_env(site, _rank_env(context, site)), cwd)
 
 
-def _own_argv(own: OwnCommand, site: Site) -> list[str]:
+def own_argv(own: OwnCommand, site: Site) -> list[str]:
+    """The user's command as the node runs it: ``python`` is the node's interpreter."""
     first = site.python if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
 
 
-def _train_argv(job: Job, site: Site) -> list[str]:
+def _train_argv(context: RunContext, site: Site) -> list[str]:
     parts = ["--parts", site.data_dir] if site.parts else []
-    argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(job.config.train)]
-    return [*argv, "--resume", f"{site.run_dir}/{job.resume.dest}"] if job.resume else argv
+    argv = [site.python, "-m", "trainer", "train", *parts, *train_flags(context.config.train)]
+    return [*argv, "--resume", f"{site.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
 def train_flags(train: TrainConfig) -> list[str]:
@@ -146,25 +148,25 @@ def _base_env(site: Site) -> dict[str, str]:
     return {"PYTHONPATH": site.code_dir, "PYTHONUNBUFFERED": "1"}
 
 
-def _run_env(job: Job, site: Site) -> dict[str, str]:
+def _run_env(context: RunContext, site: Site) -> dict[str, str]:
     env = _base_env(site) | {
         "NODE_RANK": str(site.node_rank),
-        "GNNFLEET_RUN_ID": job.run_id,
+        "GNNFLEET_RUN_ID": context.run_id,
         "GNNFLEET_RUN_DIR": site.run_dir,
-        "GNNFLEET_TOKEN": job.token,
+        "GNNFLEET_TOKEN": context.token,
         **({"GNNFLEET_PARTS": site.data_dir} if site.parts else {}),
         "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
         "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
     }
-    if job.encrypted:
+    if context.encrypted:
         env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
     return env
 
 
-def _rank_env(job: Job, site: Site) -> dict[str, str]:
-    run, env = job.config.run, _run_env(job, site) | _world_env(job, site)
-    if job.remote:
-        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(job, site)
+def _rank_env(context: RunContext, site: Site) -> dict[str, str]:
+    run, env = context.config.run, _run_env(context, site) | _world_env(context, site)
+    if context.remote:
+        env |= {"GNNFLEET_SERVER_WAIT": f"{run.server_wait:g}"} | _reach_env(context, site)
     if run.on_client_loss == "go-on":
         env |= {"GNNFLEET_ON_CLIENT_LOSS": "go-on", "GNNFLEET_PEER_TIMEOUT": f"{run.peer_timeout:g}"}
     env["PYTHONPATH"] = f"{site.code_dir}/launcher/node/site:{site.code_dir}"  # has ranks show their stacks
@@ -179,32 +181,32 @@ def _rank_env(job: Job, site: Site) -> dict[str, str]:
     return env
 
 
-def _world_env(job: Job, site: Site) -> dict[str, str]:
+def _world_env(context: RunContext, site: Site) -> dict[str, str]:
     """How large the run is and where its ranks meet, as torch.distributed.run would say it; what tells ranks of one
     node apart is the supervisor's to add (``launcher.node.supervisor.processes``)."""
-    world = str(job.world_size)
+    world = str(context.world_size)
     return {
         "WORLD_SIZE": world,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
-        "GROUP_RANK": str(job.trainer_index(site)),
-        "GROUP_WORLD_SIZE": str(job.num_trainers),
-        "MASTER_ADDR": job.master_addr,
-        "MASTER_PORT": str(job.master_port),
-        "TORCHELASTIC_RUN_ID": job.run_id,  # by which libraries know that these variables are set
+        "GROUP_RANK": str(context.trainer_index(site)),
+        "GROUP_WORLD_SIZE": str(context.num_trainers),
+        "MASTER_ADDR": context.master_addr,
+        "MASTER_PORT": str(context.master_port),
+        "TORCHELASTIC_RUN_ID": context.run_id,  # by which libraries know that these variables are set
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 holds the store
     }
 
 
-def _reach_env(job: Job, site: Site) -> dict[str, str]:
+def _reach_env(context: RunContext, site: Site) -> dict[str, str]:
     """Settings of ``trainer.core.remote_access.Reach``: how processes read what other nodes hold."""
-    env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": job.config.run.wire_rows}
+    env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
-        env["GNNFLEET_CACHE"] = job.config.data.cache
-    if site.parts and job.topology.choice:
-        env["GNNFLEET_TOPOLOGY"] = job.topology.choice
+        env["GNNFLEET_CACHE"] = context.config.data.cache
+    if site.parts and context.topology.choice:
+        env["GNNFLEET_TOPOLOGY"] = context.topology.choice
     return env
 
 

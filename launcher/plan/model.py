@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from launcher.command import Command
-from launcher.config.schema import Role, login_text
+from launcher.config.schema import Role, TrainConfig, login_text
 from launcher.errors import node_label
 from launcher.files import file_sha256
 
@@ -95,6 +95,17 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Partitioning:
+    """What the partitioner makes on this machine before sync; nothing when the parts are there."""
+
+    command: Command
+    folder: str
+    source: str  #: what is cut: ``data.source``, else ``data.dataset``
+    method: str
+    graph: tuple[str, ...]  #: the arguments that say what is cut, and how; equal for equal parts, in whatever folder
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """A run, complete."""
 
@@ -105,7 +116,7 @@ class LaunchPlan:
     master_addr: str
     master_port: int
     nodes: tuple[NodePlan, ...]
-    partition: Command | None  #: run here before sync, a no-op when the parts exist; None in mode verify
+    partition: Partitioning | None  #: None in mode verify, and where the parts are a serving cluster's
     runs_dir: str
     code_digest: str
     final: bool  #: made with the facts of preflight, so nothing can change any more
@@ -117,13 +128,24 @@ class LaunchPlan:
     topology: Topology = Topology()  #: whether each node has the edges of all parts
     dataset: str = ""  #: ``data.dataset``; '' where the file leaves it to the serving cluster
     encrypted: bool = False  #: graph servers and clients talk by the keys in ``service.key``
-    own_command: bool = False  #: the ranks run the user's command; False: the bundled trainer
+    own_command: tuple[str, ...] = ()  #: what the ranks run; (): the bundled trainer
+    train: TrainConfig | None = None  #: of the bundled trainer; None with an own command, and where nothing trains
     manifest: str = ""  #: sha256 of the ``manifest.json`` that is sent with the parts; '' where none are (yet)
 
     @property
     def serve_only(self) -> bool:
         """Nothing trains: a serving cluster."""
         return not self.world_size
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a serving cluster keeps when its plan is made anew, with other nodes: by node_rank in the new plan."""
+
+    version: int = 1  #: of the new cluster.json
+    parts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    service_ports: Mapping[int, int] = field(default_factory=dict)
+    nodes: Mapping[int, NodePlan] = field(default_factory=dict)  #: those not started now, as they were planned
 
 
 def target_text(login: Login | None) -> str:

@@ -17,21 +17,27 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.command import Command
+from launcher.config.resolve import ResolvedConfig, resolve
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT, write_whole
+from launcher.plan.model import Partitioning
 
 
-def partition_command(config: ClusterConfig) -> Command:
+def partitioning(config: ResolvedConfig) -> Partitioning:
     """``trainer partition make`` with this machine's own python; it does nothing when the parts are there."""
-    data, parts = config.data, str(config.num_parts)
-    argv = [sys.executable, "-m", "trainer", "partition", "make", "--dataset", data.dataset, "--num-parts", parts]
-    argv += [*_method_words(config), "--out", os.path.expanduser(data.folder)]
-    argv += ["--source", data.source] if data.source else []
+    data, folder = config.data, os.path.expanduser(config.data.folder)
+    cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_words(config)]
+    options = ["--source", data.source] if data.source else []
     for name, value in data.options.items():
-        argv += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        options += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    command = _trainer_partition("make", *cut, "--out", folder, *options)
+    return Partitioning(command, folder, data.source or data.dataset, data.partition.method, (*cut, *options))
+
+
+def _trainer_partition(*words: str) -> Command:
     path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Command(tuple(argv), {"PYTHONPATH": path})
+    return Command((sys.executable, "-m", "trainer", "partition", *words), {"PYTHONPATH": path})
 
 
 def _method_words(config: ClusterConfig) -> list[str]:
@@ -147,7 +153,7 @@ class PartitionFailed(FleetError):
     """The partitioner ended with an error."""
 
 
-def ensure_parts(config: ClusterConfig, console: Console) -> PartitionFiles:
+def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     """The parts of ``config.data.folder``, made now unless they are there; raises PartitionFailed.
 
     The stamp names the command and the manifest and source files it stands for; when any of
@@ -158,7 +164,7 @@ def ensure_parts(config: ClusterConfig, console: Console) -> PartitionFiles:
     if manifest is not None and _read(folder / _STAMP) == _signature(config):
         console.print(Text(f"parts in {folder} are current"), soft_wrap=True)
         return manifest
-    run_partitioner(partition_command(config), console)
+    run_partitioner(partitioning(config).command, console)
     manifest = read_partition_files(folder)
     if manifest is None:
         raise PartitionFailed(f"the partitioner ended well, but there is no manifest.json in {folder}")
@@ -166,7 +172,7 @@ def ensure_parts(config: ClusterConfig, console: Console) -> PartitionFiles:
     return manifest
 
 
-def outdated(config: ClusterConfig) -> bool:
+def outdated(config: ResolvedConfig) -> bool:
     """Whether the parts here are known to stand for another dataset, other options or other files."""
     stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
     return stamp is not None and stamp != _signature(config)
@@ -175,11 +181,10 @@ def outdated(config: ClusterConfig) -> bool:
 def partition_words(what: str, config: ClusterConfig | None, words: Sequence[str]) -> Command:
     """``trainer partition <what>`` for the config's graph and folder, with more words of the user's."""
     if config is not None and what == "make":
-        made = partition_command(config)
+        made = partitioning(resolve(config)).command
         return Command((*made.argv, *words), made.env)
     folder = (str(Path(config.data.folder).expanduser()),) if config is not None else ()
-    path = os.pathsep.join([str(CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Command((sys.executable, "-m", "trainer", "partition", what, *folder, *words), {"PYTHONPATH": path})
+    return _trainer_partition(what, *folder, *words)
 
 
 def run_trainer(command: Command) -> int:
@@ -225,14 +230,14 @@ def _show(line: str, console: Console) -> None:
     console.print(Text("partition | ", "dim") + Text(line.rstrip()), soft_wrap=True)
 
 
-def _signature(config: ClusterConfig) -> list[object]:
+def _signature(config: ResolvedConfig) -> list[object]:
     """What the parts stand for: the partitioner's arguments, the manifest file, the source files."""
     try:
         stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
     except FileNotFoundError:
         manifest = []
-    return [list(partition_command(config).argv[1:]), manifest, _source_state(config.data.source)]
+    return [list(partitioning(config).command.argv[1:]), manifest, _source_state(config.data.source)]
 
 
 def _source_state(source: str | None) -> list[list[object]]:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from launcher.command import Command, quote
-from launcher.config.roles import ServingCluster, Standing, clients, gateways, holdings, host_key, serves
+from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
-from launcher.plan.model import Login
+from launcher.plan.model import Login, Standing
 from launcher.plan.partition import PartitionFiles
 from launcher.plan.ports import _service_port
 

@@ -11,9 +11,9 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Command, Secret, quote
-from launcher.config.schema import login_text
+from launcher.config.schema import TrainConfig, login_text
 from launcher.hostlist import fold
-from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
+from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
 from launcher.text import count, spans
 
 Rows = Sequence[tuple[str, str]]
@@ -230,11 +230,13 @@ def _summary(plan: LaunchPlan) -> str:
 
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
     """What holds for all nodes; without ``full``, commands in words."""
-    if plan.partition:
-        first = f"{describe_env(plan.partition.env)} {describe_command(plan.partition)}"
-        yield "first, here", first if full else _partition_words(plan, plan.partition)
-    if work := next((node.trainer for node in plan.nodes if node.trainer), None):
-        yield "trains", _training_words(plan, work)
+    if made := plan.partition:
+        first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
+        yield "first, here", first if full else _partition_words(plan, made)
+    if plan.own_command:
+        yield "trains", describe_command(Command(plan.own_command))
+    elif plan.train:
+        yield "trains", _training_words(plan, plan.train)
     total = sum(_total(node.files) for node in plan.nodes)
     yield "code", f"digest {plan.code_digest[:16]}"
     yield "move", f"{decimal(total)} in {count(sum(len(node.files) for node in plan.nodes), 'file')} to all nodes"
@@ -251,28 +253,17 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
             yield "nodes", _FOLDED
 
 
-def _partition_words(plan: LaunchPlan, partition: Command) -> str:
+def _partition_words(plan: LaunchPlan, made: Partitioning) -> str:
     """``synthetic is cut into 3 parts (metis) in parts/toy``."""
-    named = _options(partition.argv)
-    graph = named.get("--source", plan.dataset)
     parts = count(plan.num_parts, "part")
-    return f"{graph} is cut into {parts} ({named['--method']}) in {named['--out']}, unless they are there"
+    return f"{made.source} is cut into {parts} ({made.method}) in {made.folder}, unless they are there"
 
 
-def _training_words(plan: LaunchPlan, work: Command) -> str:
-    """``the bundled trainer: sage, fanouts 15,10,5, …`` or the own command."""
-    words = work.argv[work.argv.index("--") + 1 :]  # before it, the rank runner
-    if plan.own_command:
-        return describe_command(Command(words))
-    named = _options(words)
-    batch = f"batches of {named['--batch-size']} seeds over {count(plan.world_size, 'process', 'es')}"
-    shape = f"{named['--model']}, hidden {named['--hidden']}, fanouts {named['--fanouts']}"
-    return f"the bundled trainer: {shape}, {batch}, {count(int(named['--epochs']), 'epoch')}"
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """The values of options, each before the next word."""
-    return {name: value for name, value in zip(words, words[1:], strict=False) if name.startswith("--")}
+def _training_words(plan: LaunchPlan, train: TrainConfig) -> str:
+    """``the bundled trainer: sage, hidden 256, fanouts 15,10,5, …``."""
+    batch = f"batches of {train.batch_size} seeds over {count(plan.world_size, 'process', 'es')}"
+    shape = f"{train.model}, hidden {train.hidden}, fanouts {','.join(map(str, train.fanouts))}"
+    return f"the bundled trainer: {shape}, {batch}, {count(train.epochs, 'epoch')}"
 
 
 def _topology(plan: LaunchPlan) -> str:

@@ -16,9 +16,9 @@ import msgspec
 
 from launcher.command import Secret
 from launcher.errors import FleetError
-from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile, generated
+from launcher.plan.model import LaunchPlan
 
-FORMAT, VERSION = "gnnfleet-run", 2
+FORMAT, VERSION = "gnnfleet-run", 3
 
 _LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
 
@@ -54,22 +54,6 @@ def read_run(text: str) -> LaunchPlan:
         return msgspec.convert(plan, LaunchPlan)
     except (ValueError, TypeError, zlib.error) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
-
-
-def with_run_file(plan: LaunchPlan) -> LaunchPlan:
-    """``plan`` with the content of the ``run.json`` that each node gets."""
-    return with_content(plan, "run.json", run_json(plan))
-
-
-def with_content(plan: LaunchPlan, name: str, content: str) -> LaunchPlan:
-    """``plan`` with ``content`` in the file ``name`` of each node's run folder, where the node has such a file."""
-
-    def filled(node: NodePlan, file: PlannedFile) -> PlannedFile:
-        is_it = file.dest == f"{node.run_dir}/{name}"
-        return generated(file.dest, content, mode=file.mode, secret=file.secret) if is_it else file
-
-    nodes = (replace(node, files=tuple(filled(node, file) for file in node.files)) for node in plan.nodes)
-    return replace(plan, nodes=tuple(nodes))
 
 
 def _builtins(plan: LaunchPlan) -> dict[str, Any]:

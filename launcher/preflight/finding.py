@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import NodeCallError, NodeError, node_label
 
@@ -60,7 +61,7 @@ class GraphSize:
 class Survey:
     """All that the checks look at. ``probes`` are the replies of node/programs/probe.py by node_rank."""
 
-    config: ClusterConfig
+    config: ResolvedConfig
     probes: Mapping[int, Mapping[str, Any]]
     clock_offsets: Mapping[int, float]
     own_command: bool = False

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, TransportError
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import interpreter
@@ -52,7 +52,7 @@ _CLOSE_TIMEOUT = 6.0  # a node that hangs keeps nobody from leaving
 
 
 def run_preflight(
-    config: ClusterConfig,
+    config: ResolvedConfig,
     transports: Mapping[int, Transport | TransportError],
     *,
     own_command: bool = False,
@@ -115,7 +115,7 @@ def _probe_all(
     return on_nodes(lines, probe, timeout=_PROBE_TIMEOUT + _CALL_MARGIN)
 
 
-def _facts(config: ClusterConfig, k: int, probe: Mapping[str, Any], offset: float) -> NodeFacts:
+def _facts(config: ResolvedConfig, k: int, probe: Mapping[str, Any], offset: float) -> NodeFacts:
     return NodeFacts(
         node_rank=k,
         hostname=probe["hostname"],

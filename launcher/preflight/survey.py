@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import ClusterConfig, node_workdir
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import node_workdir
 from launcher.node.programs.packages import size_of
 from launcher.plan.files import code_digest
 from launcher.plan.placement import run_dir, session_name
@@ -29,13 +30,13 @@ class PartsHere:
 class Inquiry:
     """One preflight's questions; what they need from this machine's disk is read once."""
 
-    config: ClusterConfig
+    config: ResolvedConfig
     run_id: str = ""
     code: str = ""  #: digest of our code
     parts: PartsHere | None = None  #: on this machine, in mode sync
 
     @classmethod
-    def about(cls, config: ClusterConfig, run_id: str = "") -> Inquiry:
+    def about(cls, config: ResolvedConfig, run_id: str = "") -> Inquiry:
         """``run_id``: the run that is to be launched; its folder must be new on each node."""
         parts = parts_here(config.data.folder) if config.makes_parts else None
         return cls(config, run_id, code_digest(), parts)
@@ -75,12 +76,12 @@ class Inquiry:
         return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
 
 
-def probe_request(config: ClusterConfig, k: int, peer: str = "", run_id: str = "") -> dict[str, Any]:
+def probe_request(config: ResolvedConfig, k: int, peer: str = "", run_id: str = "") -> dict[str, Any]:
     """What node ``k`` is asked, for one node alone."""
     return Inquiry.about(config, run_id).request(k, peer)
 
 
-def _names(config: ClusterConfig) -> list[str]:
+def _names(config: ResolvedConfig) -> list[str]:
     """Host names that the nodes are told to reach each other by; addresses need no looking up."""
     given = [config.run.master_addr, *(node.address for node in config.nodes)]
     return [name for name in dict.fromkeys(given) if name and name != "auto" and not _is_ip(name)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config.loader import load_config
-from launcher.config.schema import ClusterConfig
+from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
 from launcher.node import procs
@@ -260,7 +260,7 @@ class FoundRun:
     folder: Path | None  #: its run folder here; None: it was launched elsewhere and never collected here
     launch: LaunchFile | None
     plan: LaunchPlan | None  #: None when its launcher ended before there was one
-    config: ClusterConfig | None
+    config: ResolvedConfig | None
     result: Mapping[str, Any] | None  #: result.json here
     config_given: Path | None = None  #: the cluster file by whose hosts it was found
 
@@ -274,7 +274,7 @@ class FoundRun:
         """Whether it runs an own command, as far as can be told from here."""
         if self.launch is not None:
             return bool(self.launch.own_command)
-        return self.plan is not None and self.plan.own_command
+        return self.plan is not None and bool(self.plan.own_command)
 
     @property
     def plan_is_missing(self) -> bool:
@@ -303,7 +303,7 @@ class FoundRun:
         return self.plan
 
     @property
-    def needed_config(self) -> ClusterConfig:
+    def needed_config(self) -> ResolvedConfig:
         """The config with the logins; raises FleetError where there is none."""
         if self.config is None:
             raise FleetError(
@@ -350,13 +350,13 @@ def read_result(folder: Path) -> dict[str, Any] | None:
         ) from None
 
 
-def read_config_of(folder: Path) -> ClusterConfig | None:
+def read_config_of(folder: Path) -> ResolvedConfig | None:
     """The config as the run has used it; files it sent need not be on this machine any more."""
     path = folder / "config.yml"
     if not path.is_file():
         return None
     try:
-        return load_config(path, ("run.files=[]",))
+        return resolve_saved(load_config(path, ("run.files=[]",)))
     except ConfigError as error:
         raise FleetError(f"the config that run {folder.name} has used cannot be read any more:\n{error}") from None
 

@@ -17,16 +17,16 @@ from rich.text import Text
 
 from launcher.command import Secret
 from launcher.config.loader import to_yaml
-from launcher.config.roles import ServingCluster, carried_out
+from launcher.config.resolve import ResolvedConfig, resolve, resolve_run
+from launcher.config.roles import ServingCluster
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
-from launcher.plan.build import make_plan, new_token, offline_plan, with_service_key
-from launcher.plan.files import code_digest
+from launcher.plan.build import final_plan, offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan
 from launcher.plan.partition import check_train_seeds, ensure_parts
 from launcher.plan.render import print_placement
-from launcher.plan.serialize import run_json, with_run_file
+from launcher.plan.serialize import run_json
 from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport, node_ranges, print_findings
 from launcher.report.events import EventLog
@@ -62,7 +62,7 @@ Attach = Callable[[str], AbstractContextManager[Attachment]]
 class Job:
     """What all stages of one launch share; its folder says at any moment how far the launch has got."""
 
-    def __init__(self, config: ClusterConfig, options: LaunchOptions, run_id: str, console: Console):
+    def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
         self.file = LaunchFile.mine(
@@ -135,15 +135,16 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     Raises FleetError for what goes wrong before anything runs on the nodes; after that the report says what
     happened. With ``options.detach`` it returns once the first step has trained.
     """
+    resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
     # a mistake in the command, or in parts that are here, shows before any connection
-    draft = offline_plan(config, run_id, options.own_command, to_train=True)
-    job = Job(carried_out(config), options, run_id, console)
+    draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
+    job = Job(resolved, options, run_id, console)
     with Interrupts() as interrupts, closing(job.events):
         try:
             with attach(run_id) if attach else nullcontext() as attached, connected(job) as attempts:
                 facts, transports = passed_preflight(job, attempts, draft)
-                plan = final_plan(job, facts, attached)
+                plan = plan_of(job, facts, attached)
                 if attached:
                     open_ways(job, attached, plan, transports)
                 report = carry_out(job, plan, facts, transports, interrupts)
@@ -179,14 +180,7 @@ def passed_preflight(
     """What preflight learned; raises PreflightRefused when a finding stands against the run. ``anew``: there must be
     nothing of the run on its nodes yet."""
     job.at("preflight")
-    need = {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
-    report = run_preflight(
-        job.config,
-        attempts,
-        own_command=bool(job.options.own_command),
-        bytes_needed=need,
-        run_id=job.run_id if anew else "",
-    )
+    report = _preflight(job.config, attempts, draft, run_id=job.run_id if anew else "")
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         print_findings(replace(report, findings=tuple(noteworthy)), job.console)
@@ -199,6 +193,19 @@ def passed_preflight(
     job.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     record_versions(job.events, report.facts)
     return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
+
+
+def _preflight(
+    config: ResolvedConfig, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, run_id: str
+) -> PreflightReport:
+    """Preflight for what the plan stores and runs on each node, as far as the parts are there already."""
+    return run_preflight(
+        config,
+        attempts,
+        own_command=bool(draft.own_command),
+        bytes_needed={node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes},
+        run_id=run_id,
+    )
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
@@ -216,24 +223,22 @@ def open_ways(job: Job, attached: Attachment, plan: LaunchPlan, transports: Mapp
         job.say(f"note: {note}", "yellow")
 
 
-def final_plan(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
-    """The plan that is carried out, parts made and secrets drawn."""
+def plan_of(job: Job, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
+    """Make the parts unless they are there, then the final plan."""
     job.at("partition")
     manifest = ensure_parts(job.config, job.console) if job.config.makes_parts else None
     if manifest is not None and not job.options.own_command:
         check_train_seeds(job.config, manifest)
-    plan = make_plan(
+    return final_plan(
         job.config,
         run_id=job.run_id,
-        code_digest=code_digest(),
         facts=facts,
         own_command=job.options.own_command,
         manifest=manifest,
-        token=new_token(),
         operator=user_at_host(),
         serving=attached.serving if attached else None,
+        service_key=attached.key if attached else None,
     )
-    return with_run_file(with_service_key(plan, attached.key if attached else None))
 
 
 def carry_out(
@@ -257,7 +262,6 @@ def carry_out(
         job.started,
         View(job.console, job.config.run.on_interrupt, job.options.plain),
         job.events,
-        epochs=None if job.options.own_command else job.config.train.epochs,
         offsets={k: fact.clock_offset for k, fact in facts.items()},
         at_stage=job.at,
     )
@@ -281,7 +285,6 @@ def start_and_conduct(job: Job, going: Going, interrupts: Interrupts) -> RunRepo
         interrupts,
         starts={node.node_rank: partial(start, node) for node in plan.nodes},
         leave_when_trained=job.options.detach,
-        own_command=bool(job.options.own_command),
     )
 
 
@@ -306,17 +309,12 @@ def bring_files(job: Job, plan: LaunchPlan, transports: Mapping[int, Transport])
         )
 
 
-def bytes_needed(draft: LaunchPlan) -> dict[int, int]:
-    """What the plan stores on each node, as far as the parts are there already."""
-    return {node.node_rank: sum(file.bytes for file in node.files) for node in draft.nodes}
-
-
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
     """Check every node, print what was found; 0 when a launch (of servers alone: a serve) could go on, else 3."""
-    config, draft = _drafted(config, options)
-    attempts = connect_all(config)
+    resolved, draft = _drafted(config, options)
+    attempts = connect_all(resolved)
     try:
-        report = _checked(config, draft, options, attempts)
+        report = _preflight(resolved, attempts, draft, run_id=options.run_id or "")
     finally:
         close_all(attempts)
     print_findings(report, console)
@@ -327,21 +325,10 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
 
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
     """The same over lines that are open already."""
-    config, draft = _drafted(config, options)
-    return _checked(config, draft, options, attempts)
+    resolved, draft = _drafted(config, options)
+    return _preflight(resolved, attempts, draft, run_id=options.run_id or "")
 
 
-def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ClusterConfig, LaunchPlan]:
-    serve_only = not config.world_size
-    config = carried_out(config, serve_only=serve_only)
-    return config, offline_plan(config, options.run_id or "check", options.own_command, serve_only=serve_only)
-
-
-def _checked(config: ClusterConfig, draft: LaunchPlan, options: LaunchOptions, attempts: Opened) -> PreflightReport:
-    return run_preflight(
-        config,
-        attempts,
-        own_command=bool(options.own_command),
-        bytes_needed=bytes_needed(draft),
-        run_id=options.run_id or "",
-    )
+def _drafted(config: ClusterConfig, options: LaunchOptions) -> tuple[ResolvedConfig, LaunchPlan]:
+    resolved = resolve(config)
+    return resolved, offline_plan(resolved, options.run_id or "check", options.own_command)

@@ -53,7 +53,6 @@ class Going:
     started: float  #: by this machine's clock
     view: View
     events: EventLog
-    epochs: int | None = None  #: wanted in all; None: not known
     offsets: Mapping[int, float] | None = None  #: node clocks minus ours, as preflight measured them: seconds
     at_stage: Callable[[Stage], None] = lambda stage: None
 
@@ -69,7 +68,6 @@ def conduct(
     *,
     starts: Starts | None = None,
     leave_when_trained: bool = False,
-    own_command: bool = False,
 ) -> RunReport:
     """Start the nodes (``starts``) or take the run up again, follow it to its end, collect and report.
 
@@ -79,7 +77,7 @@ def conduct(
     interrupts.last_words = "\n  ".join(
         ["left at once; parts of the run may still be running.", *map(how_to_stop, going.plan.nodes)]
     )
-    board = Board.of(going.plan, going.epochs, time.time() - going.started)
+    board = Board.of(going.plan, time.time() - going.started)
     with LiveLog(going.view.console, going.plan, plain=going.view.plain, board=board) as live:
         follower = RunFollower(
             going.plan,
@@ -89,7 +87,6 @@ def conduct(
             going.events,
             starts=starts,
             leave_when_trained=leave_when_trained,
-            own_command=own_command,
             tail=None if starts else _TAIL,
             on_training=lambda: going.at_stage("train"),
         )
@@ -160,7 +157,6 @@ def rejoin(
     started: float,
     view: View,
     events: EventLog,
-    epochs: int | None = None,
 ) -> RunReport:
     """Follow a run that goes on already, or has ended meanwhile: same view, same ending, same exit status.
 
@@ -171,7 +167,7 @@ def rejoin(
         if isinstance(line, TransportError):
             raise line
     usable = {k: line for k, line in transports.items() if isinstance(line, Transport)}
-    going = Going(plan, usable, run, folder, started, view, events, epochs)
+    going = Going(plan, usable, run, folder, started, view, events)
     view.console.print(Text(f"run {plan.run_id}: taken up again on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
     with Interrupts() as interrupts:
         try:

@@ -86,10 +86,11 @@ class Board:
     _first: tuple[float, float] | None = None  # (monotonic, fraction done) at the first step seen
 
     @staticmethod
-    def of(plan: LaunchPlan, epochs: int | None = None, elapsed: float = 0.0) -> Board:
+    def of(plan: LaunchPlan, elapsed: float = 0.0) -> Board:
         """An empty one for ``plan``, begun ``elapsed`` seconds ago."""
         nodes = {node.node_rank: NodeRow(node.node_rank, node.target, node.ranks) for node in plan.nodes}
         ranks = {rank: RankRow(rank, node.node_rank) for node in plan.nodes for rank in node.ranks}
+        epochs = plan.train.epochs if plan.train else None
         return Board(plan.run_id, nodes, ranks, epochs, time.monotonic() - elapsed)
 
     def state(self, node_rank: int, state: Mapping[str, Any]) -> None:

@@ -94,7 +94,7 @@ class RunFollower:
     """All nodes of a run, from start to the last result.
 
     ``starts``: what starts each node; none for a run that goes on already. ``tail``: log lines to begin with, all
-    by default. ``leave_when_trained``: detach once the first step has trained, or (``own_command``) all ranks run.
+    by default. ``leave_when_trained``: detach once the first step has trained, or all ranks of an own command run.
     """
 
     def __init__(
@@ -107,7 +107,6 @@ class RunFollower:
         *,
         starts: Mapping[int, Callable[[], None]] | None = None,
         leave_when_trained: bool = False,
-        own_command: bool = False,
         tail: int | None = None,
         on_training: Callable[[], None] = lambda: None,
     ):
@@ -133,7 +132,7 @@ class RunFollower:
             for k, node in self._nodes.items()
         }
         self._not_started = set(starts)
-        self._leave_when_trained, self._own_command, self._on_training = leave_when_trained, own_command, on_training
+        self._leave_when_trained, self._on_training = leave_when_trained, on_training
         self._leaving: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
         self._stop_reason = ""
@@ -407,7 +406,7 @@ class RunFollower:
         if self._stop_reason or self._failing or self._not_started:
             return
         ranks_at = self._starting.all_ranks_at
-        started_well = self._own_command and ranks_at is not None and now - self._began - ranks_at > _STARTED
+        started_well = self.plan.own_command and ranks_at is not None and now - self._began - ranks_at > _STARTED
         if self._leaving:
             self.followed.detached = self._leaving
         elif self._leave_when_trained and (self.live.board.stepping() or started_well):

@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.command import Command, Secret
-from launcher.config.roles import GraphServer, ServingCluster, left_out
+from launcher.config.resolve import resolve_run
+from launcher.config.roles import GraphServer, ServingCluster
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, OutOfReach, PreflightRefused, UsageError
 from launcher.plan.build import new_key_pair
@@ -74,7 +75,11 @@ def _attach(name: str, config: ClusterConfig, given: Path, run_id: str, console:
             why = "\n  ".join([status.sentence, *status.notes])
             raise FleetError(f"the run cannot attach: {why}")
         _check_dataset(config, run.found, name)
-        notes = [*filter(None, [left_out(config)]), *(status.notes if status.down else ()), *_other_code(there, name)]
+        notes = [
+            *filter(None, [resolve_run(config).left_out]),
+            *(status.notes if status.down else ()),
+            *_other_code(there, name),
+        ]
         server, key = server_key(there), Secret()
         if server is not None:
             pair = new_key_pair()

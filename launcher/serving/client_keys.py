@@ -38,14 +38,14 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     if server is None:
         raise UsageError(
             f"serving cluster {name} is not encrypted (run.encrypt), so it asks for no key: "
-            f"trainer.connect({json.dumps(endpoints)})"
+            f"gnnfleet.connect({json.dumps(endpoints)})"
         )
     pair = new_key_pair()
     guest = _guest_name(person or user_name())
     notes = admit(run, guest, pair["public"])
     values = {**pair, "server": server, "endpoints": endpoints, "name": name}
     write_whole(output, json.dumps(values, indent=1) + "\n", private=True)
-    told = f'{output}: lets in whoever has it. In Python: graph = trainer.connect(key="{output}")\n'
+    told = f'{output}: lets in whoever has it. In Python: graph = gnnfleet.connect(key="{output}")\n'
     return MadeKey(told + f"to take it back: delete clients/{guest}.key in the run folders of {name}", tuple(notes))
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from launcher.command import Command
 from launcher.config.loader import to_yaml
+from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import GraphServer
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
@@ -240,7 +241,7 @@ class ServeJob(Job):
     """A ``gnnfleet serve`` at work. Where the cluster ``stands`` already, its folder goes on telling of that until all
     is done: what goes wrong with a new server says nothing of the others."""
 
-    def __init__(self, config: ClusterConfig, options: LaunchOptions, name: str, console: Console, *, stands: bool):
+    def __init__(self, config: ResolvedConfig, options: LaunchOptions, name: str, console: Console, *, stands: bool):
         self.stands = stands
         super().__init__(config, options, name, console)
 

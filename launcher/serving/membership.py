@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher.command import Secret
-from launcher.config.roles import Standing, serving_config
-from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.errors import TransportError, UsageError
-from launcher.plan.build import make_plan, new_token, with_service_key
-from launcher.plan.files import code_digest
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated, target_text
+from launcher.config.resolve import ResolvedConfig
+from launcher.config.schema import NodeConfig
+from launcher.errors import TransportError
+from launcher.plan.build import final_plan
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, Standing, target_text
 from launcher.plan.partition import ensure_parts
 from launcher.plan.placement import node_login
-from launcher.plan.serialize import with_run_file
 from launcher.report.run_folder import user_at_host
 from launcher.serving.cluster_state import NodeThere, ServeJob, read_described
 from launcher.transport.base import Transport
@@ -59,30 +57,18 @@ class Standings:
 class Roster:
     """All nodes of a serving cluster in node_rank order: those it has keep their numbers, new ones come behind."""
 
-    config: ClusterConfig
+    config: ResolvedConfig
     joined: tuple[int, ...] = ()  #: have no parts yet
     gone: tuple[int, ...] = ()  #: hold parts, but the config file lists them no more
     absent: tuple[int, ...] = ()  #: were taken out before
 
 
-def wanted_cluster(config: ClusterConfig) -> ClusterConfig:
-    """What ``gnnfleet serve`` makes of a config file; raises UsageError where nothing in it can serve."""
-    if config.data.serving is not None:
-        raise UsageError(
-            f"data.serving: this config attaches to serving cluster {config.data.serving}, and one that serves holds "
-            "the graph itself; leave that key out and name a data.dataset"
-        )
-    if not any(node.holds for node in config.nodes):
-        raise UsageError("nothing to serve from: every node is a client; give the hosts of the graph `role: server`")
-    return serving_config(replace(config, run=replace(config.run, on_client_loss="stop")))
-
-
-def first_roster(wanted: ClusterConfig) -> Roster:
+def first_roster(wanted: ResolvedConfig) -> Roster:
     """Of a cluster that begins."""
     return Roster(wanted, tuple(range(len(wanted.nodes))))
 
 
-def roster_of(plan: LaunchPlan, known: ClusterConfig | None, wanted: ClusterConfig) -> Roster:
+def roster_of(plan: LaunchPlan, known: ResolvedConfig | None, wanted: ResolvedConfig) -> Roster:
     """Of the cluster that ``plan`` has made, now that ``wanted`` is asked for; ``known``: by which it was made.
 
     A node is known by its login, several on one machine by their order.
@@ -115,7 +101,7 @@ def _numbered(names: Sequence[str]) -> list[tuple[str, int]]:
     return numbered
 
 
-def _config_of(node: NodePlan, known: ClusterConfig | None) -> NodeConfig:
+def _config_of(node: NodePlan, known: ResolvedConfig | None) -> NodeConfig:
     """How a node that the file lists no more was reached."""
     if known is not None and node.node_rank < len(known.nodes):
         return known.nodes[node.node_rank]
@@ -138,7 +124,7 @@ def shares(held: Mapping[int, tuple[int, ...]], joined: Sequence[int], num_parts
     return given
 
 
-def too_few(held: Mapping[int, tuple[int, ...]], gone: Sequence[int], config: ClusterConfig) -> tuple[int, ...]:
+def too_few(held: Mapping[int, tuple[int, ...]], gone: Sequence[int], config: ResolvedConfig) -> tuple[int, ...]:
     """Parts that fewer nodes hold, those in ``gone`` not counted, than ``config`` wants."""
     copies = Counter(part for node_rank, parts in held.items() if node_rank not in gone for part in parts)
     return tuple(part for part in sorted(copies) if copies[part] < config.data.replicas)
@@ -151,41 +137,24 @@ def only_holders(held: Mapping[int, tuple[int, ...]], gone: Sequence[int]) -> di
     return {node_rank: parts for node_rank, parts in last.items() if parts}
 
 
-def final_plan(
+def cluster_plan(
     job: ServeJob, found: Standings, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
     """The whole cluster: nodes that run as they were planned, those to start made anew."""
     job.at("partition")
     config = found.roster.config
-    manifest = ensure_parts(config, job.console) if config.makes_parts else None
-    plan = make_plan(
+    return final_plan(
         _addressed(found, facts),
         run_id=job.run_id,
-        code_digest=code_digest(),
         facts=facts,
-        manifest=manifest,
-        token=new_token(),
+        manifest=ensure_parts(config, job.console) if config.makes_parts else None,
         operator=user_at_host(),
-        serve_only=True,
-        standing=_standing(found, held),
+        standing=_standing(found, held, facts),
+        service_key=service_key(found),
     )
-    return with_run_file(with_service_key(_with_kept(plan, found, facts), service_key(found)))
 
 
-def _with_kept(plan: LaunchPlan, found: Standings, facts: Mapping[int, NodeFacts]) -> LaunchPlan:
-    """``plan`` with the nodes that are not started now as they are; they get to know of the others."""
-    old = {node.node_rank: node for node in found.plan.nodes if node.node_rank not in facts} if found.plan else {}
-    cluster = text_of(plan, "cluster.json")
-    nodes = [_kept(old[node.node_rank], node.parts, cluster) if node.node_rank in old else node for node in plan.nodes]
-    return replace(plan, nodes=tuple(nodes))
-
-
-def _kept(node: NodePlan, parts: tuple[int, ...], cluster: str) -> NodePlan:
-    files = generated(f"{node.run_dir}/cluster.json", cluster), PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600)
-    return replace(node, parts=parts, files=files)
-
-
-def _standing(found: Standings, held: Mapping[int, tuple[int, ...]]) -> Standing | None:
+def _standing(found: Standings, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]) -> Standing | None:
     """What stays as it is."""
     if found.plan is None:
         return None
@@ -195,10 +164,11 @@ def _standing(found: Standings, held: Mapping[int, tuple[int, ...]]) -> Standing
             versions.append(read_described(one.files["cluster.json"], one.view.node.label).version)
     ports = {node.node_rank: node.service_port for node in found.plan.nodes if node.parts and node.service_port}
     parts = {k: () if k in found.roster.gone else parts for k, parts in held.items()}
-    return Standing(max(versions) + 1, parts, ports)
+    running = {node.node_rank: node for node in found.plan.nodes if node.node_rank not in facts}
+    return Standing(max(versions) + 1, parts, ports, running)
 
 
-def _addressed(found: Standings, facts: Mapping[int, NodeFacts]) -> ClusterConfig:
+def _addressed(found: Standings, facts: Mapping[int, NodeFacts]) -> ResolvedConfig:
     """The config with the addresses that preflight once found for nodes that are not looked at now."""
     if found.plan is None:
         return found.roster.config

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.config.schema import ClusterConfig
+from launcher.config.resolve import ResolvedConfig
 from launcher.errors import UsageError
 from launcher.manage.node_views import OpenRun
 from launcher.plan.build import offline_plan
@@ -25,7 +25,7 @@ from launcher.transport.fanout import on_nodes
 
 
 @contextmanager
-def standing(wanted: ClusterConfig, name: str, console: Console) -> Iterator[Standings]:
+def standing(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[Standings]:
     """Whatever there is of that name, known here or on the hosts of ``wanted``; lines are closed in the end."""
     folder = known_here(name, [Path(wanted.run.runs_dir).expanduser()])
     found = read_folder(folder) if folder is not None else None
@@ -57,7 +57,7 @@ def standing(wanted: ClusterConfig, name: str, console: Console) -> Iterator[Sta
         close_all(lines)
 
 
-def _few_copies(plan: LaunchPlan, wanted: ClusterConfig) -> bool:
+def _few_copies(plan: LaunchPlan, wanted: ResolvedConfig) -> bool:
     return bool(too_few({node.node_rank: node.parts for node in plan.nodes}, (), wanted))
 
 
@@ -84,7 +84,7 @@ def _look(plan: LaunchPlan, roster: Roster, lines: Lines, name: str) -> dict[int
     return look(run, (*FILES, *SECRETS))
 
 
-def _on_hosts(lines: Lines, config: ClusterConfig, name: str) -> LaunchPlan | None:
+def _on_hosts(lines: Lines, config: ResolvedConfig, name: str) -> LaunchPlan | None:
     """The plan of a serving cluster that was made from another machine, as the nodes keep it."""
     found: dict[int, LaunchPlan] = {}
     for k, line in lines.items():
@@ -98,26 +98,18 @@ def _on_hosts(lines: Lines, config: ClusterConfig, name: str) -> LaunchPlan | No
     return found[max(found)] if found else None
 
 
-def same_graph(found: Standings, wanted: ClusterConfig) -> bool:
+def same_graph(found: Standings, wanted: ResolvedConfig) -> bool:
     """Whether ``wanted`` asks for the parts that the cluster has, as far as the plans tell."""
     if found.plan is None:
         return False
     if wanted.data.num_parts not in (None, found.plan.num_parts):
         return False
-    draft = offline_plan(found.roster.config, found.plan.run_id, serve_only=True)
-    return _graph_words(found.plan) == _graph_words(draft)
+    draft = offline_plan(found.roster.config, found.plan.run_id)
+    made, asked = (plan.partition.graph if plan.partition else None for plan in (found.plan, draft))
+    return made == asked
 
 
-def _graph_words(plan: LaunchPlan) -> list[str]:
-    """What the partitioner is asked for, less where it puts it on whose machine."""
-    if plan.partition is None:
-        return []
-    words = list(plan.partition.argv[1:])
-    place = words.index("--out")
-    return [*words[:place], *words[place + 2 :]]
-
-
-def check_goes_on(found: Standings, wanted: ClusterConfig, name: str) -> None:
+def check_goes_on(found: Standings, wanted: ResolvedConfig, name: str) -> None:
     """Raises UsageError when the cluster that runs serves another graph or cut of it, or is encrypted otherwise."""
     instead = f"`gnnfleet serve stop {name}` first, or choose another --name"
     if not same_graph(found, wanted):
@@ -126,7 +118,7 @@ def check_goes_on(found: Standings, wanted: ClusterConfig, name: str) -> None:
             f"of parts or how they are cut differ); {instead}"
         )
     now = {"service.key" in found.seen[k].files for k in found.alive}
-    if now and offline_plan(found.roster.config, name, serve_only=True).encrypted not in now:
+    if now and offline_plan(found.roster.config, name).encrypted not in now:
         is_on = "encrypted" if True in now else "not encrypted"
         raise UsageError(
             f"run.encrypt: serving cluster {name} runs and is {is_on}, this config wants it otherwise; {instead}"

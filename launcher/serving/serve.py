@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from launcher.config.resolve import resolve_serving
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, UsageError
 from launcher.plan.build import offline_plan
@@ -18,7 +19,7 @@ from launcher.run.interrupts import Interrupts
 from launcher.run.launch import bring_files, passed_preflight
 from launcher.run.options import LaunchOptions, check_run_id
 from launcher.serving.cluster_state import Described, ServeJob, newest, parts_words, read_described, server_lines
-from launcher.serving.membership import Standings, final_plan, only_holders, shares, text_of, too_few, wanted_cluster
+from launcher.serving.membership import Standings, cluster_plan, only_holders, shares, text_of, too_few
 from launcher.serving.reconcile import check_goes_on, standing
 from launcher.serving.start_stop import bring_up, clear_node, own_turn, stop_gone, tell_others
 from launcher.text import count
@@ -50,7 +51,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
     Raises FleetError when that cannot be; what has been started by this call is stopped then, and what was
     there before goes on.
     """
-    wanted = wanted_cluster(config)
+    wanted = resolve_serving(config)
     check_run_id(name, "--name")
     with Interrupts(), standing(wanted, name, console) as found:
         if found.stands:
@@ -77,7 +78,7 @@ def make_it_so(job: ServeJob, found: Standings) -> Served:
         job.say("nothing to do: every server in reach runs")
         return Served(newest(found.seen, job.run_id), (), (*_left(found), *_few_copies(found, held)), job.folder)
     facts = _facts(job, found, to_start) if to_start else {}
-    plan = final_plan(job, found, held, facts)
+    plan = cluster_plan(job, found, held, facts)
     cluster = read_described(text_of(plan, "cluster.json"), job.run_id)
     _tell(job, cluster, to_start)
     if to_start:
@@ -147,7 +148,7 @@ def _left(found: Standings) -> tuple[str, ...]:
 
 def _facts(job: ServeJob, found: Standings, to_start: tuple[int, ...]) -> Mapping[int, NodeFacts]:
     """Preflight of the nodes that are to start; the others have their ports taken, and work."""
-    draft = offline_plan(found.roster.config, job.run_id, serve_only=True)
+    draft = offline_plan(found.roster.config, job.run_id)
     attempts = {k: found.lines[k] for k in to_start}
     facts, _ = passed_preflight(job, attempts, draft, anew=found.plan is None)
     taken = {node.service_port for node in found.plan.nodes} if found.plan else set()

@@ -23,7 +23,7 @@ CLEAN_WITHIN = 10.0  # seconds from the fault until nothing of the run is left
 STEPS_OF_A_GOOD_RUN = 60
 EPOCHS_OF_A_GOOD_RUN = 40
 #: Leases of living processes, as a run that came next would find them.
-HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import lease; print(*lease.held())"
+HELD = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from launcher.node import leases; print(*leases.held())"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ Section = dict[str, Any]
 NOTED = """
 import json, os, sys, time
 from trainer.cli import main
-from trainer.load.loader import BatchLoader
+from trainer.loader.block_loader import BatchLoader
 from trainer.train.fit import Fit
 
 pause, words = float(sys.argv[1]), sys.argv[2:]

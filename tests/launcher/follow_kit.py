@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,12 @@ class Scene:
         *nodes: FakeNode,
         lost_after: float = 5.0,
         starts: dict[int, Callable[[], None]] | None = None,
+        own_command: tuple[str, ...] = (),
         **more: Any,
     ):
         self.nodes = nodes
-        self.plan: LaunchPlan = make_launch([make_node(Path("/w"), node.node_rank or 0, []) for node in nodes])
+        plan = make_launch([make_node(Path("/w"), node.node_rank or 0, []) for node in nodes])
+        self.plan: LaunchPlan = replace(plan, own_command=own_command)
         self.events = tmp_path / "events.jsonl"
         self.console = Console(file=io.StringIO(), width=200)
         lines = {node.node_rank or 0: node for node in nodes}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.command import Secret
+from launcher.config.resolve import resolve_run, resolve_serving
 from launcher.config.roles import GraphServer, ServingCluster
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.plan.build import make_plan
@@ -56,8 +57,9 @@ def cluster(*nodes: NodeConfig, **more: Any) -> ClusterConfig:
     return ClusterConfig(nodes=nodes or (NodeConfig("a"), NodeConfig("b")), **more)
 
 
-def plan_of(config: ClusterConfig, **more: Any) -> LaunchPlan:
-    return make_plan(config, **{"run_id": "r1", "code_digest": "c0de" * 16, "token": TOKEN, **more})
+def plan_of(config: ClusterConfig, *, serve_only: bool = False, **more: Any) -> LaunchPlan:
+    resolved = resolve_serving(config) if serve_only else resolve_run(config)
+    return make_plan(resolved, **{"run_id": "r1", "code_digest": "c0de" * 16, "token": TOKEN, **more})
 
 
 def parts_folder(folder: Path, num_parts: int) -> PartitionFiles:

@@ -187,7 +187,7 @@ def test_partition_with_a_config_takes_graph_and_folder_from_it(
     assert ("--num-parts" in seen[0]) == (what == "make")
 
 
-def test_dry_run_of_64_hosts_costs_about_a_second_and_imports_no_ssh(tmp_path: Path) -> None:
+def test_dry_run_of_64_hosts_takes_little_time_and_imports_no_ssh(tmp_path: Path) -> None:
     nodes = "".join(f"  - {{host: gpu{k}.example.org, devices: [0, 1, 2, 3]}}\n" for k in range(64))
     config = tmp_path / "big.yml"
     config.write_text(f"nodes:\n{nodes}data: {{dataset: ogbn-products, folder: parts}}\n")
@@ -202,4 +202,4 @@ def test_dry_run_of_64_hosts_costs_about_a_second_and_imports_no_ssh(tmp_path: P
     assert done.stderr.strip() == "0 set()"
     assert "gpu63.example.org" in done.stdout
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used < 2.5, "seconds of processor time: 0.8 to 1 here, and some machines are slower"
+    assert used < 6, "seconds of processor time: 0.5 to 1 here; other machines are slower, or busy"

@@ -9,7 +9,7 @@ import pytest
 
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config, to_yaml
-from launcher.config.roles import carried_out
+from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
 from launcher.files import CODE_ROOT
@@ -117,17 +117,17 @@ def test_the_file_of_a_serving_cluster_serves_its_runs_too(tmp_path: Path) -> No
     """With --serving, what the file says of parts was said to `gnnfleet serve`."""
     text = SERVERS + "data: {dataset: synthetic, num_parts: 4, replicas: 2, folder: p}\n"
     config = load(tmp_path, text, ["data.serving=products"])
-    run = carried_out(config)
+    run = resolve_run(config)
     assert [node.host for node in run.nodes] == ["c"] and not run.makes_parts and run.num_parts == 0
     (tmp_path / "kept").mkdir()
     kept = load(tmp_path / "kept", to_yaml(run))
-    assert carried_out(kept).nodes == run.nodes and kept.data.serving == "products"
+    assert resolve_run(kept).nodes == run.nodes and kept.data.serving == "products"
 
 
 def test_a_run_that_attaches_needs_no_dataset_and_may_be_clients_alone(tmp_path: Path) -> None:
     text = "nodes:\n  - {host: a, role: client}\n  - b\ndata: {serving: products}\n"
     config = load(tmp_path, text + "run: {on_client_loss: go-on}\n")
-    assert config.data.dataset == "" and {node.role for node in carried_out(config).nodes} == {"client"}
+    assert config.data.dataset == "" and {node.role for node in resolve_run(config).nodes} == {"client"}
 
 
 def test_filters_go_by_what_trains(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def targets(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     assert main.run([*words, "--json"]) == 0
-    return [node["target"] for node in json.loads(capsys.readouterr().out)["nodes"]]
+    return [node["login"]["host"] for node in json.loads(capsys.readouterr().out)["nodes"]]
 
 
 def test_every_command_takes_them(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,7 +186,7 @@ def test_an_own_command_without_metrics_is_detached_once_all_ranks_run(tmp_path:
     started = event("process-start", name="rank0", rank=0, pid=9)
     node = FakeNode(0, [state(), started, threading.Event()])
     before = time.monotonic()
-    followed = Scene(tmp_path, node, leave_when_trained=True, own_command=True, starts={0: lambda: None}).follow()
+    followed = Scene(tmp_path, node, leave_when_trained=True, own_command=("true",), starts={0: lambda: None}).follow()
     assert followed.detached == "trained" and time.monotonic() - before > 0.2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from golden_kit import GOLDEN, check_messages
+from golden_kit import GOLDEN, check_messages, check_text
 from launcher.cli.launch_compat import imported
 from launcher.cli.main import run
 from launcher.config.loader import load_config
@@ -40,9 +39,7 @@ def test_import_writes_what_the_file_means(
     written = imported(options, case)
     golden = case / "cluster.yml"
     told = "".join(f"# own command: {word}\n" for word in options.own_command)
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(told + written)
-    assert told + written == golden.read_text()
+    check_text(golden, told + written)
     assert load_config(golden) == read_config(options)
     elsewhere = tmp_path / "cluster.yml"
     elsewhere.write_text(imported(options, tmp_path))

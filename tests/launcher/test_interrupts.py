@@ -215,7 +215,7 @@ def test_a_question_stands_below_the_live_view(terminal: Terminal, tmp_path: Pat
 
 PROGRAM = """
 import signal, sys, time
-from launcher.interrupts import Interrupts
+from launcher.run.interrupts import Interrupts
 interrupts = Interrupts()
 interrupts.last_words = "what may still run"
 with interrupts:

@@ -18,7 +18,7 @@ from rich.console import Console
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
 from golden_kit import check_lines
 from launcher.command import Command
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
 from launcher.report.ending import Followed
 from launcher.report.events import EventLog
@@ -163,7 +163,7 @@ def left(folder: Path, why: str) -> str:
     console = Console(file=io.StringIO(), width=200)
     scene = Scene(folder, FakeNode(0))
     going = Going(scene.plan, {}, RunConfig(), folder, 0.0, View(console), EventLog(folder / "e.jsonl"))
-    board = Board.of(scene.plan, 10)
+    board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
         left_alone(going, Followed(detached=why), board)  # type: ignore[arg-type]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from launcher.config.schema import TrainConfig
 from launcher.plan.model import LaunchPlan, Login
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board
@@ -31,7 +33,7 @@ def plan_of(nodes: int, ranks: int) -> LaunchPlan:
                 }
             )
         )
-    return make_launch(made)
+    return replace(make_launch(made), train=TrainConfig(epochs=10))
 
 
 def step(rank: int, number: int = 16, **more: Any) -> dict[str, Any]:
@@ -40,7 +42,7 @@ def step(rank: int, number: int = 16, **more: Any) -> dict[str, Any]:
 
 
 def board_of(nodes: int, ranks: int, **more: Any) -> Board:
-    board = Board.of(plan_of(nodes, ranks), epochs=10, **more)
+    board = Board.of(plan_of(nodes, ranks), **more)
     for k in range(nodes):
         board.state(k, {"state": "training"})
     for rank in range(nodes * ranks):
@@ -100,7 +102,7 @@ def test_a_node_without_heartbeat_is_called_silent_with_how_long() -> None:
 
 
 def test_the_time_left_follows_from_the_pace_so_far() -> None:
-    board = Board.of(plan_of(1, 1), epochs=10)
+    board = Board.of(plan_of(1, 1))
     board.metric(step(0, 49, epoch=1))
     assert "left" not in shown(board)[0]
     assert board._first is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.loader import load_config
+from launcher.config.resolve import resolve_run
 from launcher.plan.build import offline_plan
 from launching import REPOSITORY, Launched, launch, local_config
 
@@ -62,7 +63,7 @@ def own_script_run(tmp_path_factory, local_workdirs, private_tmux):
         patch.chdir(folder)  # where the config's relative paths begin
         yield (
             json.loads((done.run_dir / "run.json").read_text())["plan"],
-            offline_plan(load_config(config), done.run_dir.name, words),
+            offline_plan(resolve_run(load_config(config)), done.run_dir.name, words),
         )
 
 

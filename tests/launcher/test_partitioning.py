@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from launcher.command import Command
+from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.partition import PartitionFailed, partition_command, run_partitioner
+from launcher.plan.partition import PartitionFailed, partitioning, run_partitioner
 
 
 def partitioner(code: str) -> tuple[str, str]:
@@ -56,5 +57,5 @@ def test_a_failure_without_a_message_points_to_the_output() -> None:
 def test_the_partitioner_is_told_what_its_method_uses(how: dict[str, Any], words: str) -> None:
     data = DataConfig("synthetic", folder="/parts", partition=PartitionConfig(**how))
     config = ClusterConfig((NodeConfig("a"), NodeConfig("b")), data, TrainConfig(fanouts=(7, -1)))
-    argv = partition_command(config).argv
+    argv = partitioning(resolve_run(config)).command.argv
     assert " ".join(argv[1:]) == f"-m trainer partition make --dataset synthetic --num-parts 2 {words} --out /parts"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import cProfile
 import dataclasses
 import io
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from golden_kit import GOLDEN, check_text
 from launcher.command import Command, render
 from launcher.config.loader import load_config
 from launcher.config.roles import part_block
 from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
 from launcher.files import CODE_ROOT
 from launcher.plan.commands import train_flags
-from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan
 from launcher.plan.placement import interpreter
 from launcher.plan.ports import candidate_ports
@@ -33,9 +31,6 @@ from launcher.plan.render import print_placement, print_plan
 from launcher.plan.serialize import to_json
 from launcher.run.tmux_session import how_to_stop
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
-
-GOLDEN = Path(__file__).parent / "golden"
-
 
 # Golden plans
 
@@ -55,7 +50,6 @@ GOLDEN_CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", GOLDEN_CASES)
 def test_golden_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """UPDATE_GOLDEN=1 writes them anew; read the difference before committing it."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "helpers").mkdir()
     for file in ("train.py", "conf.json", "helpers/util.py"):
@@ -68,10 +62,7 @@ def test_golden_plans(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     plan = plan_of(load_config(config_file), manifest=manifest, cwd=tmp_path, **case)
     text = to_json(plan).replace(str(tmp_path), "HERE").replace(sys.executable, "PYTHON")
     found = _without_code(json.loads(text.replace(str(CODE_ROOT), "ROOT")))
-    golden = GOLDEN / f"{name}.json"
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(json.dumps(found, indent=1) + "\n")
-    assert found == json.loads(golden.read_text())
+    check_text(GOLDEN / f"{name}.json", json.dumps(found, indent=1) + "\n")
 
 
 def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
@@ -96,7 +87,7 @@ def _without_code(plan: dict[str, Any]) -> dict[str, Any]:
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(words=st.lists(WORDS, max_size=5), value=WORDS)
 def test_quoting_survives_bash(words: list[str], value: str) -> None:
     words = [word for word in words if not word.startswith("~/")]  # those are for the shell to expand
@@ -345,37 +336,6 @@ def test_templates_make_plans(template: Path) -> None:
     plan = plan_of(config)
     assert plan.world_size == sum(len(node.ranks) for node in plan.nodes) >= 2
     assert not plan.final and plan.notes
-
-
-def test_dry_plan_of_64_hosts_grows_with_them_and_opens_no_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a socket was opened")
-
-    monkeypatch.setattr(socket, "socket", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    config_file, digest, calls = tmp_path / "c.yml", code_digest(), []
-    for count in (8, 16, 64):  # the first has Python import what it needs
-        hosts = "".join(f"  - host: gnn{k}\n    devices: [0, 1]\n" for k in range(count))
-        config_file.write_text(f"nodes:\n{hosts}data: {{dataset: synthetic}}\n")
-        with cProfile.Profile() as profile:
-            plan = plan_of(load_config(config_file), code_digest=digest)
-            print_plan(plan, Console(file=io.StringIO()))
-            text = to_json(plan)
-        calls.append(sum(entry.callcount for entry in profile.getstats()))
-        assert plan.world_size == 2 * count and f"gnn{count - 1}" in text
-    assert calls[2] < 4.4 * calls[1]
-
-
-def test_ten_times_the_hosts_take_no_more_than_ten_times_the_work() -> None:
-    calls = []
-    for hosts in (100, 1000):
-        config, profile = cluster(*(NodeConfig(f"h{k}") for k in range(hosts))), cProfile.Profile()
-        plan = profile.runcall(plan_of, config)
-        assert len(plan.nodes) == hosts
-        calls.append(sum(entry.callcount for entry in profile.getstats()))
-    assert calls[1] < 11 * calls[0]
 
 
 def test_the_same_input_gives_the_same_plan() -> None:

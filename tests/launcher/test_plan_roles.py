@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import re
 from collections.abc import Mapping
 from itertools import chain
@@ -17,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from golden_kit import GOLDEN, check_text
 from launcher.cli import main
 from launcher.command import Secret
-from launcher.config.roles import Standing, carried_out, holdings, left_out
+from launcher.config.resolve import resolve_run, resolve_serving
+from launcher.config.roles import holdings
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
-from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.model import LaunchPlan, NodePlan, Standing
 from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import base_memory, batch_memory
@@ -30,7 +31,6 @@ from launcher.preflight.finding import GraphSize
 from launcher.run.live_state import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 
-GOLDEN = Path(__file__).parent / "golden"
 ROLES = st.lists(st.sampled_from(["worker", "server", "client"]), min_size=1, max_size=7)
 
 
@@ -169,7 +169,7 @@ def test_workers_serve_where_a_file_has_no_servers() -> None:
     config = cluster(NodeConfig("a", devices=(0, 1)), NodeConfig("b", procs=2))
     plan = plan_of(config, serve_only=True)
     assert [(node.role, node.devices, node.nproc) for node in plan.nodes] == [("server", (), 0)] * 2
-    assert carried_out(carried_out(config, serve_only=True), serve_only=True) == carried_out(config, serve_only=True)
+    assert resolve_serving(resolve_serving(config)) == resolve_serving(config)
 
 
 def test_one_server_is_a_serving_cluster() -> None:
@@ -204,8 +204,9 @@ def test_an_attached_run_partitions_nothing_and_sends_no_parts() -> None:
     ]
     described = file_of(plan.nodes[0], "cluster.json")["serving"]
     assert described["name"] == "products" and described["servers"][1]["endpoint"] == "tcp://10.1.0.2:29601"
-    assert left_out(config) == "h0 left out: the graph is served by `products`"
-    assert carried_out(carried_out(config)) == carried_out(config) and left_out(carried_out(config)) == ""
+    resolved = resolve_run(config)
+    assert resolved.left_out == plan.notes[0] == "h0 left out: the graph is served by `products`"
+    assert resolve_run(resolved) == dataclasses.replace(resolved, left_out="")
 
 
 def test_one_client_alone_can_attach(tmp_path: Path) -> None:
@@ -260,7 +261,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 
 
 def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
-    """UPDATE_GOLDEN=1 writes the tables anew; sizes of our own code are left out."""
+    """Sizes of our own code are left out."""
     from launcher.config.loader import load_config
 
     blocks = []
@@ -273,10 +274,7 @@ def test_dry_run_shows_who_serves_what(tmp_path: Path) -> None:
         table = [line.rpartition("  ")[0].rstrip() for line in lines if re.match(r"  node\d*  ", line)]
         notes = [line for line in lines if line.startswith("  note")]
         blocks.append("\n".join([head, *notes, *table]))
-    golden = GOLDEN / "who_serves_what.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text("\n\n".join(blocks) + "\n")
-    assert "\n\n".join(blocks) + "\n" == golden.read_text()
+    check_text(GOLDEN / "who_serves_what.txt", "\n\n".join(blocks) + "\n")
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from launcher.command import Command, Secret
+from launcher.config.resolve import resolve_run
 from launcher.config.schema import NodeConfig
 from launcher.errors import FleetError
+from launcher.plan.build import final_plan
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.plan.serialize import read_run, run_json, to_json, with_run_file
+from launcher.plan.serialize import read_run, run_json, to_json
 from plan_kit import TOKEN, cluster, facts_of, plan_of
 
 
@@ -42,11 +44,23 @@ def test_round_trip(nodes: int) -> None:
 
 
 def test_every_node_gets_the_same_file() -> None:
-    plan = with_run_file(plan_of(cluster(), facts=facts_of(2)))
+    plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
     sent = [file for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/run.json"]
     assert len(sent) == 2 and {file.content for file in sent} == {run_json(plan)}
     assert all(file.bytes == len(file.content) and file.sha256 and oct(file.mode) == "0o600" for file in sent)
     assert [len(node.files) for node in plan.nodes] == [len(node.files) for node in plan_of(cluster()).nodes]
+
+
+def test_all_nodes_get_the_same_service_key_and_it_never_shows() -> None:
+    plan = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2))
+    one, two = (
+        file.content for node in plan.nodes for file in node.files if file.dest == f"{node.run_dir}/service.key"
+    )
+    assert isinstance(one, Secret) and one == two
+    pair = json.loads(one.reveal())
+    assert set(pair) == {"public", "secret"} and pair["secret"] not in repr(plan) + to_json(plan) + run_json(plan)
+    given = final_plan(resolve_run(cluster()), run_id="r1", facts=facts_of(2), service_key=Secret("the cluster's"))
+    assert "the cluster's" in [file.content for file in given.nodes[0].files]
 
 
 @pytest.mark.parametrize(
@@ -56,15 +70,15 @@ def test_every_node_gets_the_same_file() -> None:
         ("[]", "run.json is damaged"),
         (
             '{"format": "gnnfleet-run", "version": 1}',
-            "format gnnfleet-run version 1; this program reads gnnfleet-run 2",
+            "format gnnfleet-run version 1; this program reads gnnfleet-run 3",
         ),
-        ('{"format": "gnnfleet-run", "version": 2}', "run.json is damaged: Expected `object`, got `null`"),
-        ('{"format": "gnnfleet-run", "version": 2, "plan": {}}', "damaged: Object missing required field `run_id`"),
+        ('{"format": "gnnfleet-run", "version": 3}', "run.json is damaged: Expected `object`, got `null`"),
+        ('{"format": "gnnfleet-run", "version": 3, "plan": {}}', "damaged: Object missing required field `run_id`"),
         (
-            '{"format": "gnnfleet-run", "version": 2, "plan": {"run_id": 1}}',
+            '{"format": "gnnfleet-run", "version": 3, "plan": {"run_id": 1}}',
             "Expected `str`, got `int`",
         ),
-        ('{"format": "gnnfleet-run", "version": 2, "packed": "AAAA"}', "run.json is damaged"),
+        ('{"format": "gnnfleet-run", "version": 3, "packed": "AAAA"}', "run.json is damaged"),
     ],
 )
 def test_what_is_no_run_file_is_said(text: str, words: str) -> None:
@@ -100,7 +114,8 @@ def test_single_node_meets_nobody() -> None:
 
 
 def test_what_is_printed_and_what_is_kept_are_the_same_plan() -> None:
-    plan = with_run_file(plan_of(cluster(*(NodeConfig(f"h{k}") for k in range(3))), facts=facts_of(3)))
+    config = resolve_run(cluster(*(NodeConfig(f"h{k}") for k in range(3))))
+    plan = final_plan(config, run_id="r1", facts=facts_of(3))
     printed, kept = json.loads(to_json(plan)), json.loads(run_json(plan))["plan"]
     assert all(node["files"] for node in printed["nodes"])
     for node in printed["nodes"]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import cProfile
 import hashlib
+import io
 import pstats
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
 from launcher.plan import model
 from launcher.plan.files import code_files
 from launcher.plan.model import LaunchPlan
+from launcher.plan.render import print_plan
+from launcher.plan.serialize import to_json
 from plan_kit import facts_of, parts_folder, plan_of
 
 
@@ -41,7 +45,9 @@ def calls(folder: Path, nodes: int) -> int:
     facts, path = facts_of(nodes), config_of(folder, nodes)
     profile = cProfile.Profile()
     profile.enable()
-    plan_of(filtered(load_config(path), (), ["n0002", "n*:1"]), facts=facts, manifest=manifest)
+    plan = plan_of(filtered(load_config(path), (), ["n0002", "n*:1"]), facts=facts, manifest=manifest)
+    print_plan(plan, Console(file=io.StringIO()))
+    to_json(plan)
     profile.disable()
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 

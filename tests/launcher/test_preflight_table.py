@@ -1,33 +1,23 @@
-"""The table of findings as a person sees it, and every message in it; ``UPDATE_GOLDEN=1`` writes both anew."""
+"""The table of findings as a person sees it, and every message in it."""
 
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from findings_kit import GB, cluster, found, gpu, report_of, survey_of, versions, with_gpus
+from golden_kit import GOLDEN, check_text
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.preflight.finding import Survey
 from launcher.preflight.preflight_report import finding_lines, node_ranges, print_findings
 from launcher.text import UNBOUNDED
 
-GOLDEN = Path(__file__).parent / "golden"
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}
 UNSEEN = {"pid": 78, "memory": 300, "command": "[Not Found]", "user": "", "since": 0}
 HELD = "held by run r7 of bob since 2026-11-21 12:03:11 UTC (pid 9)"
 LEASE = {"resource": "cuda:0", "run_id": "r7", "words": HELD}
-
-
-def golden(name: str, text: str) -> None:
-    """What is said must be what stands in the file."""
-    path = GOLDEN / name
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text)
-    assert text == path.read_text(), f"{name} reads otherwise; UPDATE_GOLDEN=1 writes it anew"
 
 
 def table_of(survey: Survey, width: int) -> str:
@@ -50,7 +40,7 @@ def big_cluster(**more: Any) -> Survey:
 
 def test_sixty_four_nodes_with_five_odd_ones_at_80_columns() -> None:
     table = table_of(big_cluster(code_digest="3fa9c1d2"), 80)
-    golden("preflight_table.txt", table)
+    check_text(GOLDEN / "preflight_table.txt", table)
     rows, _, advice = table.partition("Worth a look:")
     assert max(map(len, rows.splitlines())) <= 80 and len(rows.splitlines()) < 45
     assert rows.rstrip().splitlines()[-1].lstrip().startswith(("block", "1.0 GB"))  # blocking rows last
@@ -170,4 +160,4 @@ def replaced_procs(case: tuple[ClusterConfig, dict[int, Any]]) -> tuple[ClusterC
 
 
 def test_every_message() -> None:
-    golden("messages_preflight.txt", "\n".join(messages()) + "\n")
+    check_text(GOLDEN / "messages_preflight.txt", "\n".join(messages()) + "\n")

@@ -11,31 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.node import procs
-from launcher.plan.build import with_service_key
-from launcher.plan.serialize import to_json
 from launching import own_ports
-from run_kit import make_launch, make_node, make_parts
+from run_kit import make_parts
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_all_nodes_get_the_same_service_key_and_it_never_shows(tmp_path: Path) -> None:
-    from launcher.plan.model import PlannedFile
-
-    nodes = [make_node(tmp_path, k, []) for k in range(2)]
-    keys = [PlannedFile(f"{node.run_dir}/service.key", 0, mode=0o600, secret=True) for node in nodes]
-    nodes = [replace(node, files=(key,)) for node, key in zip(nodes, keys, strict=True)]
-    plan = with_service_key(replace(make_launch(nodes), encrypted=True))
-    one, two = (node.files[0].content for node in plan.nodes)
-    assert one == two and set(json.loads(one)) == {"public", "secret"}
-    assert json.loads(one)["secret"] not in repr(plan) + to_json(plan)
 
 
 # Real processes: launch.py, tmux, torch.distributed.run and an own script on two ranks of one node.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launching import Launched
 from node_kit import wait_until
 from serving_kit import ServingKit
 
@@ -59,19 +60,15 @@ def test_what_serves_goes_on_as_it_is(kit: ServingKit, toy: str) -> None:
     assert kit.state(toy, 0)["pid"] == before
 
 
-@pytest.mark.slow
-def test_two_runs_one_after_the_other(kit: ServingKit, toy: str) -> None:
-    """Each is let in by a key of its own, which is gone afterwards; their losses are the same."""
-    kit.training("one", toy)
-    kit.training("two", toy, clients=1)
-    curves = []
-    for name in ("one", "two"):
-        told = kit.gnnfleet("--config", f"{name}.yml", "--run-id", f"run-{name}")
-        assert told.status == 0, told.err + told.out
-        assert "attached to serving cluster toy: 2 servers, 2 parts" in told.out
-        assert guests(kit) == []
-        curves.append(losses(kit.folder / "runs" / f"run-{name}"))
-    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
+    """Its losses are those of a run that has the graph itself."""
+    kit.training("one", toy, clients=1)
+    told = kit.gnnfleet("--config", "one.yml", "--run-id", "run-one")
+    assert told.status == 0, told.err + told.out
+    assert "attached to serving cluster toy: 2 servers, 2 parts" in told.out
+    assert guests(kit) == []
+    expected = [loss for epoch in (1, 2) for loss in local_runs["one"].step_losses(epoch)]
+    assert losses(kit.folder / "runs/run-one") == pytest.approx(expected, rel=1e-4)
     assert kit.gnnfleet("serve", "status", "toy", "--json").json["exit_status"] == 0
 
 

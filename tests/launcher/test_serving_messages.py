@@ -13,6 +13,7 @@ from rich.console import Console
 
 from golden_kit import check_messages
 from launcher.cli.main import run
+from launcher.config.resolve import ResolvedConfig, resolve_serving
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
 from launcher.plan.build import make_plan
@@ -39,12 +40,13 @@ STATS = {
 }  # fmt: skip
 
 
-def config(*hosts: str, **data: Any) -> ClusterConfig:
-    return ClusterConfig(tuple(NodeConfig(host, role="server") for host in hosts), DataConfig("synthetic", **data))
+def config(*hosts: str, **data: Any) -> ResolvedConfig:
+    nodes = tuple(NodeConfig(host, role="server") for host in hosts)
+    return resolve_serving(ClusterConfig(nodes, DataConfig("synthetic", **data)))
 
 
-def planned(wanted: ClusterConfig) -> LaunchPlan:
-    return make_plan(wanted, run_id="products", code_digest="abc", serve_only=True)
+def planned(wanted: ResolvedConfig) -> LaunchPlan:
+    return make_plan(wanted, run_id="products", code_digest="abc")
 
 
 def there(plan: LaunchPlan, k: int, stats: dict[str, Any] | None = None, **view: Any) -> NodeThere:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from launcher.config.resolve import resolve_serving
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan, Login
-from launcher.serving.membership import Standings, only_holders, roster_of, shares, too_few, wanted_cluster
+from launcher.serving.membership import Standings, only_holders, roster_of, shares, too_few
 from launcher.serving.serve import _few_copies
 
 
@@ -20,23 +21,23 @@ def config(*hosts: str, role: str = "server", **data: object) -> ClusterConfig:
 
 
 def served(wanted: ClusterConfig) -> LaunchPlan:
-    return make_plan(wanted, run_id="products", code_digest="abc", serve_only=True)
+    return make_plan(resolve_serving(wanted), run_id="products", code_digest="abc")
 
 
 def test_servers_serve_and_where_there_are_none_the_workers_do() -> None:
     mixed = config("g1", "g2")
     mixed = replace(mixed, nodes=(*mixed.nodes, NodeConfig("w1", devices=(0,)), NodeConfig("c1", role="client")))
-    assert [node.host for node in wanted_cluster(mixed).nodes] == ["g1", "g2"]
+    assert [node.host for node in resolve_serving(mixed).nodes] == ["g1", "g2"]
     workers = replace(mixed, nodes=mixed.nodes[2:])
-    (only,) = wanted_cluster(workers).nodes
+    (only,) = resolve_serving(workers).nodes
     assert (only.host, only.role, only.devices) == ("w1", "server", ())
 
 
 def test_who_cannot_serve_is_told_why() -> None:
     with pytest.raises(UsageError, match="every node is a client; give the hosts of the graph `role: server`"):
-        wanted_cluster(config("c1", role="client"))
+        resolve_serving(config("c1", role="client"))
     with pytest.raises(UsageError, match="attaches to serving cluster products, and one that serves holds"):
-        wanted_cluster(config("g1", serving="products"))
+        resolve_serving(config("g1", serving="products"))
 
 
 def test_nodes_keep_their_numbers_when_the_file_is_reordered() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.config.resolve import resolve_serving
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
 from launcher.plan.build import make_plan
@@ -23,7 +24,7 @@ from launcher.transport.base import Transport
 def plan(tmp_path: Path) -> LaunchPlan:
     nodes = tuple(NodeConfig("localhost", workdir=str(tmp_path / f"node{k}"), role="server") for k in range(2))
     config = ClusterConfig(nodes, DataConfig("synthetic"), transport="local")
-    return make_plan(config, run_id="products", code_digest="abc", serve_only=True)
+    return make_plan(resolve_serving(config), run_id="products", code_digest="abc")
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
         sys.path[:0] = {[str(Path(__file__).parents[2]), str(Path(__file__).parent)]!r}
         from pathlib import Path
         from run_kit import sync_plan
-        from launcher.sync import sync
+        from launcher.sync.push import sync
         from launcher.transport.local import LocalTransport
         class Slow(LocalTransport):
             def upload(self, source, dest, *, offset=0, on_bytes=None):

@@ -168,12 +168,15 @@ def test_rounded_rows_and_precision_are_flags_where_they_are_asked_for(tmp_path:
     text = "nodes: [a, b]\ndata: {{dataset: synthetic{}}}\n{}\n"
     file.write_text(text.format(", partition: {rows: float16}", "train: {precision: bfloat16}"))
     plan = plan_of(load_config(file))
-    assert plan.partition is not None and plan.partition.argv[plan.partition.argv.index("--rows") + 1] == "float16"
+    assert (
+        plan.partition is not None
+        and plan.partition.command.argv[plan.partition.command.argv.index("--rows") + 1] == "float16"
+    )
     trainer = plan.nodes[0].trainer
     assert trainer is not None and "--precision bfloat16" in " ".join(trainer.argv)
     file.write_text(text.format("", ""))
     plan = plan_of(load_config(file))
-    assert plan.partition is not None and "--rows" not in plan.partition.argv
+    assert plan.partition is not None and "--rows" not in plan.partition.graph
 
 
 def test_a_node_of_mode_verify_tells_whether_it_sees_the_edges_of_all_parts(tmp_path: Path) -> None:

@@ -1,16 +1,14 @@
-"""Every sentence that these findings can say, in a file to be read aloud; ``UPDATE_GOLDEN=1`` rewrites it."""
+"""Every sentence that these findings can say, in a file to be read aloud."""
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
+from golden_kit import GOLDEN, check_text
 from launcher.node.supervisor.stacks import _STOPPED, folded, summary
 from launcher.node.supervisor.vitals import Vitals
 from vitals_kit import LABELS, Cluster, pace
-
-GOLDEN = Path(__file__).with_name("golden") / "messages_vitals.txt"
 
 
 def stalls() -> list[str]:
@@ -65,7 +63,7 @@ def places() -> list[str]:
         "Current thread 0x00007f0000000001 (most recent call first):",
         f'  File "{torch}/distributed/distributed_c10d.py", line 2501 in all_reduce',
         f'  File "{torch}/distributed/c10d_logger.py", line 81 in wrapper',
-        '  File "/home/ann/gnnfleet/code/c0de/trainer/ranks.py", line 105 in sum',
+        '  File "/home/ann/gnnfleet/code/c0de/trainer/core/ranks.py", line 105 in sum',
     ]
     loading = ["Current thread 0x01 (most recent call first):", '  File "/home/ann/run/files/data.py", line 17 in load']
     roots = ("/home/ann/gnnfleet/code/c0de/", "/home/ann/run/files/")
@@ -76,6 +74,4 @@ def places() -> list[str]:
 
 def test_golden_messages(tmp_path: Path) -> None:
     text = "".join(f"{line}\n" for line in [*stalls(), *stragglers(), *lost_losses(tmp_path), *places()])
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.write_text(text)
-    assert GOLDEN.read_text() == text
+    check_text(GOLDEN / "messages_vitals.txt", text)

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, empty, graph, odd, ring, skewed, star
+from launcher.config.resolve import resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
-from launcher.plan.partition import partition_command
+from launcher.plan.partition import partitioning
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.data.dataset import Dataset, EdgeData, NodeData
@@ -244,10 +245,10 @@ def test_what_the_launcher_says_is_understood(monkeypatch):
     monkeypatch.setattr("trainer.partition.cli.make_partition", lambda spec, say: made.append(spec))
     how = PartitionConfig(method="frequency", balance="types", clusters=3, seed=2)
     config = ClusterConfig((NodeConfig("a"),), DataConfig("synthetic", partition=how), TrainConfig(fanouts=(7, -1)))
-    result = CliRunner().invoke(partition, partition_command(config).argv[4:])
+    result = CliRunner().invoke(partition, partitioning(resolve_run(config)).command.argv[4:])
     assert result.exit_code == 0, result.output
     assert (made[0].method, made[0].balance, made[0].clusters, made[0].seed) == ("frequency", "types", 3, 2)
-    assert made[0].told()["fanouts"] == [7, -1]
+    assert made[0].method_record()["fanouts"] == [7, -1]
 
 
 # Real data

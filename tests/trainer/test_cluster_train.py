@@ -124,7 +124,9 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
     endless = {"epochs": 100_000, "eval_every": 0, "checkpoint_every": 0}
     with two_nodes(tmp_path / "nodes") as nodes:
         remote = RemoteAccess(server_wait=3.0)
-        processes = start(nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), reach=remote))])
+        processes = start(
+            nodes, lambda node: [command_line(replace(node.job(tmp_path, **endless), remote_access=remote))]
+        )
         until = time.monotonic() + 60
         while not (log := tmp_path / "metrics-rank0.jsonl").exists() or '"kind": "epoch"' not in log.read_text():
             assert time.monotonic() < until, "the run did not get going"

@@ -36,7 +36,7 @@ class Desk:
     def ask(self, client, peer=None, size=0):
         self._last_id += 1
         job = ScheduledRequest(peer_of(client if peer is None else peer), self._last_id, None, named(client), size)
-        return self.desk.arrive(job)
+        return self.desk.submit(job)
 
     def next(self):
         return self.desk.next(NOW)
@@ -116,7 +116,7 @@ def test_a_client_with_more_connections_gets_no_more() -> None:
         job = desk.make(500)
         desk.take(job)
         served[job.client.number] += 1
-        desk.desk.arrive(ScheduledRequest(job.peer, 10_000 + job.request_id, None, job.client))
+        desk.desk.submit(ScheduledRequest(job.peer, 10_000 + job.request_id, None, job.client))
     assert abs(served[1] - served[2]) <= 4
 
 
@@ -298,7 +298,7 @@ def test_queues_are_limited() -> None:
     assert desk.ask(2) is None
     assert desk.ask(2, size=100 << 20) is not None
     assert "as another client" in desk.ask(3, peer=2)
-    beside = [desk.desk.arrive(ScheduledRequest(b"p", k, None)) for k in range(MAX_QUEUED + 1)]
+    beside = [desk.desk.submit(ScheduledRequest(b"p", k, None)) for k in range(MAX_QUEUED + 1)]
     assert beside[:-1] == [None] * MAX_QUEUED and "wait already" in beside[-1]
 
 
@@ -317,7 +317,7 @@ def test_other_requests_and_batches_take_turns() -> None:
     desk.teach(1, 100)
     for number in range(4):
         desk.ask(1)
-        desk.desk.arrive(ScheduledRequest(b"p%d" % (number % 2), number, None))
+        desk.desk.submit(ScheduledRequest(b"p%d" % (number % 2), number, None))
     order = [job.client is None for job in iter(desk.next, None)]
     assert order in ([True, False] * 4, [False, True] * 4)
     assert {b"p0", b"p1"} < set(desk.desk.peers())
@@ -354,7 +354,7 @@ def test_no_wakeup_is_lost() -> None:
         worker.start()
     for number in range(600):
         until = time.monotonic() + 5
-        while desk.arrive(ScheduledRequest(b"p%d" % (number % 9), number, None, named(number % 3))):
+        while desk.submit(ScheduledRequest(b"p%d" % (number % 9), number, None, named(number % 3))):
             assert time.monotonic() < until
             time.sleep(0.001)
     until = time.monotonic() + 10

@@ -219,7 +219,7 @@ def test_refusals_of_typed_graphs(what):
 
 
 def test_data_of_another_kind_is_refused():
-    with pytest.raises(SettingsError, match=r"not str; open it first: trainer.open\('parts'\)"):
+    with pytest.raises(SettingsError, match=r"not str; open it first: gnnfleet.open\('parts'\)"):
         DistNeighborLoader("parts", [2])
     with pytest.raises(SettingsError, match="attrs limits what travels between hosts"):
         DistNeighborLoader(homo_data(), [2], attrs=["x"])

@@ -129,7 +129,7 @@ def recorded_of(*ranks: list[dict[str, Any]]) -> RunTimes:
     for k, lines in enumerate(ranks):
         found[k] = RankLines(k, node=k)
         for line in lines:
-            found[k].take(line)
+            found[k].add(line)
     record = record_of(found)
     assert record is not None
     return record

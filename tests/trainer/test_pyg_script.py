@@ -177,19 +177,19 @@ LINKS = """
 SCRIPTS = {
     "nodes": (
         NODES, "from torch_geometric.loader import NeighborLoader",
-        "import trainer\nfrom trainer import DistNeighborLoader as NeighborLoader", 0.85,
+        "import gnnfleet as gf\nfrom gnnfleet import DistNeighborLoader as NeighborLoader", 0.85,
     ),
     "hetero": (
         HETERO, "from torch_geometric.loader import NeighborLoader",
-        "import trainer\nfrom trainer import DistNeighborLoader as NeighborLoader", 0.85,
+        "import gnnfleet as gf\nfrom gnnfleet import DistNeighborLoader as NeighborLoader", 0.85,
     ),
     "links": (
         LINKS, "from torch_geometric.loader import LinkNeighborLoader",
-        "import trainer\nfrom trainer import DistLinkNeighborLoader as LinkNeighborLoader", 0.65,
+        "import gnnfleet as gf\nfrom gnnfleet import DistLinkNeighborLoader as LinkNeighborLoader", 0.65,
     ),
 }  # fmt: skip
 DATA_LINE = 'data = torch.load("data.pt", weights_only=False)'
-FROM_PARTS = 'data = trainer.open("parts")'
+FROM_PARTS = 'data = gf.open("parts")'
 MODEL_LINE = "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)"
 #: What several ranks need with any loader: the first line before the data, the second after the model. The last layer
 #: of a heterogeneous model has weights for types that the loss does not reach, which torch wants to be told.

@@ -256,7 +256,7 @@ def test_a_folder_with_the_topology_of_other_parts_opens_and_one_without_says_wh
     assert list(store.parts) == [0] and list(store.topology) == [0, 1]
     assert "x" not in store.replicas[1].nodes["node"].attrs and "y" in store.replicas[1].nodes["node"].attrs
     with pytest.raises(PartitionError, match=r"parts \[1\] .* neither opened here nor served"):
-        open_graph(tmp_path, [0], reach=RemoteAccess(topology="replicated"))
+        open_graph(tmp_path, [0], remote_access=RemoteAccess(topology="replicated"))
     (tmp_path / "part1" / "nodes" / "node" / "attrs" / "y.npy").unlink()
     with pytest.raises(PartitionError, match="(?s)y.npy is missing.*--topology partitioned"):
         open_parts(tmp_path, [0], "replicated")

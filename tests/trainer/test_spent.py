@@ -193,7 +193,7 @@ def test_on_a_device_its_own_clock_gives_the_shares(monkeypatch: pytest.MonkeyPa
         clock.enter(Phase.OTHER)
 
     def shares() -> list[float]:
-        seconds = clock.take()
+        seconds = clock.pop_seconds()
         return [round(value / sum(seconds), 3) for value in seconds]
 
     step(3.0, 1.0)

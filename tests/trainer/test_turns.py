@@ -25,20 +25,20 @@ def test_connections_take_turns() -> None:
 def test_items_of_a_held_connection_wait_and_count_for_nothing() -> None:
     turns: FairQueue[int] = FairQueue()
     turns.push(b"a", 10)
-    turns.hold(b"a")
-    turns.hold(b"a")
+    turns.pause(b"a")
+    turns.pause(b"a")
     turns.push(b"a", 11)
     turns.push(b"b", 20)
     assert (len(turns), turns.of(b"a"), sorted(turns.peers())) == (1, 2, [b"a", b"b"])
     assert given(turns) == [20]
-    turns.let_go(b"a")
+    turns.resume(b"a")
     turns.push(b"a", 12)
     assert given(turns) == [10, 11, 12]
 
 
 def test_what_is_dropped_is_held_no_longer() -> None:
     turns: FairQueue[int] = FairQueue()
-    turns.hold(b"a")
+    turns.pause(b"a")
     turns.push(b"a", 10)
     turns.drop(b"a")
     turns.push(b"a", 11)
@@ -47,10 +47,10 @@ def test_what_is_dropped_is_held_no_longer() -> None:
 
 def test_threads_wait_for_items_that_are_let_go() -> None:
     turns: BlockingFairQueue[int] = BlockingFairQueue()
-    turns.hold(b"a")
+    turns.pause(b"a")
     turns.put(b"a", 10)
     assert len(turns) == 0 and turns.of(b"a") == 1
-    turns.let_go(b"a")
+    turns.resume(b"a")
     assert turns.get() == 10
     turns.close()
     assert turns.get() is None

@@ -127,7 +127,9 @@ def infer_words(item: InferJob) -> list[str]:
 
 def _places(item: TrainJob | InferJob) -> list[str]:
     words = ["--part-ids", ",".join(map(str, item.part_ids))] if item.part_ids else []
-    words += ["--cluster", str(item.cluster), "--server-wait", str(item.reach.server_wait)] if item.cluster else []
+    words += (
+        ["--cluster", str(item.cluster), "--server-wait", str(item.remote_access.server_wait)] if item.cluster else []
+    )
     return words + (["--key-file", str(item.key_file)] if item.key_file else [])
 
 

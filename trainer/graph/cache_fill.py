@@ -111,7 +111,7 @@ def cache_rows(
     if ranks.size != graph.layout.world_size:
         raise SettingsError(
             f"cache_rows: the graph is read by {graph.layout.world_size} ranks, but torch.distributed has"
-            f" {ranks.size}; call torch.distributed.init_process_group before trainer.open"
+            f" {ranks.size}; call torch.distributed.init_process_group before gnnfleet.open"
         )
     folder = Path(os.environ.get("GNNFLEET_RUN_DIR") or tempfile.gettempdir())
     node = f"{graph.ranks.node_rank} {graph.ranks.host}"

@@ -27,7 +27,7 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """``trainer.open``: see there."""
+    """``gnnfleet.open``: see there."""
     if path is not None:
         _check_path(path)
     ranks = this_process(environ)
@@ -37,7 +37,7 @@ def open_any(
         assert cluster is not None
         return open_client(
             read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
-            reach=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
+            remote_access=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
         )  # fmt: skip
     if path is None:
         _check_in_run(environ)
@@ -49,7 +49,7 @@ def open_any(
         part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
-        ranks=ranks, placed=placed, reach=RemoteAccess.from_env(environ),
+        ranks=ranks, placed=placed, remote_access=RemoteAccess.from_env(environ),
     )  # fmt: skip
 
 
@@ -108,13 +108,13 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
 def _check_path(path: Any) -> None:
     if not isinstance(path, (str, Path)):
         raise SettingsError(
-            f"trainer.open takes the path of a partition folder, not {type(path).__name__};"
+            f"gnnfleet.open takes the path of a partition folder, not {type(path).__name__};"
             " give Data, HeteroData or a (feature store, graph store) pair straight to the loader"
         )
     if Path(path).is_file():
         raise SettingsError(
             f"{path} is a file, not a partition folder. Partition the graph in it first, python -m trainer partition"
-            f" make --dataset file --source {path} --num-parts 2 --out parts, then trainer.open('parts')"
+            f" make --dataset file --source {path} --num-parts 2 --out parts, then gnnfleet.open('parts')"
         )
 
 

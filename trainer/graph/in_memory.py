@@ -116,9 +116,9 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
             )
         features, edges = data
         return graph_of(dataset_of_stores(features, edges, time_attr), (features, edges))
-    hint = f"; open it first: trainer.open({str(data)!r})" if isinstance(data, (str, Path)) else ""
+    hint = f"; open it first: gnnfleet.open({str(data)!r})" if isinstance(data, (str, Path)) else ""
     raise SettingsError(
-        "data: expected an opened graph (trainer.open), Data, HeteroData or (feature_store, graph_store),"
+        "data: expected an opened graph (gnnfleet.open), Data, HeteroData or (feature_store, graph_store),"
         f" not {type(data).__name__}{hint}"
     )
 

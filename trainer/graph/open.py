@@ -178,19 +178,23 @@ class Graph:
 def open_graph(
     parts: str | Path, part_ids: Sequence[int] | None = None, *, cluster_file: str | Path | None = None,
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
-    placed: RankLayout | None = None, reach: RemoteAccess | None = None,
+    placed: RankLayout | None = None, remote_access: RemoteAccess | None = None,
 ) -> Graph:  # fmt: skip
     """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
 
-    ``reach``: how to get at what is on the others.
+    ``remote_access``: how to get at what is on the others.
     Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
     differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
     """
-    reach = reach or RemoteAccess()
-    store = open_parts(parts, part_ids, reach.topology)
-    clients = _connect(store, cluster_file, node_rank, key_file, deadline, reach) if cluster_file else {}
+    remote_access = remote_access or RemoteAccess()
+    store = open_parts(parts, part_ids, remote_access.topology)
+    clients = _connect(store, cluster_file, node_rank, key_file, deadline, remote_access) if cluster_file else {}
     access = DistGraph(
-        LocalGraph(store), clients, server_wait=reach.server_wait, turn=node_rank, wire_rows=reach.wire_rows
+        LocalGraph(store),
+        clients,
+        server_wait=remote_access.server_wait,
+        turn=node_rank,
+        wire_rows=remote_access.wire_rows,
     )
     graph = Graph(store, access, clients, ranks or Ranks(), placed)
     try:
@@ -213,14 +217,14 @@ def _connect(
     node_rank: int,
     key_file: str | Path | None,
     deadline: float,
-    reach: RemoteAccess,
+    remote_access: RemoteAccess,
 ) -> dict[int, HostClient]:
     from trainer.service.cluster import connect_cluster
     from trainer.service.curve_keys import read_key_file
 
     keys = read_key_file(Path(key_file)) if key_file else None
     digest = manifest_digest(store.folder)
-    return connect_cluster(Path(cluster_file), node_rank, digest, deadline, keys, wire_rows=reach.wire_rows)
+    return connect_cluster(Path(cluster_file), node_rank, digest, deadline, keys, wire_rows=remote_access.wire_rows)
 
 
 def _check_complete(graph: Graph) -> None:
@@ -237,19 +241,19 @@ _HELLO = 10.0  #: seconds a server may take to say who it is
 
 def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
-    reach: RemoteAccess | None = None, placed: RankLayout | None = None,
+    remote_access: RemoteAccess | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
     """The graph as a client node of a run has it: all of it through the servers, home first.
 
     Raises ``ServiceError`` when no server answers within ``deadline``, or another partition is served there.
     """
-    reach, asker = reach or RemoteAccess(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
+    remote_access, asker = remote_access or RemoteAccess(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
     home = cluster.home_of(ranks.node_rank)
     others = [place for place in cluster.gateways() if place != home]
     turn = ranks.rank % max(len(others), 1)
     gateway = Gateway(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
-        server_wait=reach.server_wait, client=asker, wire_rows=reach.wire_rows,
+        server_wait=remote_access.server_wait, client=asker, wire_rows=remote_access.wire_rows,
     )  # fmt: skip
     return _opened(gateway, deadline, ranks, placed)
 
@@ -257,7 +261,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """``trainer.connect``: see there."""
+    """``gnnfleet.connect``: see there."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
     given = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from trainer.core.arrays import Array, Ids
-from trainer.core.batch import Batch, HeteroBatch, KeptRows
+from trainer.core.batch import Batch, Block, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.device import DeviceRows, as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import time_level
-from trainer.loader.pyg_batch import as_label, hetero_blocks, homo_blocks
+from trainer.sampler.multi_hop import cut_block
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
-from trainer.sampler.types import RowRequest, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
 
 AnyBatch: TypeAlias = Batch | HeteroBatch
 
@@ -193,3 +193,25 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
     """Rows to gather of the seeds alone."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
+
+
+def as_label(labels: Tensor) -> Tensor:
+    """Integer labels as int64 (what cross entropy wants), others as they are."""
+    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    return labels.long() if whole else labels
+
+
+def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
+    """Blocks of a homogeneous graph in layer order: the outermost hop first."""
+    return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
+
+
+def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
+    """The same per edge type that has fanouts."""
+    sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
+    return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
+
+
+def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
+    indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
+    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)

@@ -236,7 +236,7 @@ class GraphSAINTSampler(PyGLoader):
     ``num_steps = W * n`` gets what W ranks with ``num_steps = n`` get together.
 
     Args:
-        data: an opened graph (``trainer.open``), or ``Data`` or stores in memory; homogeneous.
+        data: an opened graph (``gnnfleet.open``), or ``Data`` or stores in memory; homogeneous.
         batch_size: samples per subgraph (nodes, edges or walks); repeats count once.
         num_steps: subgraphs per epoch and rank.
         sample_coverage: how often each node is sampled, on average, to estimate the normalisation; 0: none.

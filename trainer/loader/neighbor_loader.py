@@ -38,7 +38,7 @@ class DistNeighborLoader(PyGLoader):
     fewer seeds than ranks in all are there batches without seeds (a warning says so).
 
     Args:
-        data: an opened graph (``trainer.open``), a ``Data`` or ``HeteroData`` in memory, or a
+        data: an opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a
             ``(feature_store, graph_store)`` pair.
         num_neighbors: neighbours per hop, seeds outward, -1 takes all: a list, a mapping over all edge
             types, or torch_geometric's ``NumNeighbors``.

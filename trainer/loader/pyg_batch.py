@@ -1,4 +1,4 @@
-"""From numpy to what users see: tensors, blocks, and torch_geometric's sampler output."""
+"""From numpy to what users of torch_geometric see: its sampler output, and ``Data`` or ``HeteroData``."""
 
 from __future__ import annotations
 
@@ -20,43 +20,20 @@ from torch_geometric.sampler import SamplerOutput
 
 from trainer.core import slabs
 from trainer.core.arrays import Array, Columns
-from trainer.core.batch import Block
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
+from trainer.loader.block_loader import as_label
 from trainer.loader.node_seeds import checked_ids
-from trainer.sampler.multi_hop import cut_block
 from trainer.sampler.subgraph_sampler import SampledBatch
-from trainer.sampler.types import EdgeSet, NodeSet, RowRequest, SampledSubgraph
+from trainer.sampler.types import EdgeSet, NodeSet, RowRequest
 from trainer.store.manifest import AttrSpec
 
 if TYPE_CHECKING:
     from torch_geometric.sampler import HeteroSamplerOutput
 
 Output: TypeAlias = "SamplerOutput | HeteroSamplerOutput"
-
-
-def as_label(labels: Tensor) -> Tensor:
-    """Integer labels as int64 (what cross entropy wants), others as they are."""
-    whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    return labels.long() if whole else labels
-
-
-def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
-    """Blocks of a homogeneous graph in layer order: the outermost hop first."""
-    return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
-
-
-def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
-    """The same per edge type that has fanouts."""
-    sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
-    return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
-
-
-def _block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> Block:
-    indptr, indices, num_src = cut_block(subgraph, edge_type, hop)
-    return Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
 
 
 def sampler_output(sampled: SampledBatch, hetero: bool, induced: bool, apart: bool) -> Output:

@@ -29,8 +29,9 @@ from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
+from trainer.loader.block_loader import hetero_blocks, homo_blocks
 from trainer.loader.node_seeds import as_array
-from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, hetero_blocks, homo_blocks, join_of, sampler_output
+from trainer.loader.pyg_batch import Attrs, Output, gathered_attrs, join_of, sampler_output
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, SeedSet
 

@@ -121,7 +121,7 @@ class DistShaDowKHopSampler(PyGLoader):
     ``DistNeighborLoader`` does it. What a root gets depends on its place in the global batch, not on ranks.
 
     Args:
-        data: an opened graph (``trainer.open``), or ``Data`` or stores in memory; homogeneous.
+        data: an opened graph (``gnnfleet.open``), or ``Data`` or stores in memory; homogeneous.
         depth: hops from the root.
         num_neighbors: neighbours drawn for each node in each hop; -1 takes all.
         node_idx: the roots: None (all nodes), ids, a boolean mask, or the name of a split.
@@ -255,7 +255,7 @@ class DistClusterLoader(PyGLoader):
     before.
 
     Args:
-        data: an opened graph (``trainer.open``), or ``Data``, ``HeteroData`` or stores in memory.
+        data: an opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
         num_clusters: of a graph in memory, made by METIS here; of an opened partition the clusters are those it was
             made with (``partition make --clusters K``, node attribute ``cluster``), else its whole parts.
         batch_size: clusters per step and rank. shuffle, drop_last and other arguments of torch's ``DataLoader``;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from trainer.core.batch import Batch, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
-from trainer.nn.hetero_layers import Rows
+from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv, Rows
 from trainer.nn.kernels.dropout import hash_dropout, node_salt
 from trainer.nn.kernels.precision import in_own_precision, product_dtype
 from trainer.nn.sharded_embedding import Embeddings
@@ -126,3 +126,21 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
     """Every source type's rows are ``hidden`` wide."""
     return dict.fromkeys(need.sources, hidden)
+
+
+def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
+    return HeteroModel(facts, shape, lambda need: RGCNConv(need, shape.hidden, shape.hidden), embeddings)
+
+
+def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
+    """As in the paper: no activation between layers, which mix each node's own row back in."""
+    layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
+    return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
+
+
+def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
+    return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
+
+
+#: Models by name; a builder takes (facts, shape, attention heads, rows of types without features).
+BUILDERS = {"rgcn": rgcn, "hgt": hgt, "rsage": rsage}

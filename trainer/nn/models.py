@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from trainer.core.batch import Batch
 from trainer.core.errors import DataError, SettingsError
 from trainer.nn.graph_facts import GraphFacts
-from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
-from trainer.nn.hetero_models import HeteroModel, HeteroShape, widths
 from trainer.nn.kernels.activation import Activation
 from trainer.nn.kernels.precision import PRECISIONS, in_own_precision
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
@@ -98,13 +96,13 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 
 
 def _of_types(name: str) -> HeteroBuilder:
-    """A builder of ``typed_models``, imported when it is used: torch_geometric, which it needs, takes seconds."""
+    """A builder of ``hetero_models``, imported when it is used: torch_geometric, which it needs, takes seconds."""
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-        from trainer.nn import models as typed_models
+        from trainer.nn.hetero_models import BUILDERS, HeteroShape
 
-        model: nn.Module = getattr(typed_models, name)(settings, facts, embeddings)
-        return model
+        shape = HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, precision=precision_of(settings))
+        return BUILDERS[name](facts, shape, settings.heads, embeddings)
 
     return build
 
@@ -148,24 +146,3 @@ def _only_width(facts: GraphFacts) -> int:
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:
     dims = [in_dim, *[settings.hidden] * (len(settings.fanouts) - 1), num_classes]
     return list(zip(dims, dims[1:], strict=False))
-
-
-def rgcn(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    width = settings.hidden
-    return HeteroModel(facts, _shape(settings), lambda need: RGCNConv(need, width, width), embeddings)
-
-
-def hgt(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    """As in the paper: no activation between layers, which mix each node's own row back in."""
-    width, heads = settings.hidden, settings.heads
-    shape = _shape(settings, relu=False)
-    return HeteroModel(facts, shape, lambda need: HGTConv(need, widths(need, width), width, heads), embeddings)
-
-
-def rsage(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
-    width = settings.hidden
-    return HeteroModel(facts, _shape(settings), lambda need: HeteroSAGEConv(need, width, width), embeddings)
-
-
-def _shape(settings: ModelSettings, relu: bool = True) -> HeteroShape:
-    return HeteroShape(settings.hidden, len(settings.fanouts), settings.dropout, relu, precision_of(settings))

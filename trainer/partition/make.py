@@ -38,11 +38,11 @@ class PartitionSpec:
     clusters: int = 0  #: divide each part into so many clusters, node attribute `cluster`; 0: do not
     rows: WireRows = "stored"  #: what floating-point attributes of several dimensions are rounded to
 
-    def told(self) -> dict[str, Any]:
+    def method_record(self) -> dict[str, Any]:
         """What the method is told, defaults included, as JSON values. Raises ``PartitionError``."""
-        told = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
-        told |= {"clusters": self.clusters} if self.clusters else {}
-        return dict(options_with(told, self.rows))
+        options = method_options(self.method, balance=self.balance, fanouts=self.fanouts)
+        options |= {"clusters": self.clusters} if self.clusters else {}
+        return dict(options_with(options, self.rows))
 
     def fingerprint(self) -> str:
         """Of the partition this makes; reads no data. Raises ``DataError`` or ``PartitionError``."""
@@ -50,7 +50,7 @@ class PartitionSpec:
         time_attrs = Dataset.time_attrs
         if "time_attrs" in self.options:
             time_attrs = parse_options(SourceOptions, self.options, self.dataset).times
-        return partition_fingerprint(dataset, self.num_parts, self.method, self.seed, self.told(), time_attrs)
+        return partition_fingerprint(dataset, self.num_parts, self.method, self.seed, self.method_record(), time_attrs)
 
 
 def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> Manifest:
@@ -72,14 +72,15 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     # METIS is slow to import where there is nothing to divide
     from trainer.partition.assign import assign_parts
 
-    told = {"balance": spec.balance, "fanouts": spec.fanouts}
-    assignment = assign_parts(dataset, spec.num_parts, spec.method, spec.seed, **told)
+    assignment = assign_parts(
+        dataset, spec.num_parts, spec.method, spec.seed, balance=spec.balance, fanouts=spec.fanouts
+    )
     stages.end("assign", f"{spec.method}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
     if spec.clusters:
         from trainer.partition.clusters import with_clusters
 
         dataset = with_clusters(dataset, assignment, spec.clusters)
-        assignment = replace(assignment, options=spec.told())
+        assignment = replace(assignment, options=spec.method_record())
         stages.end("divide", f"each part into {spec.clusters} clusters")
     manifest = write_partition(dataset, assignment, folder, spec.rows)
     stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")

@@ -78,13 +78,13 @@ class PartHolders:
         A part without a living holder keeps its first one. 16 bits are sorted by radix.
         """
         if self._gone:
-            self._look()
+            self._check_lost()
         return self._table
 
     def lost_hosts(self) -> frozenset[int]:
         """Those that are gone, after a look at whether they have come back."""
         if self._gone:
-            self._look()
+            self._check_lost()
         return frozenset(self._gone)
 
     def lost(self, host: int, error: ServiceError) -> None:
@@ -107,7 +107,7 @@ class PartHolders:
             if time.monotonic() - max(map(self._alone_since, missing)) >= self.server_wait:
                 raise ServiceError(self._given_up(missing))
             time.sleep(_POLL)
-            self._look()
+            self._check_lost()
 
     def _missing(self, parts: Sequence[int]) -> list[int]:
         gone = set(self._gone)
@@ -128,7 +128,7 @@ class PartHolders:
             + "\n".join(causes)
         )
 
-    def _look(self) -> None:
+    def _check_lost(self) -> None:
         """See whether those that are gone have come back; one thread at a time, waiting for nothing."""
         if not self._lock.acquire(blocking=False):
             return
@@ -154,19 +154,19 @@ class _LostHost:
 
     def __init__(self, host: RemoteHost, error: ServiceError):
         self.error, self.since = error, time.monotonic()
-        self._host, self._next_look = host, 0.0
+        self._host, self._next_check = host, 0.0
         self._greeting: PendingAnswer | None = None
 
     def is_back(self) -> bool:
         """Whether it has answered; looks at most every ``_RETRY_EVERY`` seconds."""
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return False
         try:
             self._greeting = self._greeting or self._host.submit_hello()
             self._greeting.result(0)
         except ServiceError as error:
             self.error = error
-            self._next_look = time.monotonic() + _RETRY_EVERY
+            self._next_check = time.monotonic() + _RETRY_EVERY
             return False
         return True
 

@@ -64,7 +64,7 @@ class ClientQueue(Generic[Work]):
     """One client; the desk's lock guards it."""
 
     name: ClientName
-    tag: float  #: see ``desk``
+    tag: float  #: see ``scheduler``
     heard: float = 0.0
     blocked_since: float | None = None  #: its next batch fits since then not beside the others'
     queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)
@@ -121,7 +121,7 @@ class ClientQueue(Generic[Work]):
         del self.making[job]
         self._gone.discard(job)
 
-    def take_sent(self, peer: bytes) -> None:
+    def acknowledge_sent(self, peer: bytes) -> None:
         """A connection asks again, so it has what was sent there, if that was all."""
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
@@ -176,13 +176,13 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(peer, deque()).append(item)
         self._count += 1
 
-    def hold(self, peer: bytes) -> None:
+    def pause(self, peer: bytes) -> None:
         """Give out nothing of this connection."""
         if peer not in self._held:
             self._held[peer] = self._queues.pop(peer, deque())
             self._count -= len(self._held[peer])
 
-    def let_go(self, peer: bytes) -> None:
+    def resume(self, peer: bytes) -> None:
         """Give out its items again."""
         if queue := self._held.pop(peer, None):
             self._queues[peer] = queue
@@ -236,15 +236,15 @@ class BlockingFairQueue(Generic[T]):
         with self._changed:
             return self._turns.of(peer)
 
-    def hold(self, peer: bytes) -> None:
+    def pause(self, peer: bytes) -> None:
         """Give out nothing of this connection."""
         with self._changed:
-            self._turns.hold(peer)
+            self._turns.pause(peer)
 
-    def let_go(self, peer: bytes) -> None:
+    def resume(self, peer: bytes) -> None:
         """Give out its items again."""
         with self._changed:
-            self._turns.let_go(peer)
+            self._turns.resume(peer)
             self._changed.notify_all()
 
     def drop(self, peer: bytes) -> None:
@@ -285,20 +285,20 @@ class BatchScheduler(Generic[Work]):
         self._busy: dict[int, ClientQueue[Work]] = {}  # those with work
         self._largest: deque[int] = deque(maxlen=_RECENT)  # of all clients' last batches
         self._client_of: dict[bytes, int] = {}  # connections with work, and whose they are
-        self._beside: FairQueue[ScheduledRequest[Work]] = FairQueue()
-        self._making_beside: set[ScheduledRequest[Work]] = set()
-        self._beside_next = False
+        self._others: FairQueue[ScheduledRequest[Work]] = FairQueue()
+        self._running_others: set[ScheduledRequest[Work]] = set()
+        self._others_next = False
         self._virtual = 0.0  # the tag served last
         self._batches = 0
         self._closed = False
 
-    def arrive(self, job: ScheduledRequest[Work]) -> str | None:
+    def submit(self, job: ScheduledRequest[Work]) -> str | None:
         """Take in a request; the reason when it is refused.
 
         What was sent to the same connection before counts as taken, unless more of its work is under way.
         """
         with self._changed:
-            refusal = self._put_beside(job) if job.client is None else self._put(job)
+            refusal = self._queue_other(job) if job.client is None else self._queue_batch(job)
             self._changed.notify_all()
             return refusal
 
@@ -322,7 +322,7 @@ class BatchScheduler(Generic[Work]):
         """A batch is made, or another answer: a batch takes ``nbytes``. Whether the connection is there to have it."""
         with self._changed:
             if job.client is None:
-                self._making_beside.discard(job)
+                self._running_others.discard(job)
                 return True
             client = self._clients[job.client.number]
             there = client.finish(job, nbytes)
@@ -335,7 +335,7 @@ class BatchScheduler(Generic[Work]):
         """There is no batch, only an error to send, which holds nothing. It still costs as if there were."""
         with self._changed:
             if job.client is None:
-                self._making_beside.discard(job)
+                self._running_others.discard(job)
             else:
                 client = self._clients[job.client.number]
                 client.abandon(job)
@@ -352,26 +352,26 @@ class BatchScheduler(Generic[Work]):
     def gone(self, peer: bytes) -> None:
         """A connection has ended: what it asked for is dropped, what was sent to it is free."""
         with self._changed:
-            self._beside.drop(peer)
+            self._others.drop(peer)
             if client := self._client_at(peer):
                 client.drop(peer)
                 self._settle(client, peer)
 
-    def hold(self, peer: bytes) -> None:
+    def pause(self, peer: bytes) -> None:
         """Start nothing but batches for this connection, until it is let go: it takes no answers."""
         with self._changed:
-            self._beside.hold(peer)
+            self._others.pause(peer)
 
-    def let_go(self, peer: bytes) -> None:
+    def resume(self, peer: bytes) -> None:
         with self._changed:
-            self._beside.let_go(peer)
+            self._others.resume(peer)
             self._changed.notify_all()
 
     def peers(self) -> list[bytes]:
         """Connections that wait for work, or have not taken it yet."""
         with self._changed:
-            beside = [*self._beside.peers(), *(job.peer for job in self._making_beside)]
-            return list(dict.fromkeys([*self._client_of, *beside]))
+            other = [*self._others.peers(), *(job.peer for job in self._running_others)]
+            return list(dict.fromkeys([*self._client_of, *other]))
 
     def status(self) -> SchedulerStatus:
         """Queues, buffer and clients; forgets those long without work."""
@@ -380,7 +380,7 @@ class BatchScheduler(Generic[Work]):
             for client in [one for one in self._clients.values() if one.idle and now - one.heard > FORGET]:
                 del self._clients[client.name.number]
             clients = tuple(client.status(now) for client in self._clients.values())
-            queue = len(self._beside) + sum(client.queue for client in clients)
+            queue = len(self._others) + sum(client.queue for client in clients)
             return SchedulerStatus(queue, self._held(), self._limit, self._batches, clients)
 
     def close(self) -> None:
@@ -389,20 +389,20 @@ class BatchScheduler(Generic[Work]):
             self._closed = True
             self._changed.notify_all()
 
-    def _put_beside(self, job: ScheduledRequest[Work]) -> str | None:
-        if self._beside.of(job.peer) >= MAX_QUEUED:
+    def _queue_other(self, job: ScheduledRequest[Work]) -> str | None:
+        if self._others.of(job.peer) >= MAX_QUEUED:
             return f"{MAX_QUEUED} requests of this connection wait already"
-        self._beside.push(job.peer, job)
+        self._others.push(job.peer, job)
         return None
 
-    def _put(self, job: ScheduledRequest[Work]) -> str | None:
+    def _queue_batch(self, job: ScheduledRequest[Work]) -> str | None:
         client, refusal = self._client_for(job)
         if client is None:
             return refusal
         client.heard = self._clock()
         if len(client.queue) >= MAX_QUEUED or client.queued_bytes + job.size > MAX_QUEUED_BYTES:
             return f"{len(client.queue)} batches of this client ({client.name.name}) wait already"
-        client.take_sent(job.peer)
+        client.acknowledge_sent(job.peer)
         if not client.queue:
             client.tag = max(client.tag, self._virtual)
         client.push(job)
@@ -431,16 +431,16 @@ class BatchScheduler(Generic[Work]):
 
     def _choose(self) -> ScheduledRequest[Work] | None:
         """The next job that may start now; batches and others in turn."""
-        for beside in (self._beside_next, not self._beside_next):
-            job = self._next_beside() if beside else self._next_batch()
+        for other in (self._others_next, not self._others_next):
+            job = self._next_other() if other else self._next_batch()
             if job is not None:
-                self._beside_next = not beside
+                self._others_next = not other
                 return job
         return None
 
-    def _next_beside(self) -> ScheduledRequest[Work] | None:
-        if job := self._beside.pop():
-            self._making_beside.add(job)
+    def _next_other(self) -> ScheduledRequest[Work] | None:
+        if job := self._others.pop():
+            self._running_others.add(job)
         return job
 
     def _next_batch(self) -> ScheduledRequest[Work] | None:

@@ -48,14 +48,14 @@ class NetworkThread(threading.Thread):
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], front: zmq.Socket[bytes], short: ShortQueue,
-        desk: BatchScheduler[Any], counters: Counters, backlog: int, max_request: int,
+        scheduler: BatchScheduler[Any], counters: Counters, backlog: int, max_request: int,
     ):  # fmt: skip
         super().__init__(name="mover", daemon=True)
         self._front, self._monitor = front, front.get_monitor_socket(_REFUSALS)
         self._replies = context.socket(zmq.PULL)
         self._replies.rcvhwm = self._replies.linger = 0
         self._replies.bind(REPLIES)
-        self._short, self._desk, self._counters = short, desk, counters
+        self._short, self._scheduler, self._counters = short, scheduler, counters
         self._backlog, self._max_request = backlog, max_request
         self._alive = encode(messages.alive())
         self._alive_at = 0.0
@@ -101,8 +101,8 @@ class NetworkThread(threading.Thread):
             self._held[peer].append(frames)
         elif not self._send(frames):
             self._held[peer] = deque([frames])
-            self._short.hold(peer)
-            self._desk.hold(peer)
+            self._short.pause(peer)
+            self._scheduler.pause(peer)
 
     def _send_held(self) -> None:
         for peer, answers in list(self._held.items()):
@@ -110,8 +110,8 @@ class NetworkThread(threading.Thread):
                 answers.popleft()
             if not answers:
                 del self._held[peer]
-                self._short.let_go(peer)
-                self._desk.let_go(peer)
+                self._short.resume(peer)
+                self._scheduler.resume(peer)
 
     def _send(self, frames: list[Any]) -> bool:
         """Whether there was room on the line, or nobody there any more."""
@@ -122,7 +122,7 @@ class NetworkThread(threading.Thread):
         except zmq.ContextTerminated:
             raise
         except zmq.ZMQError:  # EHOSTUNREACH: the connection has ended
-            self._desk.gone(bytes(frames[0]))
+            self._scheduler.gone(bytes(frames[0]))
             self._short.drop(bytes(frames[0]))
         return True
 
@@ -156,14 +156,14 @@ class NetworkThread(threading.Thread):
         except WireError:
             self._counters.add("malformed")
             return
-        self._desk.taken(peer, message.request_id)
+        self._scheduler.taken(peer, message.request_id)
 
     def _send_alive(self) -> None:
         now = time.monotonic()
         if now < self._alive_at:
             return
         self._alive_at = now + _ALIVE_EVERY
-        for peer in self._desk.peers():
+        for peer in self._scheduler.peers():
             self._send([peer, *self._alive])
 
 

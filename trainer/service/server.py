@@ -71,10 +71,9 @@ class GraphServer:
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
         self._short: BlockingFairQueue[tuple[bytes, list[Any]]] = BlockingFairQueue()
-        self._desk: BatchScheduler[_Asked] = BatchScheduler(buffer_bytes)
-        self._handlers = Handlers(
-            graph, info, self.stats, topology or (lambda: (info.version, info.servers)), max_answer
-        )  # fmt: skip
+        self._scheduler: BatchScheduler[_Asked] = BatchScheduler(buffer_bytes)
+        topology = topology or (lambda: (info.version, info.servers))
+        self._handlers = Handlers(graph, info, self.stats, topology, max_answer)
         self._handlers.routed = routed
         self._stopping = threading.Event()
 
@@ -92,8 +91,9 @@ class GraphServer:
             self.stop()
             raise
         self._mover = NetworkThread(
-            self._context, front, self._short, self._desk, self._counters, _BACKLOG * self._threads, self._max_request
-        )
+            self._context, front, self._short, self._scheduler, self._counters, _BACKLOG * self._threads,
+            self._max_request,
+        )  # fmt: skip
         self._mover.start()
         for name, count, work in (("graph", self._threads, self._answer_short),
                                   ("batch", self._batch_threads, self._make_batches)):  # fmt: skip
@@ -108,7 +108,7 @@ class GraphServer:
         if self._authenticator is not None:
             self._authenticator.stop()
         self._short.close()
-        self._desk.close()
+        self._scheduler.close()
         ending = threading.Thread(target=self._context.term, daemon=True)
         ending.start()
         ending.join(timeout)
@@ -119,7 +119,7 @@ class GraphServer:
 
     def scheduler_status(self) -> SchedulerStatus:
         """Queue, buffer and clients at this moment."""
-        return self._desk.status()
+        return self._scheduler.status()
 
     @property
     def running(self) -> bool:
@@ -156,7 +156,7 @@ class GraphServer:
         if not is_long(request):
             return self._answer(request, self._handlers.short)
         try:
-            refusal = self._desk.arrive(self._job(peer, request))
+            refusal = self._scheduler.submit(self._job(peer, request))
         except WireError as error:
             return self._error(request, error)
         return None if refusal is None else self._error(request, ServiceError(f"not taken on: {refusal}"))
@@ -171,7 +171,7 @@ class GraphServer:
     def _make_batches(self, out: zmq.Socket[bytes]) -> None:
         """Do the desk's jobs until ``stop()``."""
         while not self._stopping.is_set():
-            if (job := self._desk.next(_GLANCE)) is None:
+            if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
             with self._busy.working():
                 answer = self._do(job)
@@ -183,16 +183,16 @@ class GraphServer:
         request, work = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
-            self._desk.done(job, 0)
+            self._scheduler.done(job, 0)
             return answer
         start = time.perf_counter()
         try:
             answer = encode(self._handlers.batch(request, work), self._max_answer)
         except Exception as error:  # whatever a batch raises belongs to the asker, not to this server
-            self._desk.failed(job)
+            self._scheduler.failed(job)
             return self._error(request, error)
         self._counters.answered(request.kind, time.perf_counter() - start)
-        return answer if self._desk.done(job, sum(map(len, answer))) else None
+        return answer if self._scheduler.done(job, sum(map(len, answer))) else None
 
     def _answer(self, request: Message, handler: Callable[[Message], Message]) -> list[Any]:
         start = time.perf_counter()
@@ -212,8 +212,9 @@ class GraphServer:
     def _report(self, path: Path) -> None:
         """Rewrite the stats file until ``stop()``."""
         report = StatsReport(
-            self._info, self.endpoint, self._batch_threads, self._counters, self._busy, self._desk.status, self._peers
-        )
+            self._info, self.endpoint, self._batch_threads, self._counters, self._busy, self._scheduler.status,
+            self._peers,
+        )  # fmt: skip
         while True:
             try:
                 write_atomically(path, report.make())

@@ -75,17 +75,17 @@ class StatsReport:
 
     def __init__(
         self, info: HelloInfo, endpoint: str, batch_threads: int, counters: Counters, busy: BusyTime,
-        desk: Callable[[], SchedulerStatus], peers: PeerStates,
+        scheduler: Callable[[], SchedulerStatus], peers: PeerStates,
     ):  # fmt: skip
         self._info, self._endpoint, self._threads = info, endpoint, batch_threads
-        self._counters, self._busy, self._desk, self._peers = counters, busy, desk, peers
+        self._counters, self._busy, self._scheduler, self._peers = counters, busy, scheduler, peers
         self._started = self._then = time.monotonic()
         self._last: dict[str, float] = dict.fromkeys(("busy", "bytes_in", "bytes_out", "batches"), 0.0)
 
     def make(self) -> dict[str, Any]:
-        stats, desk, now = asdict(self._counters.read()), self._desk(), time.monotonic()
+        stats, scheduler, now = asdict(self._counters.read()), self._scheduler(), time.monotonic()
         del stats["seconds"]
-        totals = {"busy": self._busy.read(), "batches": desk.batches, **stats}
+        totals = {"busy": self._busy.read(), "batches": scheduler.batches, **stats}
         span = max(now - self._then, 1e-3)
         rates = {name: (totals[name] - then) / span for name, then in self._last.items()}
         self._last, self._then = {name: totals[name] for name in self._last}, now
@@ -98,12 +98,12 @@ class StatsReport:
             "busy": min(1.0, rates.pop("busy") / max(1, self._threads)),
             **stats,
             **{f"{name}_s": rate for name, rate in rates.items()},
-            "batches": desk.batches,
-            "queue": desk.queue,
-            "buffer_bytes": desk.buffer_bytes,
-            "buffer_limit": desk.buffer_limit,
+            "batches": scheduler.batches,
+            "queue": scheduler.queue,
+            "buffer_bytes": scheduler.buffer_bytes,
+            "buffer_limit": scheduler.buffer_limit,
             "memory": resident_bytes(),
-            "clients": [asdict(client) for client in desk.clients],
+            "clients": [asdict(client) for client in scheduler.clients],
             "peers": [dict(peer) for peer in self._peers()],
         }
 

@@ -70,7 +70,7 @@ class Fit:
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
-        goes_on: bool = False,
+        regroups: bool = False,
     ):  # fmt: skip
         """goes_on: after the loss of a rank this run may be told to ``rejoin``, so it keeps snapshots."""
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
@@ -79,7 +79,7 @@ class Fit:
         self.optimizers = Optimizers.of(settings, model, embedding)
         self.at = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
-        self._snapshots = Snapshots() if goes_on else None
+        self._snapshots = Snapshots() if regroups else None
         self._reported: set[tuple[Any, ...]] = set()
         self._prediction: Prediction | None = None  #: what this rank receives of other hosts
         self._starvation_printed = False  #: and that has been said

@@ -48,11 +48,12 @@ def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
                 f" {ranks.node_rank} is none, can do without"
             )
         return open_client(
-            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout, reach=job.reach,
+            read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout,
+            remote_access=job.remote_access,
         )  # fmt: skip
     return open_graph(
         job.parts, job.part_ids, cluster_file=job.cluster, node_rank=ranks.node_rank, key_file=job.key_file,
-        deadline=job.timeout, reach=job.reach,
+        deadline=job.timeout, remote_access=job.remote_access,
     )  # fmt: skip
 
 
@@ -99,12 +100,12 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
 
 
 def fill_host_cache(
-    graph: Graph, loader: BatchLoader, reach: RemoteAccess, run_dir: Path, group: RankGroup
+    graph: Graph, loader: BatchLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
     """Cache rows of other hosts for the loader's batches. Collective; see ``fill_cache``."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
     plan = batch_plan(graph, loader)
-    return fill_cache(graph.access, graph.store, plan, node, reach.cache, run_dir / "cache", group)
+    return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
 
 
 def fill_device_cache(
@@ -179,17 +180,17 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     await_own_server()  # it started together with this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
-    goes_on = RegroupOptions.from_env(os.environ, job.run_dir)
-    with _RunResources(job, ranks, goes_on is not None) as run:
-        return with_team(run.train, ranks, device, settings.backend, settings.timeout, goes_on)
+    regroups = RegroupOptions.from_env(os.environ, job.run_dir)
+    with _RunResources(job, ranks, regroups is not None) as run:
+        return with_team(run.train, ranks, device, settings.backend, settings.timeout, regroups)
 
 
 class _RunResources(ExitStack):
     """What one process opens and makes for a run, once, whoever leaves it; closed at the end."""
 
-    def __init__(self, job: TrainJob, ranks: Ranks, goes_on: bool):
+    def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool):
         super().__init__()
-        self.job, self.ranks, self.goes_on = job, ranks, goes_on
+        self.job, self.ranks, self.regroups = job, ranks, regroups
         self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
 
     def train(self, group: RankGroup) -> FitResult:
@@ -206,14 +207,14 @@ class _RunResources(ExitStack):
         graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
         check_same_partition(graph, group)
         metrics = group.agree(lambda: self.enter_context(self._metrics_log()))
-        return _prepare(self.job, graph, group, metrics, self.goes_on)
+        return _prepare(self.job, graph, group, metrics, self.regroups)
 
     def _metrics_log(self) -> MetricsLog:
         return MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard)
 
 
 def _prepare(
-    job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, goes_on: bool
+    job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, regroups: bool
 ) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
     """Task, model, loaders and, when resuming, the state they go on from; and how loaders are made for fewer ranks."""
     settings, manifest = job.settings, graph.manifest
@@ -232,8 +233,8 @@ def _prepare(
 
     folder, record = job.run_dir / "checkpoints", graph_record(manifest, target)
     first = loaders(group)
-    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, goes_on)
-    if filled := fill_host_cache(graph, first["train"], job.reach, job.run_dir, group):
+    fit = Fit(settings, model, task, first, group, metrics, folder, record, embedding, regroups)
+    if filled := fill_host_cache(graph, first["train"], job.remote_access, job.run_dir, group):
         fit.log_prediction(filled)
     if settings.resume is not None:
         path = settings.resume

@@ -197,7 +197,7 @@ class RankLines:
     steps: list[MetricsLine] = field(default_factory=list)  #: until there is an epoch line; there may be millions
     predict: MetricsLine | None = None
 
-    def take(self, line: MetricsLine) -> None:
+    def add(self, line: MetricsLine) -> None:
         """Read the next line."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
@@ -239,7 +239,7 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
         for line in _lines(file):
             rank = line.get("rank")
             if isinstance(rank, int):
-                ranks.setdefault(rank, RankLines(rank, int(found[1]) if found else None)).take(line)
+                ranks.setdefault(rank, RankLines(rank, int(found[1]) if found else None)).add(line)
     return dict(sorted(ranks.items()))
 
 

@@ -136,27 +136,23 @@ class RegroupOptions:
     def newest(self) -> Team | None:
         """What the file says; None before it is there."""
         try:
-            told = json.loads(self.file.read_text(encoding="utf-8"))
-            return Team(int(told["generation"]), tuple(sorted(told["ranks"])))
+            peer_gone = json.loads(self.file.read_text(encoding="utf-8"))
+            return Team(int(peer_gone["generation"]), tuple(sorted(peer_gone["ranks"])))
         except FileNotFoundError:
             return None
 
 
 def with_team(
-    work: Callable[[RankGroup], T],
-    ranks: Ranks,
-    device: torch.device,
-    backend: str,
-    timeout: float,
-    go_on: RegroupOptions | None,
-) -> T:
-    """``work`` done with all ranks, and with ``go_on`` again with those that are left each time some are lost.
+    work: Callable[[RankGroup], T], ranks: Ranks, device: torch.device, backend: str, timeout: float,
+    regroup: RegroupOptions | None,
+) -> T:  # fmt: skip
+    """``work`` done with all ranks, and with ``regroup`` again with those that are left each time some are lost.
 
     Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_ranks``.
     """
-    if go_on is not None and ranks.world_size > 1:
+    if regroup is not None and ranks.world_size > 1:
         check_backend(ranks, device, backend)
-        return _RegroupingRank(ranks, device, backend, timeout, go_on).run(work)
+        return _RegroupingRank(ranks, device, backend, timeout, regroup).run(work)
     with join_ranks(ranks, device, backend, timeout) as team:
         result = work(team)
         team.barrier()
@@ -166,8 +162,8 @@ def with_team(
 class _TeamWatch:
     """A thread that cuts a team's connections when ``team.json`` names a newer one."""
 
-    def __init__(self, go_on: RegroupOptions):
-        self._go_on, self._lock, self._over = go_on, threading.Lock(), threading.Event()
+    def __init__(self, regroup: RegroupOptions):
+        self._regroup, self._lock, self._over = regroup, threading.Lock(), threading.Event()
         self._members: Team | None = None
         self._cuts: tuple[Callable[[], None], ...] = ()
 
@@ -185,7 +181,7 @@ class _TeamWatch:
 
     def superseded(self, members: Team) -> bool:
         """Whether there is a newer team."""
-        return (self._go_on.newest() or members).generation > members.generation
+        return (self._regroup.newest() or members).generation > members.generation
 
     def __enter__(self) -> _TeamWatch:
         threading.Thread(target=self._run, name="team-watch", daemon=True).start()
@@ -204,14 +200,20 @@ class _TeamWatch:
 class _RegroupingRank:
     """One rank of a run that may lose others."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, go_on: RegroupOptions):
-        self.ranks, self.device, self.backend, self.timeout, self.go_on = ranks, device, backend, timeout, go_on
+    def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, regroup: RegroupOptions):
+        self.ranks, self.device, self.backend, self.timeout, self.regroup = (
+            ranks,
+            device,
+            backend,
+            timeout,
+            regroup,
+        )
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
-        self.store, self.watch = _run_store(ranks, timeout), _TeamWatch(go_on)
+        self.store, self.watch = _run_store(ranks, timeout), _TeamWatch(regroup)
 
     def run(self, work: Callable[[RankGroup], T]) -> T:
         """``work`` with one team after the other, until one has done it."""
-        members = self.go_on.newest() or Team(0, tuple(range(self.ranks.world_size)))
+        members = self.regroup.newest() or Team(0, tuple(range(self.ranks.world_size)))
         with self.watch:
             while isinstance(ended := self._attempt(work, members), PeerError):
                 self.watch.cut()
@@ -231,16 +233,16 @@ class _RegroupingRank:
         except PeerError as error:
             return PeerError(str(error))
         except (RuntimeError, TrainingError) as error:
-            told = isinstance(error, RuntimeError) and says_peer_gone(error)
-            if not told and not self.watch.superseded(members):  # what fails beside a cut may look like anything
+            peer_gone = isinstance(error, RuntimeError) and says_peer_gone(error)
+            if not peer_gone and not self.watch.superseded(members):  # what fails beside a cut may look like anything
                 raise
             return lost_peer(self.ranks, self.timeout, error)
 
     def _next(self, members: Team, reason: PeerError) -> Team:
         """The team after this one. Raises ``reason`` when nobody is said to have left."""
-        until = time.monotonic() + self.go_on.patience
+        until = time.monotonic() + self.regroup.patience
         while time.monotonic() < until:
-            newest = self.go_on.newest()
+            newest = self.regroup.newest()
             if newest is not None and newest.generation > members.generation:
                 return newest
             time.sleep(_POLL)
@@ -284,7 +286,7 @@ class _RegroupingRank:
         own = self.ranks.rank
         self.store.set(_done(own), "")
         until = time.monotonic() + self.timeout
-        while missing := self._without(newest := self.go_on.newest() or members, _done):
+        while missing := self._without(newest := self.regroup.newest() or members, _done):
             if newest.generation > members.generation:
                 break
             self._pause(missing, until)
@@ -293,7 +295,7 @@ class _RegroupingRank:
         self.store.set(f"left/{own}", "")
         until = time.monotonic() + _PART
         while own == members.ranks[0] and time.monotonic() < until:
-            if not self._without(self.go_on.newest() or members, lambda rank: f"left/{rank}"):
+            if not self._without(self.regroup.newest() or members, lambda rank: f"left/{rank}"):
                 return
             time.sleep(_POLL)
 

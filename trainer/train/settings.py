@@ -90,7 +90,7 @@ class TrainJob:
     part_ids: tuple[int, ...] | None = None  #: parts opened here; None: all
     cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
     key_file: Path | None = None  #: service.key, when the graph service is encrypted
-    reach: RemoteAccess = RemoteAccess()
+    remote_access: RemoteAccess = RemoteAccess()
 
     @property
     def timeout(self) -> float:
@@ -108,7 +108,7 @@ class InferJob:
     part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
     cluster: Path | None = None
     key_file: Path | None = None
-    reach: RemoteAccess = RemoteAccess()
+    remote_access: RemoteAccess = RemoteAccess()
     nodes_at_once: int = 4096  #: nodes computed together; bounds memory
     timeout: float = 120.0  #: seconds any wait may take
 

@@ -145,7 +145,7 @@ class HostClock:
             self._since, self._phase = ready, Phase.REDUCE
         self.enter(Phase.OPTIMIZER)
 
-    def take(self) -> list[float]:
+    def pop_seconds(self) -> list[float]:
         """By phase, since the last call."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, [0.0] * len(Phase)
@@ -180,8 +180,8 @@ class DeviceClock(HostClock):
             self._mark(self._gradient)
         super().reduced()
 
-    def take(self) -> list[float]:
-        host, seconds = super().take(), [0.0] * len(Phase)
+    def pop_seconds(self) -> list[float]:
+        host, seconds = super().pop_seconds(), [0.0] * len(Phase)
         over = 0
         while over < len(self._spans) and self._spans[over][2].query():
             phase, begin, end = self._spans[over]
@@ -271,7 +271,7 @@ class StepTimer:
 
     def lap(self) -> StepTimes:
         """The steps since the last lap."""
-        lap = StepTimes.of(self._steps, self._clock.take(), self._waits)
+        lap = StepTimes.of(self._steps, self._clock.pop_seconds(), self._waits)
         self._steps, self._waits = 0, []
         self.total += lap
         return lap

@@ -1,4 +1,4 @@
-"""Metrics lines of a training loop of one's own: ``trainer.StepLog``."""
+"""Metrics lines of a training loop of one's own: ``gnnfleet.StepLog``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepLog:
 
     ::
 
-        log = trainer.StepLog(model, optimizer, loader)
+        log = gnnfleet.StepLog(model, optimizer, loader)
         for epoch in range(epochs):
             for step, batch in enumerate(loader):
                 ...                         # forward, backward, optimizer.step()

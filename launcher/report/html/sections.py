@@ -228,7 +228,7 @@ def _no_epochs(record: RunRecord, drawn: bool) -> str:
             "The script tells its steps, not its epochs: a point is the mean over ranks of the steps that they told "
             "last, at most one a second each. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
         )
-    return "The script has told neither steps nor epochs (trainer.StepLog does), so there are no curves."
+    return "The script has told neither steps nor epochs (gnnfleet.StepLog does), so there are no curves."
 
 
 def _time(record: RunRecord) -> Iterator[Block]:

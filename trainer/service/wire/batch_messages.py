@@ -86,12 +86,12 @@ class _RecordReader:
         self._at = 0
         self._last = NONE  #: place of the last array of rows
 
-    def take(self) -> int:
+    def number(self) -> int:
         return self._run(1)[0]
 
     def count(self) -> int:
         """How many things follow."""
-        return self._within(self.take())
+        return self._within(self.number())
 
     def many(self) -> tuple[int, ...]:
         return self._run(self.count())
@@ -100,20 +100,20 @@ class _RecordReader:
         return tuple(map(self.table.name, self.many()))
 
     def array(self) -> Array:
-        return self.table.array(self.take())
+        return self.table.array(self.number())
 
     def array_or_none(self) -> Array | None:
-        place = self.take()
+        place = self.number()
         return None if place == NONE else self.table.array(place)
 
     def any_type(self) -> AnyType:
-        return self.table.type(self.take())
+        return self.table.type(self.number())
 
     def node_type(self) -> NodeType:
-        return self.table.node_type(self.take())
+        return self.table.node_type(self.number())
 
     def edge_type(self) -> EdgeType:
-        return self.table.edge_type(self.take())
+        return self.table.edge_type(self.number())
 
     def rows(self) -> dict[str, Array]:
         names = self.names()
@@ -121,12 +121,12 @@ class _RecordReader:
 
     def rounded(self) -> dict[str, Array]:
         arrays = self._each_once()
-        return {name: restored(self.take(), arrays) for name in self.names()}
+        return {name: restored(self.number(), arrays) for name in self.names()}
 
     def _each_once(self) -> Iterator[Array]:
         """As many as are asked for, each behind the one before: restored, one takes more memory than its message."""
         while True:
-            place = self.take()
+            place = self.number()
             if place <= self._last:
                 raise WireError(f"array {place} in rows, behind {self._last}")
             self._last = place
@@ -209,7 +209,7 @@ def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
     key, _, _ = _HEADER.unpack_from(message.records)
     settings, seeds = _read_settings(reader), _read_seeds(reader)
     attrs = {reader.any_type(): reader.names() for _ in range(reader.count())}
-    place = reader.take()
+    place = reader.number()
     label_type, labels = "" if place == NONE else reader.table.type(place), reader.names()
     reader.end()
     if not isinstance(label_type, str) or (labels and label_type not in seeds.nodes):
@@ -218,7 +218,7 @@ def read_batch_request(message: Message) -> tuple[BatchWork, ClientName]:
 
 
 def _read_settings(reader: _RecordReader) -> SampleSettings:
-    flags, weight, attr = reader.take(), reader.take(), reader.take()
+    flags, weight, attr = reader.number(), reader.number(), reader.number()
     fanouts = {reader.edge_type(): _read_fanouts(reader) for _ in range(reader.count())}
     if not 0 <= flags <= _ALL_FLAGS or (attr == NONE and flags & (_TIME_ON_EDGE | _TIME_LAST)):
         raise WireError(f"settings with flags {flags}")
@@ -245,7 +245,7 @@ def _read_fanouts(reader: _RecordReader) -> tuple[int, ...]:
 def _read_seeds(reader: _RecordReader) -> SeedSet:
     nodes, trees, times = (_read_ids(reader) for _ in range(3))
     exclude = {
-        reader.edge_type(): (reader.table.ids(reader.take()), reader.table.ids(reader.take()))
+        reader.edge_type(): (reader.table.ids(reader.number()), reader.table.ids(reader.number()))
         for _ in range(reader.count())
     }
     if (number := sum(map(len, nodes.values()))) > MAX_SEEDS:
@@ -258,7 +258,7 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
 
 
 def _read_ids(reader: _RecordReader) -> dict[NodeType, Ids]:
-    return {reader.node_type(): reader.table.ids(reader.take()) for _ in range(reader.count())}
+    return {reader.node_type(): reader.table.ids(reader.number()) for _ in range(reader.count())}
 
 
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:
@@ -291,7 +291,7 @@ def read_batch(reply: Message, work: BatchWork) -> SampledBatch:
     fit the work.
     """
     reader = _RecordReader(reply)
-    num_hops, induced, count = reader.take(), bool(reader.take()), reader.count()
+    num_hops, induced, count = reader.number(), bool(reader.number()), reader.count()
     nodes = {reader.node_type(): _read_nodes(reader) for _ in range(count)}
     edges = {reader.edge_type(): _read_edges(reader) for _ in range(reader.count())}
     rows = {reader.any_type(): reader.rounded() for _ in range(reader.count())}

@@ -1,4 +1,4 @@
-"""Tasks of one's own on a cluster's hosts, in fabric's terms, over the lines that a launch would open.
+"""Tasks of one's own on a cluster's hosts, in fabric's terms, over the connections that a launch would open.
 
 ::
 
@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fabric import Config, Connection, ThreadingGroup
+from fabric import Connection, ThreadingGroup
 
 from launcher.config.loader import load_config
 from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError, UsageError
 from launcher.transport import Transport, close_all, connect_all
-from launcher.transport.choice import NodeOverSsh
+from launcher.transport.ssh import SshTransport
 
 
 @contextmanager
@@ -34,23 +34,18 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
     config = load_config(Path(path), overrides)
     if config.transport == "local":
         raise UsageError(f"{path} has `transport: local`: there is no SSH connection to make a fabric group of")
-    lines = connect_all(config)
+    opened = connect_all(config)
     try:
-        yield ThreadingGroup.from_connections(_connection(config, k, line) for k, line in lines.items())
+        yield ThreadingGroup.from_connections(_connection(config, k, node) for k, node in opened.items())
     finally:
-        close_all(lines)
+        close_all(opened)
 
 
-def _connection(config: ClusterConfig, node_rank: int, line: Transport | TransportError) -> Connection:
-    """The node as a fabric Connection that is open already."""
-    if isinstance(line, TransportError):
-        raise line
-    assert isinstance(line, NodeOverSsh)
-    opened = line.paramiko_transport
-    if opened is None:
-        raise UsageError(f"{line.target} is reached by OpenSSH's own client, which fabric cannot use")
-    fabric_config = Config(lazy=True, overrides={"run": {"in_stream": False}})  # our stdin is for none of many hosts
-    connection = Connection(config.nodes[node_rank].host, user=opened.get_username(), config=fabric_config)
-    connection.transport = opened
-    connection.client._transport = opened  # where paramiko's client keeps what its connect() makes
-    return connection
+def _connection(config: ClusterConfig, node_rank: int, opened: Transport | TransportError) -> Connection:
+    """The node's open fabric connection, under the name that the config gives the host."""
+    if isinstance(opened, TransportError):
+        raise opened
+    if not isinstance(opened, SshTransport) or opened.connection is None:
+        raise UsageError(f"{opened.target} is reached by OpenSSH's own client, which fabric cannot use")
+    opened.connection.host = config.nodes[node_rank].host
+    return opened.connection

@@ -22,8 +22,8 @@ SHOWN = {"Problem", "report", "make_cause", "own_cause", "failed", "_finding", "
 FINDINGS = {"finding": 1, "Finding": 2}  # calls that make one of preflight, with the place of its severity
 REMEDIES = {"remedy", "command", "host", "by_hand"}  # arguments that are no message
 WORDING = (
-    "transport/ssherrors.py",
-    "transport/keys.py",
+    "transport/errors.py",
+    "transport/auth.py",
     "node/peers/hub.py",
     "node/peers/member.py",
 )  # return (…, words, remedy)

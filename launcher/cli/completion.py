@@ -130,10 +130,10 @@ def _hosts_of(config: Path) -> Iterable[str]:
 
 
 def _hosts_of_ssh() -> Iterator[str]:
-    from launcher.transport.sshconfig import read_ssh_config
+    from launcher.transport.ssh_config import config_lines
 
     with suppress(OSError):
-        for line in read_ssh_config().lines:
+        for line in config_lines():
             words = line.replace("=", " ", 1).split()
             if words and words[0].lower() == "host":
                 yield from (word for word in words[1:] if not set(word) & set("*?!"))

@@ -15,10 +15,10 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import Wish
-from launcher.nodecall import NodeAgent, program_source
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import NodeAgent, program_source
 
 _SECONDS = 120.0  # Pythons on a slow network disk
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from launcher.config.roles import gateways, lead, trainers
 from launcher.config.schema import ClusterConfig
-from launcher.nodecall import NodeAgent
 from launcher.plan.model import NodeFacts
 from launcher.plan.ports import choose, control_candidates, master_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey
 from launcher.text import spans
 from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import NodeAgent
 
 _OPEN_TIMEOUT = 20.0
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, TransportError
-from launcher.nodecall import NodeAgent
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import interpreter
 from launcher.plan.ports import candidate_ports
@@ -30,6 +29,7 @@ from launcher.preflight.shared_folder import Sharing
 from launcher.preflight.survey import Inquiry
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
+from launcher.transport.rpc import NodeAgent
 
 
 def all_findings(survey: Survey) -> list[Finding]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from launcher.config.schema import ClusterConfig
 from launcher.errors import NodeError
-from launcher.nodecall import NodeAgent
 from launcher.preflight.finding import Finding, Survey, connect_finding
 from launcher.text import spans
 from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import NodeAgent
 
 _TIMEOUT = 60.0  # a network disk that sleeps
 

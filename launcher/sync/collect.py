@@ -13,12 +13,12 @@ from typing import Any
 from launcher.command import Command
 from launcher.errors import TransportError
 from launcher.files import appearing
-from launcher.nodecall import call, program_source
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import call
 
 _TIMEOUT = 120.0
 
@@ -73,7 +73,7 @@ def _pack(node: NodePlan, transport: Transport, folder: Path) -> dict[str, Any]:
     python = Command(node.start.argv[:1], setup=node.start.setup)
     request = {"path": node.run_dir, "wanted": _WANTED, "have": _have(node.node_rank, folder), "small": _SMALL}
     answer: dict[str, Any] = call(
-        transport, python, program_source("collect_files"), request | {"room": _ROOM}, _TIMEOUT
+        transport, python, "collect_files", request | {"room": _ROOM}, _TIMEOUT
     )
     return answer
 

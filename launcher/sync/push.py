@@ -26,12 +26,12 @@ from rich.filesize import decimal
 from launcher.command import Command
 from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncError, UnreachableError
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
-from launcher.nodecall import call, program_source
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.plan.partition import PartFile
 from launcher.sync.progress import TransferProgress
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
+from launcher.transport.rpc import call
 
 _BACK_OFF = (0.5, 2.0, 5.0, 10.0)  # seconds before each new connection
 
@@ -314,7 +314,7 @@ class _NodeJob:
 def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """One request to ``launcher/node/programs/files.py`` on a node; raises SyncError when it cannot be done there."""
     python = Command(node.start.argv[:1], setup=node.start.setup)
-    answer: dict[str, Any] = call(transport, python, program_source("files"), request, timeout)
+    answer: dict[str, Any] = call(transport, python, "files", request, timeout)
     if answer.get("errno") == errno.ENOSPC:
         place = request.get("dest", node.code_dir)
         raise SyncError(

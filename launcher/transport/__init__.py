@@ -1,4 +1,4 @@
-"""Lines to the nodes: ``local`` (subprocess), ``ssh`` (paramiko) and OpenSSH's own client behind one type."""
+"""Connections to the nodes: ``local`` (subprocess), ``ssh`` (paramiko) and OpenSSH's own client behind one type."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from launcher.transport.fanout import on_nodes
 from launcher.transport.local import LocalTransport
 
 if TYPE_CHECKING:
-    from launcher.transport.login import Credentials
-    from launcher.transport.passwords import AskPassword, Passwords
+    from launcher.transport.auth import AskPassword, Credentials, Passwords
 
 __all__ = [
     "Completed",
@@ -25,34 +24,26 @@ __all__ = [
     "ask_password",
     "close_all",
     "connect_all",
-    "make_transport",
     "open_transport",
 ]
 
-Opened = dict[int, Transport | TransportError]  #: by node_rank: a line, or why there is none
+Opened = dict[int, Transport | TransportError]  #: by node_rank: a connection, or why there is none
 
 
 def ask_password(prompt: str) -> Secret:
     """Ask on the terminal, without echo; raises UsageError where there is none."""
-    from launcher.transport import passwords  # paramiko takes 0.3 s to import
+    from launcher.transport import auth  # paramiko takes 0.3 s to import
 
-    return passwords.ask_password(prompt)
-
-
-def make_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
-    """The node's transport, not yet connected."""
-    if config.transport == "local":
-        return LocalTransport(node_rank)
-    from launcher.transport.choice import NodeOverSsh
-
-    return NodeOverSsh(config, node_rank, credentials)
+    return auth.ask_password(prompt)
 
 
 def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
     """The node's transport, connected. Raises ``TransportError``."""
-    transport = make_transport(config, node_rank, credentials)
-    transport.connect(config.run.connect_timeout)
-    return transport
+    if config.transport == "local":
+        return LocalTransport(node_rank)
+    from launcher.transport.fallback import open_over_ssh
+
+    return open_over_ssh(config, node_rank, credentials)
 
 
 def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opened:
@@ -63,7 +54,7 @@ def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opene
     ranks = range(len(config.nodes))
     if config.transport == "local":
         return {rank: LocalTransport(rank) for rank in ranks}
-    from launcher.transport.passwords import Passwords
+    from launcher.transport.auth import Passwords
 
     passwords = Passwords(config, ask)
     results = _connect(config, passwords, ranks)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
-import subprocess
-import tempfile
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from launcher.command import Command, shell_line
-from launcher.errors import CommandTimeout, RemoteFileError
+from launcher.errors import RemoteFileError
 from launcher.files import appearing
-from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
-from launcher.transport.lines import LineSplitter
-from launcher.transport.talks import PipeTalk
+from launcher.transport.base import OnBytes
+from launcher.transport.process import PipeProcess, Process, ProcessTransport
 
 _CHUNK = 1 << 20
+_KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
-_KILL_AFTER = 1.0  # seconds a stopped command gets between SIGTERM and SIGKILL
 
-
-class LocalTransport(Transport):
+class LocalTransport(ProcessTransport):
     """A node on this machine. Nothing is kept open, so ``connect`` and ``close`` do nothing."""
 
     target = "local"
@@ -40,32 +34,11 @@ class LocalTransport(Transport):
     def close(self) -> None:
         """Nothing to close."""
 
-    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
-        process = _start(command)
-        try:
-            stdout, stderr = process.communicate(stdin, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise CommandTimeout(
-                f"`{command.argv[0]}` did not end within {timeout:g} s", host=self.target, node_rank=self.node_rank
-            ) from None
-        finally:
-            _end(process)
-        return Completed(process.returncode, stdout, stderr)
+    def _begin(self, command: Command, deadline: float) -> Process:
+        return _LocalProcess(command)
 
-    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
-        process = _start(command, stderr=subprocess.DEVNULL)
-        lines = LineSplitter(on_line)
-        try:
-            for data in _chunks(process, stop):
-                lines.feed(data)
-            lines.finish()
-            return -1 if stop.is_set() else process.wait()
-        finally:
-            _end(process)
-
-    def talk(self, command: Command) -> Talk:
-        stderr = tempfile.TemporaryFile()
-        return PipeTalk(_start(command, stderr.fileno()), stderr, _end, command.argv[0], self.node_rank)
+    def _kill(self, process: Process) -> None:
+        process.close()
 
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
         path = Path(dest).expanduser()
@@ -109,43 +82,18 @@ class LocalTransport(Transport):
             ) from error
 
 
-def _start(command: Command, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        ["/bin/sh", "-c", shell_line(command)],
-        cwd=Path.home(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        start_new_session=True,  # its own process group, so that all of it can be ended
-    )
+class _LocalProcess(PipeProcess):
+    def __init__(self, command: Command):
+        super().__init__(["/bin/sh", "-c", shell_line(command)], Path.home())
+        self.pid = self.process.pid
 
-
-def _chunks(process: subprocess.Popen[bytes], stop: threading.Event) -> Iterator[bytes]:
-    """Stdout as it comes, until end of file or ``stop``."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not stop.is_set():
-            if not selector.select(timeout=0.1):
-                continue
-            data = os.read(process.stdout.fileno(), 65536)
-            if not data:
-                return
-            yield data
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the group of a command that still runs: SIGTERM, then SIGKILL; close its pipes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            break
-        os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_KILL_AFTER)
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()
+    def close(self) -> None:
+        """End its process group if it still runs: SIGTERM, then SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.status is None:
+                os.killpg(self.pid, number)
+                self.await_status(_KILL_AFTER)
+        super().close()
 
 
 def _copy(src: BinaryIO, out: BinaryIO, on_bytes: OnBytes | None) -> None:

@@ -1,104 +1,288 @@
-"""A command on a node at the other end of an ``ssh`` process."""
+"""Commands on a node, run to their end, streamed or talked with; the same over pipes and over SSH channels."""
 
 from __future__ import annotations
 
+import math
 import os
-import select
+import re
 import selectors
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from launcher.command import Command
-from launcher.transport.channel import OnData, Remote, started_line
+from launcher.command import Command, shell_line
+from launcher.errors import CommandTimeout, TransportError
+from launcher.transport.base import Completed, OnLine, Talk, Transport
 
-_READ = 1 << 16
+READ_SIZE = 1 << 16
+STALL = 60.0  #: seconds without progress after which a transfer, or the start of a command, is given up
+_INLINE_STDIN = 1 << 15  # bytes that every server's first window takes without waiting
+_POLL = 0.1  # seconds between two looks at a stop event
+_END_WAIT = 3.0  # seconds a command gets to end by itself when its stdin is closed
+_JOIN_TIMEOUT = 5.0
+# Closing a channel ends nothing, and sshd takes signals only for users other than root. So
+# each command first writes its pid to stderr, and is ended by a second command.
+_PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
+_PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
-_SSH_FAILED = 255  # also what ssh exits with for a command that a signal ended
+
+def with_pid(command: Command) -> str:
+    """The command for the node's login shell; it writes its pid to stderr first."""
+    return shell_line(replace(command, setup=(_PRINT_PID, *command.setup)))
 
 
-class RemoteProcess(Remote):
-    """Through the pipes of ``ssh …``; ``argv`` is all of its words but the command's."""
+class Process(ABC):
+    """A started command. What it has printed and nobody has taken yet is in ``stdout`` and ``stderr``."""
 
-    def __init__(self, argv: Sequence[str], command: Command):
+    def __init__(self) -> None:
+        self.pid = 0  #: on the node; 0 until the command has written it
+        self.stdout, self.stderr = bytearray(), bytearray()
+        self._feeder: threading.Thread | None = None
+
+    @property
+    @abstractmethod
+    def status(self) -> int | None:
+        """Exit status, negative after a signal (-1: it is not known which); None while it runs."""
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Write to stdin, which stays open; raises OSError when the command has ended."""
+
+    @abstractmethod
+    def close_input(self) -> None:
+        """Close stdin."""
+
+    @abstractmethod
+    def read(self, seconds: float) -> bool:
+        """Wait at most so long for output and add it to ``stdout`` and ``stderr``; False when all has come."""
+
+    @abstractmethod
+    def await_status(self, seconds: float | None) -> bool:
+        """Wait for the exit status; False when there is none in time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let pipes or channel go."""
+
+    def feed(self, data: bytes) -> None:
+        """Send all of stdin and close it; a long one from a thread, as the command may write first."""
+        if len(data) <= _INLINE_STDIN:
+            self._send_all(data)
+        else:
+            self._feeder = threading.Thread(target=self._send_all, args=(data,), name="ssh-stdin", daemon=True)
+            self._feeder.start()
+
+    def _send_all(self, data: bytes) -> None:
+        with suppress(Exception):  # a command need not read its stdin; of a lost connection, reading tells
+            self.send(data)
+            self.close_input()
+
+    def join_feeder(self) -> None:
+        if self._feeder is not None:
+            self._feeder.join(_JOIN_TIMEOUT)
+
+    def finish(self, deadline: float) -> bool:
+        """Read to the end; False when that has not come by ``deadline``."""
+        while self.read(max(0.0, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                return False
+        return self.await_status(max(0.0, deadline - time.monotonic()))
+
+    def take_lines(self) -> list[str]:
+        """Complete lines of stdout, taken out. A line that is cut off stays behind: half a line is none."""
+        end = self.stdout.rfind(b"\n") + 1
+        lines = self.stdout[:end].split(b"\n")[:-1]
+        del self.stdout[:end]
+        return [line.rstrip(b"\r").decode("utf-8", "replace") for line in lines]
+
+    def await_pid(self, deadline: float) -> int:
+        """The command's pid; 0 when it has not written it by ``deadline``."""
+        while not self.pid and time.monotonic() < deadline and self.read(max(0.0, deadline - time.monotonic())):
+            pass
+        return self.pid
+
+    def _add_stderr(self, data: bytes) -> None:
+        self.stderr += data
+        if not self.pid and (found := _PID_LINE.search(self.stderr)):
+            self.pid = int(found[1])
+            del self.stderr[found.start() : found.end()]
+
+
+class PipeProcess(Process):
+    """A command behind the pipes of a process here."""
+
+    def __init__(self, argv: Sequence[str], cwd: Path | None = None):
         super().__init__()
         self.process = subprocess.Popen(
-            [*argv, started_line(command)],
+            argv,
+            cwd=cwd,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C on our terminal is not for it
+            start_new_session=True,  # its own process group; Ctrl-C on our terminal is not for it
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        self._after_pid = b""  # stderr that came along with the pid
         self._stdin, self._writing = self.process.stdin, threading.Lock()
         self._pipes = selectors.DefaultSelector()
-        for pipe, is_stdout in ((self.process.stdout, True), (self.process.stderr, False)):
-            os.set_blocking(pipe.fileno(), False)
-            self._pipes.register(pipe, selectors.EVENT_READ, is_stdout)
-
-    def begun(self, deadline: float) -> bool:
-        """Wait until the command says its pid; False when ssh could not start it (or does not in time)."""
-        assert self.process.stderr is not None
-        stderr = self.process.stderr
-        while not self.pid and select.select([stderr], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            data = os.read(stderr.fileno(), _READ)
-            self._after_pid += self._without_pid(data)
-            if not data:
-                break
-        return bool(self.pid)
+        self._pipes.register(self.process.stdout, selectors.EVENT_READ, self.stdout.extend)
+        self._pipes.register(self.process.stderr, selectors.EVENT_READ, self._add_stderr)
 
     @property
     def status(self) -> int | None:
-        status = self.process.poll()
-        return -1 if status is not None and (status == _SSH_FAILED or status < 0) else status
+        return self.process.poll()
 
     def send(self, data: bytes) -> None:
         with self._writing:
             self._stdin.write(data)
             self._stdin.flush()
 
-    def _close_input(self) -> None:
+    def close_input(self) -> None:
         with self._writing:
             self._stdin.close()
 
-    def _at_end(self) -> bool:
-        return not self._pipes.get_map()
+    def read(self, seconds: float) -> bool:
+        if not self._pipes.get_map():
+            return False
+        for key, _ in self._pipes.select(seconds):
+            data = os.read(key.fd, READ_SIZE)
+            key.data(data)
+            if not data:
+                self._pipes.unregister(key.fileobj)
+        return True
 
-    def _wait(self, seconds: float | None) -> None:
-        self._pipes.select(seconds)
-
-    def _await_status(self, seconds: float | None) -> bool:
+    def await_status(self, seconds: float | None) -> bool:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode is not None
 
-    def _drain(self, on_stdout: OnData, on_stderr: OnData) -> None:
-        after, self._after_pid = self._after_pid, b""
-        on_stderr(after)
-        for key, _ in self._pipes.select(0):
-            data = os.read(key.fd, _READ)
-            if not data:
-                self._pipes.unregister(key.fileobj)
-            elif key.data:
-                on_stdout(data)
-            else:
-                on_stderr(self._without_pid(data))
-
     def close(self) -> None:
-        """End ssh, not the command; a feeder that waits for room in the pipe ends with it."""
+        """End the process here; a feeder that waits for room in the pipe ends with it."""
         self.process.kill()
         self.process.wait()
-        if self._feeder is not None:
-            self._feeder.join()
+        self.join_feeder()
         self._pipes.close()
         for pipe in (self._stdin, self.process.stdout, self.process.stderr):
             if pipe is not None:
                 with suppress(BrokenPipeError):
                     pipe.close()
 
-    def words(self) -> str:
-        """What ssh said instead of starting the command."""
-        return self._early.decode(errors="replace").strip()
+
+class ProcessTransport(Transport):
+    """Runs commands; subclasses know how one is started and ended."""
+
+    @abstractmethod
+    def _begin(self, command: Command, deadline: float) -> Process:
+        """Start a command."""
+
+    @abstractmethod
+    def _kill(self, process: Process) -> None:
+        """End a command and its children; nothing to do where it has ended."""
+
+    def status_of(self, process: Process) -> int:
+        """Exit status of a command whose output has ended."""
+        return -1 if process.status is None else process.status
+
+    def translated(self) -> AbstractContextManager[None]:
+        """Within the block, errors of the connection become ``TransportError``."""
+        return nullcontext()
+
+    @contextmanager
+    def _started(self, command: Command, deadline: float) -> Iterator[Process]:
+        process = self._begin(command, deadline)
+        try:
+            yield process
+        finally:
+            process.close()
+
+    def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        deadline = time.monotonic() + timeout
+        with self._started(command, deadline) as process:
+            process.feed(stdin)
+            if not process.finish(deadline):
+                self._kill(process)
+                raise self._timed_out(command, timeout)
+            return Completed(self.status_of(process), bytes(process.stdout), bytes(process.stderr))
+
+    def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
+        with self._started(command, math.inf) as process:
+            try:
+                more = True
+                while more and not stop.is_set():
+                    more = process.read(_POLL)
+                    for line in process.take_lines():
+                        on_line(line)
+                    if process.pid:
+                        process.stderr.clear()
+            except BaseException:
+                self._kill(process)
+                raise
+            if stop.is_set():
+                self._kill(process)
+                return -1
+            process.await_status(None)
+            return self.status_of(process)
+
+    def talk(self, command: Command) -> Talk:
+        with ExitStack() as stack:
+            process = stack.enter_context(self._started(command, time.monotonic() + STALL))
+            stack.callback(self._kill, process)
+            return ProcessTalk(self, process, command.argv[0], stack.pop_all().close)
+
+    def _timed_out(self, command: Command, timeout: float) -> CommandTimeout:
+        message = f"`{command.argv[0]}` did not end within {timeout:g} s"
+        return CommandTimeout(message, host=self.target, node_rank=self.node_rank)
+
+
+class ProcessTalk(Talk):
+    """``end`` ends the command, if it runs, and lets it go."""
+
+    def __init__(self, transport: ProcessTransport, process: Process, name: str, end: Callable[[], None]):
+        self._transport, self._process, self._name, self._end = transport, process, name, end
+        self._lines: deque[str] = deque()
+        self._at_end = self._closed = False
+
+    def send(self, line: str) -> None:
+        with self._transport.translated():
+            try:
+                self._process.send(line.encode() + b"\n")
+            except OSError:
+                self._transport.status_of(self._process)  # raises where it is the connection that is gone
+                raise TransportError(f"`{self._name}` has ended", **self._where()) from None
+
+    def receive(self, timeout: float) -> str | None:
+        deadline = time.monotonic() + timeout
+        self._lines += self._process.take_lines()
+        while not self._lines and not self._at_end:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise CommandTimeout(f"`{self._name}` did not answer within {timeout:g} s", **self._where())
+            with self._transport.translated():
+                self._at_end = not self._process.read(left)
+                if self._at_end:
+                    self._process.await_status(max(0.0, deadline - time.monotonic()))
+                    self._transport.status_of(self._process)
+            self._lines += self._process.take_lines()
+        return self._lines.popleft() if self._lines else None
+
+    def ended(self) -> Completed:
+        with self._transport.translated():
+            return Completed(self._transport.status_of(self._process), b"", bytes(self._process.stderr))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(TransportError):  # a command whose connection is gone learns by end of file
+            with suppress(Exception):
+                self._process.close_input()
+                self._process.await_status(_END_WAIT)
+            self._end()
+
+    def _where(self) -> dict[str, Any]:
+        return {"host": self._transport.target, "node_rank": self._transport.node_rank}

@@ -15,7 +15,8 @@ from typing import Any
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import TransportError
-from launcher.transport import make_transport
+from launcher.transport import open_transport
+from launcher.transport.openssh import OpenSshTransport
 
 HOME = Path.home()
 TIMEOUT = 15.0  # the machine may be busy
@@ -87,15 +88,17 @@ def with_ssh(host: str) -> tuple[bool, str]:
 
 def with_ours(host: str) -> tuple[bool, str, str]:
     config = ClusterConfig((NodeConfig(host=host),), DataConfig("synthetic"), run=RunConfig(connect_timeout=TIMEOUT))
-    transport = make_transport(config, 0)
     try:
-        transport.connect(TIMEOUT)
+        transport = open_transport(config, 0)
+    except TransportError as error:
+        return False, str(error), ""
+    try:
         done = transport.run(Command(("true",)), timeout=TIMEOUT)
     except TransportError as error:
         return False, str(error), ""
     finally:
         transport.close()
-    return done.returncode == 0, "", getattr(transport, "program", "")
+    return done.returncode == 0, "", "ssh" if isinstance(transport, OpenSshTransport) else "paramiko"
 
 
 if __name__ == "__main__":

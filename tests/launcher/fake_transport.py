@@ -15,8 +15,8 @@ from typing import Any
 from launcher.command import Command
 from launcher.errors import ConnectionLost, RemoteFileError, TransportError
 from launcher.node.programs.agent import MARKER
-from launcher.nodecall import join_request, parsed, split_request
 from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
+from launcher.transport.rpc import parsed
 
 Answer = Completed | Exception | Callable[[Command, bytes], Completed]
 
@@ -55,7 +55,7 @@ class FakeTransport(Transport):
 
     ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
     contains the text. ``on_program("probe", lambda request: {...})`` answers node programs
-    (``nodecall.call``) whose source contains the text. Rules added later win. A command
+    (``rpc.call``) whose source contains the text. Rules added later win. A command
     without a rule raises ``AssertionError``. ``files`` maps paths to contents, ``modes`` to
     modes; ``~/`` stays as it is. ``fail`` (an exception) breaks every method from then on.
     """
@@ -188,7 +188,7 @@ class FakeTalk(Talk):
         self._sources |= asked["sources"]
         program = self._sources["programs." + asked["program"]]
         try:
-            done = self._node.run(self._command, stdin=join_request(program, asked["request"]), timeout=1.0)
+            done = self._node.run(self._command, stdin=json.dumps([program, asked["request"]]).encode(), timeout=1.0)
         except TransportError as error:
             self._lost = error
             raise
@@ -229,7 +229,7 @@ def _program(reply: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> A
         return reply
 
     def answer(command: Command, stdin: bytes) -> Completed:
-        _, request = split_request(stdin)
+        request = json.loads(stdin)[1]
         return printed(f"\n{MARKER}{json.dumps(reply(request))}\n")
 
     return answer

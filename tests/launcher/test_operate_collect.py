@@ -20,11 +20,15 @@ class Counting(LocalTransport):
     def __init__(self) -> None:
         super().__init__()
         self.downloads: list[str] = []
-        self.runs = 0
+        self.commands = 0
 
     def run(self, *args, **more):
-        self.runs += 1
+        self.commands += 1
         return super().run(*args, **more)
+
+    def talk(self, *args, **more):
+        self.commands += 1
+        return super().talk(*args, **more)
 
     def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
         self.downloads.append(source)
@@ -61,7 +65,7 @@ def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_p
     lines, here = [Counting(), Counting()], tmp_path / "here"
     collected = collect(plan, dict(enumerate(lines)), here)
     assert collected.notes == ()
-    assert [line.runs for line in lines] == [1, 1]
+    assert [line.commands for line in lines] == [1, 1]
     assert lines[0].downloads == [f"{plan.nodes[0].run_dir}/checkpoints/last.pt"] and lines[1].downloads == []
     assert (here / "logs/node1/rank1.log").read_text().endswith("hello of 1\n")
     assert (here / "output/node0/deep/299.txt").read_text() == "299"

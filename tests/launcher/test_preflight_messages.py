@@ -15,11 +15,11 @@ from golden_kit import check_messages
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import NodeCallError, SessionError
-from launcher.nodecall import NodeAgent
 from launcher.preflight.preflight import run_preflight
 from launcher.run.tmux_session import start_session
 from launcher.transport.base import Transport
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent
 from test_session import home, make  # noqa: F401  fixtures
 from wire_kit import Closed, cluster, machine
 

@@ -22,8 +22,8 @@ import pytest
 from launcher.command import Command
 from launcher.node import leases, procs
 from launcher.node.programs import folders, machine, packages, probe
-from launcher.nodecall import NodeAgent
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent
 from node_kit import wait_until
 
 SMI = """#!/bin/bash

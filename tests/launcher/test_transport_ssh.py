@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from paramiko.hostkeys import HostKeys
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
-from launcher.transport import close_all, connect_all
-from launcher.transport.hostkeys import read_known_hosts
+from launcher.transport import close_all, connect_all, ssh_config
+from launcher.transport.auth import Credentials
+from launcher.transport.host_keys import read_known_hosts
 from launcher.transport.ssh import SshTransport
+from launcher.transport.ssh_config import find_route
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
 
@@ -226,7 +229,7 @@ def test_a_closed_port(home: Path) -> None:
 def test_a_name_that_does_not_resolve(home: Path) -> None:
     node = NodeConfig(host="no-such-host.invalid")
     with pytest.raises(UnreachableError, match="name no-such-host.invalid cannot be resolved"):
-        SshTransport(node, "strict", None, 0).connect(5)
+        SshTransport(node, "strict", Credentials(), 0).connect(5)
 
 
 def test_a_port_where_something_else_listens(home: Path) -> None:
@@ -323,17 +326,61 @@ def test_one_connection_serves_everything(sshd: Sshd, key: Path, tmp_path: Path)
 
 
 def test_an_alias_with_everything_in_an_included_file(sshd: Sshd, key: Path, home: Path) -> None:
-    (home / ".ssh/config").write_text("Host other\n  User nobody\nInclude conf.d/*\nHost *\n  User wrong\n")
-    (home / ".ssh/conf.d").mkdir()
-    (home / ".ssh/conf.d/gpu").write_text(
+    folder = home / ".ssh/conf.d"  # in full, as ssh's own idea of ~ is that of /etc/passwd
+    (home / ".ssh/config").write_text(f"Include {folder}/*\nHost other\n  User nobody\nHost *\n  User wrong\n")
+    folder.mkdir()
+    (folder / "gpu").write_text(
         f"Host gpu\n HostName 127.0.0.1\n Port {sshd.port}\n User ann\n HostKeyAlias gpubox\n"
         f" UserKnownHostsFile ~/.ssh/gpu_hosts\n IdentityFile ~/.ssh/missing\n IdentityFile {key}\n"
     )
     line = f"gpubox {sshd.host_key.get_name()} {sshd.host_key.get_base64()}\n"
     (home / ".ssh/gpu_hosts").write_text(line)
-    transport = SshTransport(NodeConfig(host="gpu"), "strict", None, 0)
+    transport = SshTransport(NodeConfig(host="gpu"), "strict", Credentials(), 0)
     assert whoami(transport) == b"hello\n"
     assert transport.target == f"ann@127.0.0.1:{sshd.port}"
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        ("Host gnn1\n HostName a\nHost gnn2\n HostName b\nHost gnn3\n User eve\nHost !gnn4 *\n User ann\n", 3),
+        ("User ann\nHost *\n HostName %h.lab\n", 4),
+        ("Host gnn1\n Include {home}/more\nHost *\n User ann\n", 4),
+        ("Match originalhost gnn1 exec true\n User eve\n", 4),
+        ("", 1),
+    ],
+)
+def test_ssh_is_asked_once_for_hosts_that_the_same_lines_are_about(
+    home: Path, monkeypatch: pytest.MonkeyPatch, config: str, asked: int
+) -> None:
+    (home / ".ssh").mkdir()
+    (home / ".ssh/config").write_text(config.format(home=home))
+    (home / "more").write_text("Host gnn1 gnn2\n  User eve\n")
+    names: list[str] = []
+    ask = ssh_config._by_openssh
+
+    def counted(name: str, user: str | None, port: int | None) -> ssh_config.Options:
+        names.append(name)
+        return ask(name, user, port)
+
+    monkeypatch.setattr(ssh_config, "_by_openssh", counted)
+    found = {name: find_route(name)[-1].target for name in ("gnn1", "gnn2", "gnn3", "gnn4")}
+    assert len(names) == asked
+    for name, target in found.items():
+        options = ask(name, None, None)
+        assert target == f"{options['user'][0]}@{options['hostname'][0]}"
+
+
+def test_without_an_openssh_client_the_files_are_read(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    (home / ".ssh").mkdir()
+    (home / ".ssh/config").write_text("Include more\nHost *\n  User ann\n  ProxyJump eve@door:2222\n")
+    (home / ".ssh/more").write_text("Host gnn1\n  HostName %h.lab\n  IdentityFile ~/%r\n")
+    door, node = find_route("gnn1")
+    assert (door.target, node.target) == ("eve@door:2222", "ann@gnn1.lab")
+    assert node.identity_files == (f"{home}/ann",)
+    assert door.known_hosts[0] == home / ".ssh/known_hosts"
 
 
 def test_a_broken_ssh_config_is_named(sshd: Sshd, home: Path) -> None:
@@ -354,7 +401,7 @@ def test_connect_all_reports_every_node(sshd: Sshd, key: Path) -> None:
     config = cluster(good, NodeConfig(host="a.invalid"), NodeConfig(host="127.0.0.1", port=1, user="ann"), good)
     results = connect_all(config)
     assert [type(results[k]).__name__ for k in range(4)] == [
-        "NodeOverSsh", "UnreachableError", "UnreachableError", "NodeOverSsh",
+        "SshTransport", "UnreachableError", "UnreachableError", "SshTransport",
     ]  # fmt: skip
     assert str(results[2]).startswith("node2 (ann@127.0.0.1:1): connection refused")
     close_all(results)

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from golden_kit import check_messages
-from launcher.command import Secret
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError
-from launcher.transport import Transport, ask_password, connect_all, make_transport
-from launcher.transport.login import Credentials
-from launcher.transport.ssh import SshTransport, credentials_of
+from launcher.transport import Transport, ask_password, connect_all, open_transport
+from launcher.transport.auth import Credentials
+from launcher.transport.ssh import SshTransport
 from sshd_inprocess import Sshd, serving
-from transport_kit import know, new_key, save_key, sh
+from transport_kit import credentials_of, know, new_key, save_key, sh
 
 Said = tuple[str, str]
 
@@ -59,7 +58,7 @@ class Scene:
     ) -> None:
         host, port = ("127.0.0.1", to.port) if isinstance(to, Sshd) else (to, None)
         node = NodeConfig(host=host, port=port, user="ann", key=str(key) if key else None)
-        credentials = credentials_of(node, Secret(secret) if secret else None)
+        credentials = credentials_of(node, secret)
         transport = SshTransport(node, "auto", credentials, 3)
         self.hear(how, lambda: transport.connect(timeout))
 
@@ -78,13 +77,13 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 def test_messages(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in (unreachable, refused, host_keys, configs, lines, by_openssh):
         part(scene)
-    monkeypatch.setattr("launcher.transport.passwords._at_terminal", lambda: False)
+    monkeypatch.setattr("launcher.transport.auth._at_terminal", lambda: False)
     scene.hear(
         "a password, and no terminal", lambda: ask_password("Password for ann on 16 nodes (gnn1, gnn2, gnn3, …)")
     )
     monkeypatch.setenv("PATH", "")
     scene.config("Host *\n  ProxyUseFdpass yes\n  ProxyCommand true\n")
-    scene.hear("ProxyUseFdpass without an OpenSSH client", lambda: over_ssh("gnn1").connect(3))
+    scene.hear("ProxyUseFdpass without an OpenSSH client", lambda: over_ssh("gnn1"))
     check_messages("ssh", scene.said)
 
 
@@ -159,7 +158,7 @@ def configs(scene: Scene) -> None:
 def lines(scene: Scene) -> None:
     host = scene.host(authorized=scene.good)
     node = NodeConfig(host="127.0.0.1", port=host.port, user="ann", key=str(scene.key))
-    transport = SshTransport(node, "auto", None, 3)
+    transport = SshTransport(node, "auto", Credentials(node.key), 3)
     transport.connect(5)
     scene.hear("a command that takes too long", lambda: transport.run(sh("sleep 60"), timeout=0.3))
     scene.hear("a missing file", lambda: transport.download("~/nothere", scene.home / "copy"))
@@ -175,18 +174,20 @@ def by_openssh(scene: Scene) -> None:
     block = f"Host gnn*\n  HostName 127.0.0.1\n  Port {host.port}\n  KnownHostsCommand /bin/cat {scene.home}/.ssh/all\n"
     scene.config(block)
     (scene.home / ".ssh/all").write_text("")
-    scene.hear("OpenSSH: unknown host", lambda: over_ssh("gnn1").connect(3))
+    scene.hear("OpenSSH: unknown host", lambda: over_ssh("gnn1"))
     know(scene.home, host.port, scene.host_key)
     (scene.home / ".ssh/known_hosts").rename(scene.home / ".ssh/all")
-    scene.hear("OpenSSH: no key", lambda: over_ssh("gnn1").connect(3))
+    scene.hear("OpenSSH: no key", lambda: over_ssh("gnn1"))
     scene.config(block.replace(f"Port {host.port}", "Port 1"))
-    scene.hear("OpenSSH: nobody listens", lambda: over_ssh("gnn1").connect(3))
+    scene.hear("OpenSSH: nobody listens", lambda: over_ssh("gnn1"))
     scene.config()
 
 
 def over_ssh(host: str) -> Transport:
     nodes = (NodeConfig(host="first"), NodeConfig(host=host, user="ann"))
-    return make_transport(ClusterConfig(nodes, DataConfig("synthetic"), run=RunConfig()), 1, Credentials())
+    return open_transport(
+        ClusterConfig(nodes, DataConfig("synthetic"), run=RunConfig(connect_timeout=3)), 1, Credentials()
+    )
 
 
 def test_all_nodes_are_heard(scene: Scene) -> None:

@@ -15,7 +15,7 @@ from launcher.command import Command, Secret
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import PasswordRefused, UsageError
 from launcher.transport import Transport, ask_password, close_all, connect_all
-from launcher.transport.passwords import Passwords
+from launcher.transport.auth import Passwords
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, openssh_to, save_key, ssh_to
 
@@ -150,7 +150,7 @@ def test_a_locked_key_and_a_password_are_two_questions(servers: list[Sshd], tmp_
 
 
 def test_without_a_terminal_it_is_said_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.transport.passwords._at_terminal", lambda: False)
+    monkeypatch.setattr("launcher.transport.auth._at_terminal", lambda: False)
     with pytest.raises(UsageError, match="no terminal to ask on: Password for ann on gnn1; start from a terminal"):
         ask_password("Password for ann on gnn1")
 

@@ -21,6 +21,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import CommandTimeout, ConnectionLost
 from launcher.preflight.preflight import run_preflight
 from launcher.transport import Transport, close_all, connect_all
+from launcher.transport.auth import Credentials
 from launcher.transport.ssh import SshTransport
 from transport_kit import sh, ssh_threads
 
@@ -95,7 +96,7 @@ def wait_for_port(port: int) -> None:
 
 @pytest.fixture
 def node(sshd: RealSshd) -> Iterator[SshTransport]:
-    transport = SshTransport(NodeConfig(host="direct"), "accept-new", None, 0)
+    transport = SshTransport(NodeConfig(host="direct"), "accept-new", Credentials(), 0)
     transport.connect(10)
     yield transport
     transport.close()
@@ -104,7 +105,7 @@ def node(sshd: RealSshd) -> Iterator[SshTransport]:
 
 def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
     before = sshd.logins()
-    transport = SshTransport(NodeConfig(host="behind"), "accept-new", None, 1)
+    transport = SshTransport(NodeConfig(host="behind"), "accept-new", Credentials(), 1)
     transport.connect(10)
     assert transport.run(sh("cat"), stdin=b"x" * 3_000_000, timeout=30).stdout == b"x" * 3_000_000
     transport.close()
@@ -114,7 +115,7 @@ def test_an_alias_through_a_jump_host(sshd: RealSshd) -> None:
 
 def test_each_hop_is_asked_for_the_kind_of_host_key_that_is_known(sshd: RealSshd) -> None:
     """These hosts show an ed25519 key unless asked; only their ecdsa keys are known."""
-    transport = SshTransport(NodeConfig(host="known-behind"), "strict", None, 1)
+    transport = SshTransport(NodeConfig(host="known-behind"), "strict", Credentials(), 1)
     transport.connect(10)
     assert transport.run(sh("echo x"), timeout=10).stdout == b"x\n"
     transport.close()
@@ -190,8 +191,8 @@ def test_connecting_to_many_nodes_at_once_through_a_server_that_drops_bursts(ssh
 
 def test_a_host_that_falls_silent_is_noticed(node: SshTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """No reset, no end of file: only a missing answer tells."""
-    monkeypatch.setattr("launcher.transport.line._PING_EVERY", 0.5)
-    monkeypatch.setattr("launcher.transport.line._PING_TIMEOUT", 1.0)
+    monkeypatch.setattr("launcher.transport.ssh._PING_EVERY", 0.5)
+    monkeypatch.setattr("launcher.transport.ssh._PING_TIMEOUT", 1.0)
     node.close()
     node.connect(10)
     session = int(node.run(sh("echo $PPID"), timeout=10).stdout)

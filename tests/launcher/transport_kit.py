@@ -9,7 +9,7 @@ import paramiko
 
 from launcher.command import Command, Secret
 from launcher.config.schema import HostKeys, NodeConfig
-from launcher.transport.login import Credentials
+from launcher.transport.auth import Credentials, is_locked
 from launcher.transport.openssh import OpenSshTransport
 from launcher.transport.ssh import SshTransport
 from sshd_inprocess import Sshd
@@ -48,7 +48,15 @@ def ssh_to(
 ) -> SshTransport:
     port = sshd if isinstance(sshd, int) else sshd.port
     node = NodeConfig(host="127.0.0.1", port=port, user="ann", key=str(key) if key else None)
-    return SshTransport(node, host_keys, Secret(password) if password is not None else None, node_rank)
+    return SshTransport(node, host_keys, credentials_of(node, password), node_rank)
+
+
+def credentials_of(node: NodeConfig, secret: str | None) -> Credentials:
+    """What unlocks the key is its passphrase."""
+    given = Secret(secret) if secret is not None else None
+    if node.key and given is not None and is_locked(node.key):
+        return Credentials(node.key, passphrase=given)
+    return Credentials(node.key, password=given)
 
 
 def openssh_to(sshd: Sshd, *, key: Path | None = None, password: str | None = None) -> OpenSshTransport:

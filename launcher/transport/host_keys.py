@@ -1,7 +1,7 @@
-"""Is this the machine it was last time? Host keys against the known_hosts files.
+"""Checks a host's key against the known_hosts files.
 
-paramiko's own lookup knows neither wildcard patterns, ``HostKeyAlias`` nor revoked keys,
-so the files are read here and paramiko is only told yes or no.
+paramiko's own ``HostKeys`` knows neither wildcard patterns nor revoked keys, and not the line a key stands in, so the
+files are read here, and paramiko asks ``HostKeyCheck``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import binascii
 import fcntl
-import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +18,7 @@ import paramiko
 from paramiko.hostkeys import HostKeys
 
 from launcher.errors import HostKeyError
-from launcher.transport.hop import Hop
+from launcher.transport.ssh_config import SshHost, is_about
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,7 @@ class KnownKey:
         """Whether the line is about ``host`` (a plain, hashed or wildcard name)."""
         if self.hosts.startswith("|1|"):
             return HostKeys.hash_host(host, self.hosts) == self.hosts
-        patterns = self.hosts.lower().split(",")
-        if any(p[0] == "!" and _matches(host, p[1:]) for p in patterns if p):
-            return False
-        return any(_matches(host, p) for p in patterns)
-
-
-def _matches(host: str, pattern: str) -> bool:
-    # only * and ? are wildcards in known_hosts; [ ] belong to "[host]:port"
-    return fnmatch.fnmatchcase(host.lower(), pattern.replace("[", "[[]"))
+        return is_about(host, self.hosts.split(","))
 
 
 def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
@@ -75,28 +66,24 @@ def _parse(line: str, where: str) -> KnownKey | None:
     return KnownKey(words[0], words[1], blob, marker == "@revoked", where, marker == "@cert-authority")
 
 
-def host_name(host: str, port: int) -> str:
-    """The name under which known_hosts files keep a host."""
-    return host if port == 22 else f"[{host}]:{port}"
+def checking_mode(host_keys: str, host: SshHost) -> str:
+    """``ask`` and ``yes`` refuse an unknown key, ``accept-new`` adds it, ``no`` takes any key and adds it,
+    ``insecure`` checks nothing."""
+    return {"auto": host.checking, "strict": "yes"}.get(host_keys, host_keys)
 
 
-def checking_mode(host_keys: str, hop: Hop) -> str:
-    """``ask`` and ``yes`` refuse what is unknown, ``accept-new`` learns it, ``no`` takes anything but learns it,
-    ``insecure`` looks at nothing."""
-    return {"auto": hop.checking, "strict": "yes"}.get(host_keys, host_keys)
-
-
-class HostKeyCheck:
+class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     """Decides on the key a host shows. Its errors name no node: a jump host is many nodes'.
 
-    ``known`` holds the lines about this host under ``name``; a line without the port
-    is good enough to accept a key, as with ``ssh``.
+    ``known`` holds the lines about this host under ``name``; as with ``ssh``, a line without the port is good enough
+    to accept a key.
     """
 
-    def __init__(self, hop: Hop, host_keys: str):
-        self.mode = checking_mode(host_keys, hop)
-        self.host, self.port = (hop.key_name, 22) if hop.key_name else (hop.host, hop.port)
-        self.name, self.files = host_name(self.host, self.port), hop.known_hosts
+    def __init__(self, host: SshHost, host_keys: str):
+        self.mode = checking_mode(host_keys, host)
+        self.host, self.port = (host.key_alias, 22) if host.key_alias else (host.host, host.port)
+        self.name = self.host if self.port == 22 else f"[{self.host}]:{self.port}"
+        self.files = host.known_hosts
         lines = list(read_known_hosts(self.files)) if self.mode != "insecure" else []
         self.known = [line for line in lines if line.names(self.name) and not line.authority]
         self._portless = [line for line in lines if line.names(self.host) and not line.authority]
@@ -114,8 +101,8 @@ class HostKeyCheck:
             types += ["rsa-sha2-512", "rsa-sha2-256"] if line.type == "ssh-rsa" else [line.type]
         return list(dict.fromkeys(types))
 
-    def check(self, key: paramiko.PKey) -> None:
-        """Raises ``HostKeyError``."""
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        """Raises ``HostKeyError`` for a key that is not to be trusted."""
         if self.mode == "insecure":
             return
         blob = key.asbytes()
@@ -134,7 +121,7 @@ class HostKeyCheck:
 
     def _learn(self, key: paramiko.PKey) -> None:
         try:
-            learn(self.files[0], self.name, key)
+            _append(self.files[0], f"{self.name} {key.get_name()} {key.get_base64()}")
         except OSError as error:
             if self.mode == "no":
                 return
@@ -164,13 +151,12 @@ def _shown(key: paramiko.PKey) -> str:
     return f"{key.get_name()} {key.fingerprint}"
 
 
-def learn(path: Path, name: str, key: paramiko.PKey) -> None:
-    """Append the key to ``path``; the nodes are reached in parallel, hence the lock."""
+def _append(path: Path, line: str) -> None:
+    """Add a line to a file, once; the nodes are reached in parallel, hence the lock."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         text = file.read()
-        line = f"{name} {key.get_name()} {key.get_base64()}"
         if line not in text.splitlines():
             file.write(("\n" if text and not text.endswith("\n") else "") + line + "\n")

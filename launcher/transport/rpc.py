@@ -1,4 +1,4 @@
-"""Run our standard-library programs on a node before any of our code is there."""
+"""Calls our standard-library programs on a node before any of our code is there."""
 
 from __future__ import annotations
 
@@ -21,37 +21,20 @@ from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
-
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
-
 _CLOCK_ROUNDS = 2
-
 _PARSING = threading.Lock()
-
-_CHECK = f"""
+# stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
+_BOOT = f"""
 import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
 data = sys.stdin.buffer
-"""
-
-# stdin is "<length of source>\n<source><request as JSON>"; the source defines main(request) -> reply
-BOOT = f"""{_CHECK}
-import json
-source = data.read(int(data.readline())).decode()
-program = {{"__name__": "gnnfleet_node"}}
-exec(compile(source, "<gnnfleet>", "exec"), program)
-reply = program["main"](json.loads(data.read().decode()))
-sys.stdout.write("\\n{MARKER}" + json.dumps(reply) + "\\n")
-""".strip()
-
-# stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
-AGENT_BOOT = f"""{_CHECK}
 agent = {{"__name__": "gnnfleet_agent"}}
 exec(compile(eval(data.readline()), "<agent>", "exec"), agent)
 agent["serve"](data, sys.stdout.buffer)
 """.strip()
 
-_NODE = Path(__file__).parent / "node"
+_NODE = Path(__file__).parents[1] / "node"
 
 _IMPORTS = re.compile(r"^ *from launcher\.node((?:\.\w+)*) import (\w+(?:, \w+)*)", re.MULTILINE)
 
@@ -92,7 +75,7 @@ class NodeAgent:
     def __init__(self, transport: Transport, python: Command):
         self._transport, self._python = transport, python.argv[0]
         # -S: reading .pth files takes longer than starting Python; packages.py finds its way without
-        self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", AGENT_BOOT)))
+        self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", _BOOT)))
         self._sent: set[str] = set()
         with suppress(TransportError):  # the first call tells
             self._talk.send(repr(program_source("agent")))
@@ -148,33 +131,12 @@ def parsed(text: str) -> Any:
 
 
 def call(transport: Transport, python: Command, program: str, request: dict[str, Any], timeout: float) -> Any:
-    """Run one node program (its source) in a Python of its own with ``request``; returns its reply.
+    """Reply of ``launcher/node/programs/<program>.py`` in a Python of its own.
 
-    Raises ``TransportError`` and ``NodeCallError``.
+    ``request`` is JSON: its tuples arrive as lists. Raises ``TransportError`` and ``NodeCallError``.
     """
-    command = replace(python, argv=(*python.argv, "-c", BOOT))
-    done = transport.run(command, stdin=join_request(program, request), timeout=timeout)
-    return parse_reply(done, python.argv[0], transport)
-
-
-def join_request(program: str, request: dict[str, Any]) -> bytes:
-    """What ``BOOT`` reads from stdin."""
-    source = program.encode()
-    return b"%d\n%s%s" % (len(source), source, json.dumps(request).encode())
-
-
-def split_request(stdin: bytes) -> tuple[str, dict[str, Any]]:
-    """The inverse of ``join_request``: (program, request)."""
-    length, _, rest = stdin.partition(b"\n")
-    return rest[: int(length)].decode(), json.loads(rest[int(length) :])
-
-
-def parse_reply(done: Completed, python: str, transport: Transport) -> Any:
-    """The reply in what a call printed; raises ``NodeCallError``."""
-    found = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.startswith(MARKER)]
-    if done.returncode == 0 and found:
-        return json.loads(found[-1][len(MARKER) :])
-    raise _ended(done, python, transport)
+    with NodeAgent(transport, python) as agent:
+        return agent.call(program, json.loads(json.dumps(request)), timeout)
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:

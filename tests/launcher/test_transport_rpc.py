@@ -8,15 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from launcher import nodecall
 from launcher.command import Command
 from launcher.errors import CommandTimeout, NodeCallError
-from launcher.nodecall import NodeAgent, bundle, call
+from launcher.transport import rpc
 from launcher.transport.local import LocalTransport
+from launcher.transport.rpc import NodeAgent, bundle, call
 
 HERE = Command((sys.executable,))
 ECHO = "def main(request):\n    print('noise')\n    return {'got': request}"
@@ -35,12 +34,14 @@ HELPER = "calls = 0\nfile = {file!r}\ndef twice(n): return 2 * n"
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for node programs of the test's own, beside the agent."""
-    shutil.copy(Path(nodecall.__file__).parent / "node/programs/agent.py", tmp_path)
-    monkeypatch.setattr(nodecall, "_PROGRAMS", tmp_path)
-    nodecall.program_source.cache_clear()
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    shutil.copy(Path(rpc.__file__).parents[1] / "node/programs/agent.py", folder)
+    monkeypatch.setattr(rpc, "_NODE", tmp_path)
+    rpc.program_source.cache_clear()
     bundle.cache_clear()
-    yield tmp_path
-    nodecall.program_source.cache_clear()
+    yield folder
+    rpc.program_source.cache_clear()
     bundle.cache_clear()
 
 
@@ -54,7 +55,7 @@ def agent(python: Command = HERE) -> NodeAgent:
 def test_an_agent_keeps_its_programs_from_call_to_call(programs: Path) -> None:
     left = programs / "left"
     (programs / "counter.py").write_text(COUNTER)
-    (programs / "helper.py").write_text(HELPER.format(file=str(left)))
+    (programs.parent / "helper.py").write_text(HELPER.format(file=str(left)))
     with agent() as node:
         assert node.call("counter", {"n": 3}, 10) == [6, 1]
         (programs / "counter.py").unlink()  # its source is sent once
@@ -105,29 +106,18 @@ def test_clock_offset_is_exact_to_milliseconds() -> None:
 
 
 def test_a_bundle_holds_what_the_program_imports() -> None:
-    assert set(bundle("control")) >= {"control", "procs", "record"}
-    assert set(bundle("agent")) == {"agent"}
+    assert set(bundle("probe")) >= {"programs.probe", "programs.machine", "leases"}
+    assert set(bundle("agent")) == {"programs.agent"}
 
 
 # -- one call ------------------------------------------------------------
 
 
-def echo(python: str, program: str = ECHO, setup: tuple[str, ...] = ()) -> Any:
-    return call(LocalTransport(4), Command((python,), setup=setup), program, {"x": "ä"}, 30)
-
-
-def test_a_call_survives_noise_on_stdout() -> None:
-    assert echo(sys.executable, setup=("echo welcome to $HOSTNAME",)) == {"got": {"x": "ä"}}
-
-
-def test_a_program_that_raises_is_named_with_node_and_python() -> None:
-    with pytest.raises(NodeCallError, match=r"(?s)node4 \(local\): .*python.* ended with status 1:.*ZeroDivisionError"):
-        echo(sys.executable, "def main(request):\n    1 / 0")
-
-
-def test_a_missing_python_says_which_key_sets_it() -> None:
-    with pytest.raises(NodeCallError, match=r"node4 \(local\): cannot run /no/python .* – set `python`, `venv` or"):
-        echo("/no/python")
+def test_one_call_is_an_agent_that_ends(programs: Path) -> None:
+    (programs / "echo.py").write_text(f"{ECHO}\ndef leave(): open({str(programs / 'left')!r}, 'w').close()")
+    python = Command((sys.executable,), setup=("echo welcome to $HOSTNAME",))
+    assert call(LocalTransport(4), python, "echo", {"x": ("ä", 1)}, 30) == {"got": {"x": ["ä", 1]}}
+    assert (programs / "left").exists()
 
 
 # -- old interpreters ----------------------------------------------------

@@ -1,0 +1,396 @@
+"""Logging in: the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
+
+``Login`` is a paramiko ``AuthStrategy``. fabric's own, ``OpenSSHAuthStrategy``, ends at the first locked key, and knows
+neither IdentitiesOnly, IdentityAgent and CertificateFile nor hosts that want a key and a password.
+"""
+
+from __future__ import annotations
+
+import binascii
+import copy
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
+
+import click
+import paramiko
+from paramiko.agent import AgentKey, AgentSSH
+from paramiko.auth_strategy import AuthResult, AuthSource, AuthStrategy, SourceResult
+from paramiko.pkey import PublicBlob, UnknownKeyType
+
+from launcher.command import Secret
+from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.errors import TransportError, UsageError
+from launcher.transport.ssh_config import SshHost, find_route
+
+AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
+
+_AGENT_TIMEOUT = 60.0  # seconds; it may ask its owner
+_CERT = "-cert-v01@openssh.com"
+_SHOWN = 3  # hosts named in a prompt
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What the config and the user give for a login, beyond ssh_config."""
+
+    key: str | None = None  #: private key file
+    password: Secret | None = None
+    passphrase: Secret | None = None  #: of ``key``
+
+
+class LoginRefused(paramiko.AuthenticationException):
+    """Nothing that was offered opened the door. ``allowed``: the methods the host takes, where it has said so."""
+
+    def __init__(self, tried: Sequence[str], allowed: Collection[str], locked: Sequence[str], credentials: Credentials):
+        super().__init__("login refused")
+        self.tried, self.allowed, self.locked, self.credentials = tried, tuple(allowed), locked, credentials
+        self.password_tried = "the password" in tried
+        wanted = bool({"password", "keyboard-interactive"} & set(allowed)) and "publickey" not in allowed
+        #: a key was accepted, and the host then asked for more
+        self.wants_password = wanted and credentials.passphrase is not None and not self.password_tried
+
+
+class Offer(AuthSource):
+    """One way to log in. ``attempt`` gives the methods that the host wants besides; ``label`` is for a person."""
+
+    def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
+        super().__init__(username)
+        self.method, self.label, self._attempt = method, label, attempt
+
+    def authenticate(self, transport: paramiko.Transport) -> list[str]:
+        return self._attempt(transport)
+
+
+class Login(AuthStrategy):
+    """One login. ``authenticate`` raises ``LoginRefused``, or ``SSHException`` when the host hangs up."""
+
+    def __init__(self, host: SshHost, credentials: Credentials):
+        super().__init__(ssh_config=paramiko.SSHConfig())
+        self.host, self.credentials = host, credentials
+        self.files = (credentials.key,) if credentials.key else host.identity_files
+        self._agent_keys: Sequence[AgentKey] = ()
+
+    def get_sources(self) -> Iterator[Offer]:
+        """Given a password and no key, the password comes first: servers count wrong keys as failures."""
+        user, passwords = self.host.user, list(self._passwords())
+        yield from () if self.credentials.key else passwords
+        if self.host.uses_keys or self.credentials.key:
+            for key, label in self._keys():
+                yield Offer(user, "publickey", label, partial(_by_key, user, key))
+        yield from passwords if self.credentials.key else ()
+
+    def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
+        with closing(Agent(self.host.agent)) as agent:  # open as long as it may have to sign
+            self._agent_keys = agent.get_keys()
+            offer = self._accepted(transport, list(self.get_sources()))
+        result = AuthResult(self)
+        result.append(SourceResult(offer, []))
+        return result
+
+    def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
+        """Make offers until the host wants no more; the last of them."""
+        tried: list[str] = []
+        unwanted: list[Offer] = []  # for now: the method may be the second that the host wants
+        allowed: Collection[str] | None = None  # the host has not said
+        while offer := next((each for each in offers if allowed is None or each.method in allowed), None):
+            is_key = offer.method == "publickey"
+            tried += [offer.label] if is_key else []
+            try:
+                allowed = offer.authenticate(transport)
+                if not allowed:
+                    return offer
+            except paramiko.BadAuthenticationType as error:
+                allowed = error.allowed_types
+                if offer in unwanted:
+                    offers.remove(offer)
+                unwanted.append(offer)
+                continue
+            except paramiko.AuthenticationException:
+                if not transport.is_active():
+                    raise
+                if not is_key:  # a wrong password is shown once, and no keys are tried after it
+                    offers.clear()
+            tried += [] if is_key else [offer.label]
+            offers = [each for each in offers if each is not offer and (is_key or each.method == "publickey")]
+        if not tried:
+            nothing = Offer(self.host.user, "none", "nothing", lambda ssh: ssh.auth_none(self.host.user))
+            try:
+                nothing.authenticate(transport)
+                return nothing
+            except paramiko.BadAuthenticationType as error:
+                allowed = error.allowed_types
+            except paramiko.AuthenticationException:
+                if not transport.is_active():
+                    raise
+        raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
+
+    def _passwords(self) -> Iterator[Offer]:
+        """``password`` goes before ``keyboard-interactive``, behind which may be a one-time code."""
+        if self.credentials.password is not None:
+            user, secret = self.host.user, self.credentials.password.reveal()
+            yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
+            yield Offer(
+                user, "keyboard-interactive", "the password", lambda ssh: ssh.auth_interactive(user, _answering(secret))
+            )
+
+    def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
+        """Certificates, the agent's named keys, its others, files; a ``key`` of our own config goes before the agent.
+
+        Files that are missing, locked or no keys are passed over.
+        """
+        by_blob = {key.blob: key for key in self._agent_keys}
+        signers: dict[bytes, paramiko.PKey] = dict(by_blob)
+        named, loaded, publics = [], [], set()
+        for path in self.files:
+            key = _usable(path, self.credentials.passphrase)
+            public = key.asbytes() if key else _public_blob(f"{path}.pub") or _public_blob(path) or b""
+            publics.add(public)
+            if public in by_blob:
+                named.append((by_blob[public], _agent_label(by_blob[public])))
+            if key:
+                loaded.append((key, path))
+                signers.setdefault(public, key)
+        certificates = [
+            (_certified(signers[_plain(blob)], path), path)
+            for path in (*self.host.certificate_files, *(f"{path}-cert.pub" for path in self.files))
+            if (blob := _public_blob(path)) and _plain(blob) in signers
+        ]
+        others = [
+            (key, _agent_label(key))
+            for key in self._agent_keys
+            if not self.host.identities_only or _plain(key.blob) in publics
+        ]
+        own = self.credentials.key is not None
+        done: set[bytes] = set()
+        for key, label in (*certificates, *(loaded if own else ()), *named, *others, *(() if own else loaded)):
+            shown = key.public_blob.key_blob if key.public_blob else key.asbytes()
+            if shown not in done:
+                done.add(shown)
+                yield key, label
+
+
+def _by_key(user: str, key: paramiko.PKey, transport: paramiko.Transport) -> list[str]:
+    return transport.auth_publickey(user, key)
+
+
+def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]], list[str]]:
+    """Answers the first hidden prompt with the password, and any other with nothing."""
+    answers = [password]
+
+    def answer(title: str, instructions: str, prompts: Sequence[tuple[str, bool]]) -> list[str]:
+        return [answers.pop() if answers and not shown else "" for _, shown in prompts]
+
+    return answer
+
+
+# -- keys ------------------------------------------------------------------
+
+
+class Agent(AgentSSH):
+    """paramiko's agent client on a socket of our choice; without keys where there is no agent."""
+
+    def __init__(self, path: str):
+        super().__init__()
+        with socket.socket(socket.AF_UNIX) as sock, suppress(OSError, paramiko.SSHException):
+            sock.settimeout(_AGENT_TIMEOUT)
+            sock.connect(path)
+            self._connect(sock.dup())  # type: ignore[attr-defined]
+        for key in self.get_keys():
+            if key.name.endswith(_CERT):
+                # else paramiko signs with its plain key, which the agent need not hold
+                key.inner_key = None  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._close()  # type: ignore[attr-defined]
+
+
+def _agent_label(key: AgentKey) -> str:
+    return f"the ssh-agent's {key.comment or key.name}"
+
+
+def _certified(key: paramiko.PKey, path: str) -> paramiko.PKey:
+    """The key with the certificate at ``path``."""
+    copied = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
+    copied.load_certificate(path)
+    return copied
+
+
+def _public_blob(path: str) -> bytes | None:
+    """The public key or certificate in a file; None for other files."""
+    try:
+        return PublicBlob.from_file(path).key_blob
+    except (OSError, ValueError, binascii.Error, paramiko.SSHException):
+        return None
+
+
+def _plain(blob: bytes) -> bytes:
+    """The public key alone, out of a blob that may be a certificate."""
+    kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
+    try:
+        return paramiko.PKey.from_type_string(kind, blob).asbytes()
+    except (UnknownKeyType, paramiko.SSHException):
+        return blob
+
+
+_loading = threading.Lock()  # a passphrase takes 0.1 s and more to apply: once, not once a node
+_loaded: dict[tuple[str, int, int, str | None], paramiko.PKey | None] = {}
+
+
+def _load_key(path: str, passphrase: Secret | None) -> paramiko.PKey | None:
+    """The private key; None when it is none or the passphrase is wrong.
+
+    Raises ``PasswordRequiredException`` when it is locked, ``OSError`` when it cannot be read.
+    """
+    found = os.stat(path)
+    secret = passphrase.reveal() if passphrase is not None else None
+    name = (path, found.st_mtime_ns, found.st_size, secret)
+    with _loading:
+        if name not in _loaded:
+            _loaded[name] = _parse_key(path, secret)
+        return _loaded[name]
+
+
+def _parse_key(path: str, passphrase: str | None) -> paramiko.PKey | None:
+    for kind in (paramiko.RSAKey, paramiko.ECDSAKey, paramiko.Ed25519Key):
+        try:
+            return kind.from_private_key_file(path, passphrase)
+        except paramiko.PasswordRequiredException:
+            raise
+        except (paramiko.SSHException, ValueError):
+            continue
+    return None
+
+
+def _usable(path: str, passphrase: Secret | None) -> paramiko.PKey | None:
+    try:
+        return _load_key(path, passphrase)
+    except (OSError, paramiko.PasswordRequiredException):
+        return None
+
+
+def is_locked(path: str) -> bool:
+    """Whether it is a private key that needs a passphrase."""
+    try:
+        _load_key(path, None)
+    except paramiko.PasswordRequiredException:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, str] | None:
+    """(what, remedy) when the private key at ``path`` cannot be used, else None."""
+    if not os.path.isfile(path):
+        return f"key file {path} does not exist", "correct `key` in the config"
+    if not os.access(path, os.R_OK):
+        return f"key file {path} cannot be read", "check its owner and mode"
+    if _usable(path, passphrase) is not None:
+        return None
+    if not is_locked(path):
+        hint = " (it looks like the public half)" if path.endswith(".pub") else ""
+        return f"key file {path} holds no RSA, ECDSA or Ed25519 private key{hint}", "correct `key` in the config"
+    if passphrase is not None:
+        return f"wrong passphrase for key file {path}", "try again"
+    if agent:
+        return None
+    return (
+        f"key file {path} is encrypted and no ssh-agent is running",
+        f"start one (`eval $(ssh-agent)`) and `ssh-add {shlex.quote(path)}`, "
+        "or set `password: true` to be asked for the passphrase",
+    )
+
+
+# -- passwords -------------------------------------------------------------
+
+
+def ask_password(prompt: str) -> Secret:
+    """Ask on the terminal, without echo; raises UsageError where there is none."""
+    if not _at_terminal():
+        raise UsageError(
+            f"the config asks for a password (`password: true`), but there is no terminal to ask on: {prompt}; "
+            "start from a terminal, or set `key` to a private key that needs no password"
+        )
+    return Secret(click.prompt(prompt, hide_input=True, err=True))
+
+
+def _at_terminal() -> bool:
+    """Whether somebody can be asked: getpass uses the controlling terminal, else standard input."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return sys.stdin.isatty()
+    return True
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One secret, wherever it is wanted: a user's password, or the passphrase of a key file."""
+
+    kind: str  #: Password or Passphrase
+    about: str  #: user name or path
+
+    def prompt(self, hosts: Iterable[str]) -> str:
+        names = list(dict.fromkeys(hosts))
+        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        where = names[0] if len(names) == 1 else f"{len(names)} nodes ({shown})"
+        if self.kind == "Passphrase":
+            return f"Passphrase for key {self.about}, for {where}"
+        return f"Password for {self.about} on {where}"
+
+
+class Passwords:
+    """Asks for passwords and passphrases, once for all nodes they are for; keeps them in memory only."""
+
+    def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
+        self._config, self._ask = config, ask
+        wanted = [rank for rank, node in enumerate(config.nodes) if node.password and config.transport == "ssh"]
+        self._questions: dict[int, tuple[_Question, ...]] = {
+            rank: (_first_question(config.nodes[rank]),) for rank in wanted
+        }
+        self._answers: dict[tuple[int, _Question], Secret] = {}
+        self._ask_for(wanted, lambda rank: "")
+
+    def credentials(self, node_rank: int) -> Credentials:
+        """What a node's login is tried with."""
+        node = self._config.nodes[node_rank]
+        questions = self._questions.get(node_rank, ())
+        secrets = {question.kind: self._answers[node_rank, question] for question in questions}
+        key = os.path.expanduser(node.key) if node.key else None
+        return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
+
+    def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
+        """Once more for the nodes that refused; those of ``wants_password`` took the key and want a password, too."""
+        for rank in wants_password:
+            self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))
+        self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
+
+    def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
+        """Ask each of the ranks' last questions once; the answer is kept for all ranks that have it."""
+        for question in dict.fromkeys(self._questions[rank][-1] for rank in ranks):
+            those = [rank for rank in ranks if self._questions[rank][-1] == question]
+            said = max(before(rank) for rank in those)
+            answer = self._ask(said + question.prompt(self._config.nodes[rank].host for rank in those))
+            self._answers |= {(rank, question): answer for rank in those}
+
+
+def _first_question(node: NodeConfig) -> _Question:
+    """The passphrase of a key that is locked, else a password."""
+    if node.key and is_locked(os.path.expanduser(node.key)):
+        return _Question("Passphrase", node.key)
+    return _password_of(node)
+
+
+def _password_of(node: NodeConfig) -> _Question:
+    try:
+        user = find_route(node.host, node.user, node.port)[-1].user
+    except TransportError:  # connecting reports it
+        user = node.user or "you"
+    return _Question("Password", user)

@@ -1,0 +1,154 @@
+"""Translates what paramiko and sockets raise into our error types, with what, where and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import paramiko
+
+from launcher.errors import AuthError, ConnectionLost, PasswordRefused, TransportError, UnreachableError
+from launcher.transport.auth import LoginRefused
+from launcher.transport.ssh_config import Route, SshHost
+
+CONNECTION_ERRORS = (paramiko.SSHException, EOFError, OSError)
+
+
+class HopFailed(Exception):
+    """``error`` came up while ``host`` was connected to; ``reached``: keys were exchanged, and it is still there."""
+
+    def __init__(self, host: SshHost, error: Exception, reached: bool):
+        super().__init__(str(error))
+        self.host, self.error, self.reached = host, error, reached
+
+
+def connect_error(failed: HopFailed, route: Route, timeout: float, node_rank: int | None) -> TransportError:
+    """The error to raise when ``failed`` came up on the route to the last host."""
+    kind, what, remedy = _explain(failed, route, timeout)
+    if failed.host != route[-1]:
+        what = f"jump host {failed.host.target}: {what}"
+    described = kind(what, host=route[-1].target, node_rank=node_rank, remedy=remedy)
+    if isinstance(described, PasswordRefused):
+        described.wants_more = isinstance(failed.error, LoginRefused) and failed.error.wants_password
+    return described
+
+
+def was_dropped(error: Exception) -> bool:
+    """Whether the host hung up before login began, as a busy sshd does (``MaxStartups``)."""
+    if isinstance(error, paramiko.AuthenticationException):
+        return False
+    if "protocol banner" in str(error):
+        return not isinstance(error.__context__, TimeoutError)
+    return isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+
+
+def session_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
+    """The error to raise when an open connection broke with ``error``, or still stands but refused a session."""
+    why = str(error) or type(error).__name__
+    if alive and isinstance(error, paramiko.SSHException):
+        return TransportError(
+            f"the host refused a command or SFTP session ({why})",
+            host=target,
+            node_rank=node_rank,
+            remedy="its sshd must allow both: no ForceCommand, `Subsystem sftp` set, MaxSessions 4 or more",
+        )
+    return ConnectionLost(
+        f"connection lost ({why})",
+        host=target,
+        node_rank=node_rank,
+        remedy="is the machine still up? what runs there goes on; try again",
+    )
+
+
+def _explain(failed: HopFailed, route: Route, timeout: float) -> tuple[type[TransportError], str, str]:
+    error, host = failed.error, failed.host
+    if isinstance(error, LoginRefused):
+        return _refused(error, host, is_node=host == route[-1])
+    if isinstance(error, paramiko.AuthenticationException) or failed.reached:
+        return AuthError, f"the host hung up during login of {host.user} ({error})", _by_hand(host)
+    if isinstance(error, paramiko.ChannelException):
+        return UnreachableError, *_through_jump(error, host, route)
+    return UnreachableError, *_unreachable(error, host, timeout)
+
+
+def _by_hand(host: SshHost) -> str:
+    return f"see what `ssh -v {host.ssh_arguments}` says"
+
+
+def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[TransportError], str, str]:
+    tried, by_hand = _tried(error, host), _by_hand(host)
+    if error.wants_password:
+        return PasswordRefused, f"the host wants a password of {host.user} beside the key", "give it when asked"
+    if error.password_tried:
+        return PasswordRefused, f"password of {host.user} was not accepted", "check user and password, then try again"
+    if error.credentials.password is not None:
+        only = ", ".join(error.allowed)
+        return (
+            AuthError,
+            f"the host takes no password of {host.user}, only {only} ({tried})",
+            f"set up {only}; {by_hand}",
+        )
+    if error.allowed and "publickey" not in error.allowed:
+        only = ", ".join(error.allowed)
+        asked = is_node and {"password", "keyboard-interactive"} & set(error.allowed)
+        remedy = "set `password: true` to be asked for it" if asked else f"set up {only}"
+        return AuthError, f"the host accepts only {only} for {host.user} ({tried})", f"{remedy}; {by_hand}"
+    if error.locked:
+        what = f"no key was accepted for {host.user}, and {error.locked[0]} is encrypted ({tried})"
+        ask = ", or set `key` and `password: true` to be asked for its passphrase" if is_node else ""
+        return AuthError, what, f"`ssh-add` it to an ssh-agent{ask}; {by_hand}"
+    others = "`key` or `password: true`" if is_node else "its IdentityFile in ~/.ssh/config"
+    remedy = f"`ssh-copy-id {host.ssh_arguments}`, or set {others}; {by_hand}"
+    return AuthError, f"no key was accepted for {host.user} ({tried})", remedy
+
+
+def _tried(error: LoginRefused, host: SshHost) -> str:
+    """What was offered at login and what was not there, for a person."""
+    missing = [] if any("agent" in each for each in error.tried) else [_agent_state(host)]
+    if not (error.locked or any(os.path.sep in each for each in error.tried)):
+        folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)
+        missing += [f"no key in {folder}" for folder in folders]
+    offered = ", ".join(dict.fromkeys(error.tried))
+    return "tried " + ("; ".join([offered, *missing]) if offered else "nothing: " + ", ".join(missing))
+
+
+def _agent_state(host: SshHost) -> str:
+    return "no key in the ssh-agent" if host.agent and os.path.exists(host.agent) else "no ssh-agent"
+
+
+def _through_jump(error: paramiko.ChannelException, host: SshHost, route: Route) -> tuple[str, str]:
+    via = route[route.index(host) - 1]
+    return (
+        f"{via.target} could not open a connection to {host.host}:{host.port} ({error.text})",
+        f"try `ssh {via.ssh_arguments} nc -z {host.host} {host.port}`; AllowTcpForwarding must be on there",
+    )
+
+
+def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, str]:
+    if isinstance(error, socket.gaierror):
+        return f"name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
+    if isinstance(error, TimeoutError):
+        return (
+            f"no answer on port {host.port} within {timeout:g} s",
+            "is the machine up, is a firewall in between? else raise `run.connect_timeout`",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        return f"connection refused on port {host.port}", "is sshd running there, and on that port?"
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return f"no route to {host.host}", "is the machine up and in a network you can reach?"
+    if host.proxy_command and (was_dropped(error) or "protocol banner" in str(error)):
+        return (
+            f"ProxyCommand `{host.proxy_command}` ended without a connection to an SSH server",
+            "run it by hand; it must print `SSH-2.0-…`",
+        )
+    if "protocol banner" in str(error) and isinstance(error.__context__, TimeoutError):
+        return f"port {host.port} is open, but no SSH server speaks there", "check `port`"
+    if "No existing session" in str(error):
+        return f"no agreement on keys within {timeout:g} s", "is the machine overloaded? raise `run.connect_timeout`"
+    if was_dropped(error):
+        return (
+            f"port {host.port} answered, then hung up before login ({str(error).partition('[')[0]})",
+            "is that sshd? a busy one drops newcomers (MaxStartups, fail2ban)",
+        )
+    return f"SSH failed: {error or type(error).__name__}", _by_hand(host)

@@ -1,0 +1,53 @@
+"""Opens a node behind SSH by paramiko, or by OpenSSH's own client where only that gets in."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from launcher.config.schema import ClusterConfig
+from launcher.errors import AuthError, HostKeyError, PasswordRefused, TransportError, UnreachableError
+from launcher.transport.auth import Credentials
+from launcher.transport.openssh import OpenSshTransport
+from launcher.transport.remote import RemoteTransport
+from launcher.transport.ssh import NeedsOpenSsh, SshTransport
+from launcher.transport.ssh_config import ssh_program
+
+_SECOND_TRIES = threading.BoundedSemaphore(8)  # of ssh processes that look whether they get in
+
+
+def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> RemoteTransport:
+    """The node's transport, connected. Raises ``TransportError``: paramiko's, which explains better than ssh's."""
+    node, timeout = config.nodes[node_rank], config.run.connect_timeout
+    credentials = credentials or Credentials(os.path.expanduser(node.key) if node.key else None)
+    by_paramiko = SshTransport(node, config.host_keys, credentials, node_rank)
+    by_openssh = OpenSshTransport(node, config.host_keys, credentials, node_rank)
+    try:
+        by_paramiko.connect(timeout)
+        return by_paramiko
+    except NeedsOpenSsh:
+        by_openssh.connect(timeout)
+    except TransportError as error:
+        if not _may_differ(error) or not _connects(by_openssh, timeout):
+            raise
+    return by_openssh
+
+
+def _may_differ(error: TransportError) -> bool:
+    """Whether ``ssh`` could get in where paramiko did not."""
+    if isinstance(error, PasswordRefused) or ssh_program() is None:
+        return False
+    if isinstance(error, HostKeyError):
+        return "CHANGED" not in error.message and "revoked" not in error.message
+    if isinstance(error, AuthError):
+        return "key file" not in error.message or "is encrypted" in error.message
+    return isinstance(error, UnreachableError) and error.message.startswith("SSH failed")
+
+
+def _connects(transport: OpenSshTransport, timeout: float) -> bool:
+    with _SECOND_TRIES:
+        try:
+            transport.connect(timeout)
+        except TransportError:
+            return False
+    return True

@@ -1,0 +1,269 @@
+"""What both SSH transports share: connecting with retries, and commands and files as sessions of one connection."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import paramiko
+
+from launcher.command import Command
+from launcher.config.schema import HostKeys, NodeConfig
+from launcher.errors import RemoteFileError, TransportError
+from launcher.files import appearing
+from launcher.transport.auth import Credentials
+from launcher.transport.base import OnBytes
+from launcher.transport.errors import CONNECTION_ERRORS, session_error
+from launcher.transport.process import STALL, Process, ProcessTransport
+from launcher.transport.ssh_config import Route, find_route
+
+_ATTEMPTS = 6  # of a connection that is dropped before login
+_PROXY_ATTEMPTS = 3  # a ProxyCommand that ends does not say why
+_LOGINS_AT_ONCE = 8  # at one address; sshd's default MaxStartups drops some from the tenth on
+# sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
+_COMMAND_SLOTS = 6
+_SFTP_SLOTS = 2
+_KILL_TIMEOUT = 5.0
+# bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
+# SIGKILL a second later
+_KILL = (
+    'kill -TERM -- "-$0" 2>/dev/null || kill -TERM "$0"; '
+    'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
+)
+_CHUNK = 32768  # the largest SFTP packet every server takes
+_READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
+
+
+class Dropped(Exception):
+    """A host hung up before the login, as a busy sshd does; ``error`` is what to raise when it does so again."""
+
+    def __init__(self, error: TransportError):
+        super().__init__(str(error))
+        self.error = error
+
+
+class RemoteTransport(ProcessTransport):
+    """A node behind SSH. ``connect`` opens the connection, anew after ``ConnectionLost``."""
+
+    def __init__(self, node: NodeConfig, host_keys: HostKeys, credentials: Credentials, node_rank: int | None = None):
+        self.node, self.host_keys, self.credentials = node, host_keys, credentials
+        self.target, self.node_rank = node.login, node_rank
+        self._opening = threading.Lock()
+        self._command_slots = threading.BoundedSemaphore(_COMMAND_SLOTS)
+        self._sftp_slots = threading.BoundedSemaphore(_SFTP_SLOTS)
+        self._sftp_idle: list[paramiko.SFTPClient] = []
+
+    @abstractmethod
+    def _open(self, route: Route, timeout: float) -> None:
+        """Connect and log in. Raises ``TransportError``, and ``Dropped`` when another try may help."""
+
+    @abstractmethod
+    def _alive(self) -> bool: ...
+
+    @abstractmethod
+    def _begin_sftp(self) -> paramiko.SFTPClient: ...
+
+    @abstractmethod
+    def _await_end(self) -> None:
+        """Wait a moment for the connection to notice that it is lost, as a writer may learn of it before."""
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Close the connection, if there is one."""
+
+    def connect(self, timeout: float) -> None:
+        """A connection that is dropped before the login is tried again, a wrong key or password is not."""
+        with self._opening:
+            if self._alive():
+                return
+            self._close()
+            route = find_route(self.node.host, self.node.user, self.node.port, self.node_rank)
+            self.target = route[-1].target
+            deadline = time.monotonic() + timeout
+            attempts = _PROXY_ATTEMPTS if any(host.proxy_command for host in route) else _ATTEMPTS
+            for attempt in range(1, attempts + 1):
+                try:
+                    return self._open(route, timeout)
+                except Dropped as dropped:
+                    if attempt == attempts or time.monotonic() > deadline:
+                        raise dropped.error from dropped.__cause__
+                time.sleep(random.uniform(0.05, 0.15) * 2**attempt)
+
+    def close(self) -> None:
+        with self._opening:
+            self._close()
+
+    def _close(self) -> None:
+        self._let_go()
+        for sftp in self._sftp_idle:
+            sftp.close()
+        self._sftp_idle.clear()
+
+    # -- commands ----------------------------------------------------------
+
+    @contextmanager
+    def _started(self, command: Command, deadline: float) -> Iterator[Process]:
+        wait = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        if not self._command_slots.acquire(timeout=wait):
+            raise self._timed_out(command, wait or 0.0)
+        try:
+            with self.translated(), super()._started(command, deadline) as process:
+                yield process
+        finally:
+            self._command_slots.release()
+
+    def _kill(self, process: Process) -> None:
+        deadline = time.monotonic() + _KILL_TIMEOUT
+        if process.status is not None or not self._alive() or not process.await_pid(deadline):
+            return
+        killer = self._begin(Command(("bash", "-c", _KILL, str(process.pid))), deadline)
+        try:
+            killer.finish(deadline)
+        finally:
+            killer.close()
+
+    def status_of(self, process: Process) -> int:
+        if process.status in (None, -1) and not self._alive():
+            raise EOFError("it is down")
+        return super().status_of(process)
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        try:
+            yield
+        except CONNECTION_ERRORS as error:
+            if isinstance(error, OSError) and self._alive():
+                raise  # from the caller's own callback; the connection is sound
+            if isinstance(error, EOFError):
+                self._await_end()
+            raise session_error(error, self._alive(), self.target, self.node_rank) from error
+
+    # -- files -------------------------------------------------------------
+
+    def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
+        path = _relative_to_home(dest)
+        with source.open("rb") as src, self._sftp("write", dest) as sftp:
+            with _open_for_writing(sftp, path, "r+" if offset else "w") as out:
+                src.seek(offset)
+                out.seek(offset)
+                out.set_pipelined(True)
+                while data := src.read(_CHUNK):
+                    out.write(data)
+                    if on_bytes:
+                        on_bytes(len(data))
+            if (sftp.stat(path).st_size or 0) < src.tell():
+                raise OSError(None, "it is shorter than what was sent; is the disk full?")
+
+    def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+        path = _relative_to_home(dest)
+        folder, slash, name = path.rpartition("/")
+        beside = f"{folder}{slash}.{name}.{uuid.uuid4().hex[:8]}"
+        with self._sftp("write", dest) as sftp:
+            try:
+                with _open_for_writing(sftp, beside, "wx") as out:
+                    out.chmod(mode)  # before the content, so that a secret is never readable by others
+                    out.write(data)
+                sftp.posix_rename(beside, path)
+            except OSError:
+                with suppress(OSError):  # the first error says why; this one only tidies up
+                    sftp.remove(beside)
+                raise
+
+    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+        with appearing(dest) as out:
+            for data in self._read(source):
+                out.write(data)
+                if on_bytes:
+                    on_bytes(len(data))
+
+    def _read(self, source: str) -> Iterator[bytes]:
+        with self._sftp("read", source) as sftp, sftp.open(_relative_to_home(source), "rb") as src:
+            size = src.stat().st_size or 0
+            for start in range(0, size, _READ_AHEAD):
+                end = min(start + _READ_AHEAD, size)
+                yield from src.readv([(at, min(_CHUNK, end - at)) for at in range(start, end, _CHUNK)])
+
+    @contextmanager
+    def _sftp(self, verb: str, path: str) -> Iterator[paramiko.SFTPClient]:
+        """An SFTP session for this caller alone; sessions stay open for the next."""
+        with self._sftp_slots, self.translated():
+            if not self._alive():
+                raise EOFError("it is down")
+            sftp = self._sftp_idle.pop() if self._sftp_idle else self._begin_sftp()
+            try:
+                yield sftp
+            except OSError as error:
+                if not self._alive():
+                    raise
+                if isinstance(error, TimeoutError):
+                    sftp.close()
+                    raise EOFError(f"no progress for {STALL:g} s") from error
+                self._sftp_idle.append(sftp)
+                raise self._file_error(verb, path, error) from error
+            except BaseException:
+                sftp.close()
+                raise
+            self._sftp_idle.append(sftp)
+
+    def _file_error(self, verb: str, path: str, error: OSError) -> RemoteFileError:
+        why = error.strerror or str(error)
+        if why == "Failure":
+            why = "the host says only `Failure`; often the disk is full"
+        message = f"cannot {verb} {path}: {why}"
+        return RemoteFileError(message, errno=error.errno, host=self.target, node_rank=self.node_rank)
+
+
+# -- logins at one place ---------------------------------------------------
+
+_turns_lock = threading.Lock()
+_turns: dict[str, threading.BoundedSemaphore] = {}
+
+
+@contextmanager
+def login_turn(route: Route) -> Iterator[None]:
+    """Wait until few enough others are logging in at the end of the route, or through its proxy."""
+    last, through = route[-1], route[-2].target if len(route) > 1 else ""
+    place = last.proxy_command.replace(last.host, "") or f"{through} {last.host}:{last.port}"
+    with _turns_lock:
+        turn = _turns.setdefault(place, threading.BoundedSemaphore(_LOGINS_AT_ONCE))
+    with turn:
+        yield
+
+
+# -- SFTP ------------------------------------------------------------------
+
+
+def _open_for_writing(sftp: paramiko.SFTPClient, path: str, mode: str) -> paramiko.SFTPFile:
+    """Open; where the folder is missing, make it first."""
+    try:
+        return sftp.open(path, mode)
+    except FileNotFoundError:
+        if mode == "r+":
+            raise
+        _make_folder(sftp, path.rpartition("/")[0])
+        return sftp.open(path, mode)
+
+
+def _make_folder(sftp: paramiko.SFTPClient, folder: str) -> None:
+    if not folder:
+        return
+    try:
+        sftp.stat(folder)
+    except FileNotFoundError:
+        _make_folder(sftp, folder.rpartition("/")[0])
+        try:
+            sftp.mkdir(folder)
+        except OSError:
+            sftp.stat(folder)  # another thread may have made it
+
+
+def _relative_to_home(path: str) -> str:
+    """SFTP begins in the login folder and knows no ``~``."""
+    return "." if path == "~" else path.removeprefix("~/")

@@ -1,0 +1,341 @@
+"""What ``ssh HOST`` would do: ssh_config resolved for a host and for the jump hosts on the route to it.
+
+``ssh -G HOST`` answers, so that Match, Include and canonical names mean what they mean to OpenSSH. Where no OpenSSH
+client is installed, paramiko's parser reads the files.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import getpass
+import glob
+import os
+import pwd
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import paramiko
+
+from launcher.config.schema import login_text
+from launcher.errors import TransportError
+
+_SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+_MAX_INCLUDES = 16  # as OpenSSH
+_MAX_HOPS = 16
+_VALID = 30.0  # seconds; in another network, Match exec may say something else
+_RESOLVE_TIMEOUT = 20.0  # seconds; Match exec and canonical names may ask the network
+
+Options = Mapping[str, Sequence[str]]  #: values of each keyword, in lower case, in the order found
+
+Blocks = Sequence[tuple[Sequence[str], Sequence[str]]]  #: of ssh_config: patterns of a ``Host`` line, lines below it
+
+#: What paramiko's parser leaves out.
+_DEFAULTS: Options = {
+    "identityfile": [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")],
+    "userknownhostsfile": ["~/.ssh/known_hosts ~/.ssh/known_hosts2"],
+    "globalknownhostsfile": ["/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"],
+}
+_ONLY_OPENSSH = {
+    "bindinterface": "BindInterface",
+    "knownhostscommand": "KnownHostsCommand",
+    "proxyusefdpass": "ProxyUseFdpass",
+    "revokedhostkeys": "RevokedHostKeys",
+}
+_FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+#: ProxyJump by its older name
+_JUMP = re.compile(
+    r"(?:\S*/)?ssh (?:-[aqTx]+ )*(?:-W \[?%h]?:%p (?:-[aqTx]+ )*([^\s%-][^\s%]*)|([^\s%-][^\s%]*) -W \[?%h]?:%p)"
+)
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """Where and as whom to log in on one machine, and which keys the machine may show."""
+
+    name: str  #: as the user wrote it
+    host: str
+    port: int
+    user: str
+    jumps: tuple[str, ...]  #: jump hosts in the order they are visited, as ``user@host:port``
+    proxy_command: str  #: shell command whose pipes are the connection; "" for none
+    identity_files: tuple[str, ...]  #: private keys (or public halves of keys in the agent); need not exist
+    certificate_files: tuple[str, ...]
+    agent: str  #: socket of the ssh-agent, "" for none
+    identities_only: bool  #: of the agent's keys, only those in ``identity_files`` are offered
+    uses_keys: bool
+    key_alias: str  #: name in known_hosts; "" without HostKeyAlias
+    known_hosts: tuple[Path, ...]  #: new keys are written to the first
+    checking: str  #: StrictHostKeyChecking: ask, yes, accept-new or no
+    family: int  #: address family, 0 for any
+    bind_address: str
+    connect_timeout: float  #: seconds; 0 where ssh_config has none
+    only_openssh: str  #: the keyword that paramiko cannot follow, or ""
+    has_control_path: bool  #: the user may keep a connection open himself (ControlMaster)
+
+    @property
+    def target(self) -> str:
+        """``user@host:port`` as resolved."""
+        return login_text(self.user, self.host, self.port if self.port != 22 else None)
+
+    @property
+    def ssh_arguments(self) -> str:
+        """What a person types after ``ssh``."""
+        port = f"-p {self.port} " if self.port != 22 else ""
+        return f"{port}{self.user}@{self.host}"
+
+
+Route = tuple[SshHost, ...]  #: jump hosts first, the node last
+
+
+def find_route(name: str, user: str | None = None, port: int | None = None, node_rank: int | None = None) -> Route:
+    """All machines on the route to ``name``. Raises ``TransportError`` for an ssh_config that cannot be used."""
+    try:
+        route = [_resolved(name, user, port)]
+        jumps: Sequence[str] = route[0].jumps
+        seen = {name}
+        while jumps and len(route) < _MAX_HOPS:
+            jump_user, jump, jump_port = _split_destination(jumps[-1])
+            if jump in seen:  # `Host *` with a ProxyJump: the jump host itself is reached directly
+                break
+            seen.add(jump)
+            route.insert(0, _resolved(jump, jump_user, jump_port))
+            jumps = jumps[:-1] or route[0].jumps
+    except (paramiko.SSHException, OSError, ValueError, subprocess.SubprocessError) as error:
+        raise TransportError(f"~/.ssh/config cannot be used: {error}", host=name, node_rank=node_rank) from error
+    return tuple(route)
+
+
+def ssh_program() -> str | None:
+    """Path of the OpenSSH client, if there is one."""
+    return shutil.which("ssh")
+
+
+def ssh_argv(user: str | None, port: int | None) -> list[str]:
+    """The words before the host name with which OpenSSH reads the same config and logs in as the same user."""
+    argv = [ssh_program() or "ssh"]
+    if not is_home_of_passwd():
+        argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
+    argv += ["-l", user] if user else []
+    return argv + (["-p", str(port)] if port else [])
+
+
+def is_home_of_passwd() -> bool:
+    """Whether $HOME is the folder in which OpenSSH looks: that in /etc/passwd."""
+    return os.path.expanduser("~") == _passwd_home()
+
+
+def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
+    """Lines of ~/.ssh/config, those of included files in their place; after them the block they stood in goes on.
+
+    An ``Include`` line within a block is among them, as it depends on the block."""
+    path = path or _user_config()
+    if not path.is_file() or depth > _MAX_INCLUDES:
+        return
+    base, block = path.parent if path.is_relative_to("/etc/ssh") else _user_config().parent, "Host *"
+    for line in path.read_text(errors="replace").splitlines():
+        keyword, _, value = line.strip().replace("=", " ", 1).partition(" ")
+        if keyword.lower() != "include" or block != "Host *":
+            yield line
+        if keyword.lower() != "include":
+            block = line if keyword.lower() in ("host", "match") else block
+            continue
+        for pattern in shlex.split(value):
+            for found in sorted(glob.glob(str(base / Path(pattern).expanduser()))):
+                yield from config_lines(Path(found), depth + 1)
+        yield block
+
+
+# -- one host --------------------------------------------------------------
+
+
+@dataclass
+class _Entry:
+    """What is known of some hosts; ``lock`` is held while OpenSSH is asked, so that it is asked once."""
+
+    when: float = 0.0
+    options: Options | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_entries: dict[tuple[object, ...], _Entry] = {}
+_entries_lock = threading.Lock()
+
+
+def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
+    config = _user_config()
+    stamp = (config.stat().st_mtime_ns, config.stat().st_size) if config.is_file() else None
+    host, kind = _kind(name, _blocks(config, stamp))
+    with _entries_lock:
+        entry = _entries.setdefault((config, stamp, kind, user, port), _Entry())
+    with entry.lock:
+        if entry.options is None or time.monotonic() - entry.when > _VALID:
+            entry.options = _by_openssh(name, user, port) if ssh_program() else _by_paramiko(name)
+            entry.when = time.monotonic()
+    return _ssh_host(name, user, port, {**entry.options, "hostname": [host]} if host else entry.options)
+
+
+def _kind(name: str, blocks: Blocks | None) -> tuple[str, object]:
+    """HostName, and what is equal for names to which the same other lines apply: OpenSSH is asked about one of them.
+
+    It takes 5 ms of a processor, which 100 hosts would notice. Where this cannot be told, it is ("", the name).
+    """
+    if blocks is None or name != name.lower() or ssh_program() is None:
+        return "", name
+    lines = [line.split(None, 1) for patterns, lines in blocks if is_about(name, patterns) for line in lines]
+    hosts = [value for keyword, value in lines if keyword.lower() == "hostname"]
+    return (hosts or [name])[0], tuple(f"{key} {value}" for key, value in lines if key.lower() != "hostname")
+
+
+@lru_cache(maxsize=16)
+def _blocks(config: Path, stamp: object) -> Blocks | None:
+    """Patterns of each ``Host`` line, and the lines below it; None where more than these may tell hosts apart."""
+    blocks: list[tuple[list[str], list[str]]] = [(["*"], [])]
+    for line in (*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)):
+        keyword, *values = line.replace("=", " ", 1).replace('"', " ").split() or ["#"]
+        if keyword.lower() == "host":
+            blocks.append((values, []))
+        elif keyword.lower() in ("match", "include", "canonicalizehostname"):
+            return None
+        elif not keyword.startswith("#") and keyword.lower() != "controlpath":
+            if "%" in line or not values:
+                return None
+            blocks[-1][1].append(" ".join([keyword, *values]))
+    return blocks
+
+
+def is_about(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a line with these patterns, of ssh_config or known_hosts, is about a host; only * and ? are wildcards."""
+    found = [
+        each for each in patterns if fnmatch.fnmatchcase(name.lower(), each.lower().lstrip("!").replace("[", "[[]"))
+    ]
+    return bool(found) and not any(each.startswith("!") for each in found)
+
+
+def _by_openssh(name: str, user: str | None, port: int | None) -> Options:
+    """What ``ssh -G`` prints; raises ``OSError`` with its words for a config that it refuses."""
+    argv = [*ssh_argv(user, port), "-T", "-G", "--", name]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_TIMEOUT)
+    if done.returncode:
+        raise OSError("; ".join(done.stderr.strip().splitlines()) or f"ssh -G exited {done.returncode}")
+    # ssh expands ~ to the home in /etc/passwd; ours is $HOME
+    text = done.stdout.replace(f" {_passwd_home()}/.ssh/", f" {os.path.expanduser('~')}/.ssh/")
+    options: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        keyword, _, value = line.partition(" ")
+        options.setdefault(keyword.lower(), []).append(value)
+    return options
+
+
+def _by_paramiko(name: str) -> Options:
+    text = "\n".join([*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)])
+    found = paramiko.SSHConfig.from_text(text).lookup(name)
+    return {**_DEFAULTS, **{key: [value] if isinstance(value, str) else value for key, value in found.items() if value}}
+
+
+def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -> SshHost:
+    """``user`` and ``port`` are given for this login alone and go before what ``options`` say."""
+
+    def value(keyword: str, default: str = "") -> str:
+        found = (options.get(keyword) or [default])[0]
+        return default if found.lower() == "none" else found
+
+    host, number = value("hostname", name), port or int(value("port", "22"))
+    login = user or value("user", getpass.getuser())
+    tokens = _tokens(name, host, number, login, value("hostkeyalias"))
+
+    def paths(*keywords: str, split: bool = False) -> tuple[str, ...]:
+        texts = [text for keyword in keywords for text in options.get(keyword, ())]
+        words = [word for text in texts for word in shlex.split(text)] if split else texts
+        return tuple(dict.fromkeys(_path(word, tokens) for word in words if split or word.lower() != "none"))
+
+    command = value("proxycommand")
+    jump = _JUMP.fullmatch(command)
+    resolved = SshHost(
+        name=name,
+        host=host,
+        port=number,
+        user=login,
+        jumps=tuple(filter(None, jump.groups() if jump else value("proxyjump").replace(" ", "").split(","))),
+        proxy_command="" if jump else _filled(command, tokens),
+        identity_files=paths("identityfile"),
+        certificate_files=paths("certificatefile"),
+        agent=_agent(options.get("identityagent", ["SSH_AUTH_SOCK"])[0], tokens),
+        identities_only=value("identitiesonly") in ("yes", "true"),
+        uses_keys=value("pubkeyauthentication", "yes") not in ("no", "false")
+        and "publickey" in value("preferredauthentications", "publickey").split(","),
+        key_alias=value("hostkeyalias"),
+        known_hosts=tuple(map(Path, paths("userknownhostsfile", "globalknownhostsfile", split=True))),
+        checking={"off": "no", "false": "no", "true": "yes"}.get(found := value("stricthostkeychecking", "ask"), found),
+        family=_FAMILIES.get(value("addressfamily"), 0),
+        bind_address=value("bindaddress"),
+        connect_timeout=float(seconds) if (seconds := value("connecttimeout")).isdigit() else 0.0,
+        only_openssh=next((shown for key, shown in _ONLY_OPENSSH.items() if value(key) not in ("", "no")), ""),
+        has_control_path=bool(value("controlpath")),
+    )
+    filled = [resolved.proxy_command, *resolved.identity_files, *resolved.certificate_files, resolved.agent]
+    if any(re.search("%[a-zA-Z]", text) for text in [*filled, *map(str, resolved.known_hosts)]):
+        return replace(resolved, only_openssh=resolved.only_openssh or "a token in ssh_config")
+    return resolved
+
+
+def _tokens(name: str, host: str, port: int, user: str, key_alias: str) -> Mapping[str, str]:
+    """What ``%h`` and its like stand for; OpenSSH alone knows the others."""
+    machine = socket.gethostname()
+    return {
+        "%": "%",
+        "d": os.path.expanduser("~"),
+        "h": host,
+        "i": str(os.getuid()),
+        "k": key_alias or name,
+        "l": machine,
+        "L": machine.partition(".")[0],
+        "n": name,
+        "p": str(port),
+        "r": user,
+        "u": getpass.getuser(),
+    }
+
+
+def _filled(text: str, tokens: Mapping[str, str]) -> str:
+    return re.sub(r"%(.)", lambda found: tokens.get(found[1], found[0]), text)
+
+
+def _path(text: str, tokens: Mapping[str, str]) -> str:
+    if text.lower() == "none":
+        return os.devnull
+    variables = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), text)
+    return os.path.expanduser(_filled(variables, tokens))
+
+
+def _agent(value: str, tokens: Mapping[str, str]) -> str:
+    """The agent's socket: a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``."""
+    if value == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", value):
+        return os.environ.get(value.lstrip("$"), "")
+    return "" if value.lower() == "none" else _path(value, tokens)
+
+
+def _split_destination(text: str) -> tuple[str | None, str, int | None]:
+    """User, host and port of ``[ssh://][user@]host[:port]``."""
+    user, _, rest = text.removeprefix("ssh://").rpartition("@")
+    found = re.fullmatch(r"\[(.*)\](?::(\d+))?|([^:]*):(\d+)", rest)
+    if found is None:
+        return user or None, rest, None
+    port = found[2] or found[4]
+    return user or None, found[1] or found[3], int(port) if port else None
+
+
+def _user_config() -> Path:
+    return Path(os.path.expanduser("~"), ".ssh/config")
+
+
+def _passwd_home() -> str:
+    return pwd.getpwuid(os.getuid()).pw_dir

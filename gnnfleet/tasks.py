@@ -6,6 +6,6 @@ from gnnfleet.shadow import check_not_shadowed
 
 check_not_shadowed("launcher")
 
-from launcher.tasks import cluster_group  # noqa: E402
+from launcher.transport.tasks import cluster_group  # noqa: E402
 
 __all__ = ["cluster_group"]

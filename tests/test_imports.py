@@ -15,7 +15,7 @@ IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.item
 #: Packages from bottom to top: each imports only those before it, also inside functions.
 ORDER = {
     "launcher": (
-        "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport", "nodecall",
+        "errors", "command", "hostlist", "files", "text", "yaml_tree", "node", "config", "transport",
         "plan", "preflight", "report", "sync", "run", "manage", "serving", "init", "cli",
     ),
     "trainer": ("core", "store", "data", "partition", "sampler", "service", "graph", "loader", "nn", "train", "cli"),
@@ -30,7 +30,7 @@ FOREIGN = {
     "trainer.core.arrays": ["torch"],
 }
 #: What users import or run; imported by nothing of the package.
-ENTRIES = {"launcher.tasks", "trainer.__main__"}
+ENTRIES = {"trainer.__main__"}
 
 
 def within(module: str, package: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import UnreachableError, UsageError
-from launcher.tasks import cluster_group
+from launcher.transport.tasks import cluster_group
 from launching import local_config, write_config
 from netns import NetCluster
 

@@ -2,7 +2,7 @@
 
 ::
 
-    from launcher.tasks import cluster_group
+    from gnnfleet.tasks import cluster_group
 
     with cluster_group("cluster.yml") as group:
         for connection, result in group.run("nvidia-smi -L", hide=True).items():

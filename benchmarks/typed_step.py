@@ -18,7 +18,7 @@ from trainer.graph.in_memory import as_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.nn.graph_facts import GraphFacts, facts_of
-from trainer.nn.hetero_layers import Rows
+from trainer.nn.hetero_layers import NodeTensors
 from trainer.nn.kernels.spmm import edge_targets
 from trainer.nn.models import build_model
 from trainer.train.settings import TrainSettings
@@ -82,7 +82,7 @@ class Reference(nn.Module):
             rows = rows if self.name == "hgt" else {of: h.relu() for of, h in rows.items()}
         return self.head(rows[batch.target][: batch.num_seeds])  # type: ignore[no-any-return]
 
-    def _joined(self, conv: nn.Module, rows: Rows, edges: dict[EdgeType, Tensor]) -> Rows:
+    def _joined(self, conv: nn.Module, rows: NodeTensors, edges: dict[EdgeType, Tensor]) -> NodeTensors:
         """``RGCNConv`` wants the nodes of all types in one array."""
         sizes = [len(h) for h in rows.values()]
         first = dict(zip(rows, [0, *torch.tensor(sizes).cumsum(0).tolist()], strict=False))

@@ -100,7 +100,7 @@ def parts(plain: Path, told: Settings) -> Settings:
     layout = RankLayout(HOSTS, ((0,), (1,)))
     with graph_server(told) as cluster, open_graph(
         told["folder"], [rank], cluster_file=cluster, node_rank=rank, ranks=Ranks(rank, HOSTS, node_rank=rank),
-        placed=layout, reach=_reach(told),
+        placed=layout, remote_access=_remote_access(told),
     ) as graph:  # fmt: skip
         if told["cache"] != "0":
             graph.cache_rows(told["fanouts"], batch_size=told["batch"], size=told["cache"])
@@ -110,7 +110,7 @@ def parts(plain: Path, told: Settings) -> Settings:
         return found | _more(loading)
 
 
-def _reach(told: Settings) -> RemoteAccess:
+def _remote_access(told: Settings) -> RemoteAccess:
     return RemoteAccess(topology=told["topology"], cache=CacheSize.parse(told["cache"]))
 
 

@@ -87,7 +87,7 @@ def valid_requests(num_nodes: int) -> list[Message]:
         messages.gather_request([RowRequest(HOMO_NODE, many, ("x",))]),
         messages.has_edges_request(HOMO_EDGE, nodes, nodes[::-1]),
         messages.edges_request(0, HOMO_EDGE, 0, 50),
-        messages.manifest_request(),
+        Message(Kind.MANIFEST, Status.REQUEST, 0),
         messages.shared_request(messages.SharedSlice(HOMO_NODE, "train", 0, 10)),
         messages.to_global_request(HOMO_NODE, nodes),
         messages.taken(5),

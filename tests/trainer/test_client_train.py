@@ -12,7 +12,7 @@ import trainer
 from gateway_kit import HALVES, serving_parts
 from train_kit import command_line, curve, finish, free_port, job, metrics, start_words, write_parts
 from trainer.core.errors import SettingsError
-from trainer.graph.environment import open_run
+from trainer.graph.environment import open_any
 from trainer.graph.seed_order import RankLayout
 from trainer.train.infer import infer
 from trainer.train.job import train
@@ -71,11 +71,10 @@ def test_one_client_trains_and_infers_as_one_process_with_all_parts(parts, serve
 def test_a_script_on_a_client_node_opens_its_graph_without_naming_anything(parts, servers, tmp_path):
     cluster = cluster_file(tmp_path / "cluster.json", servers, {2: [0, 1], 3: [2]})
     ranks = {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    graph, found, layout = open_run({**client_env(cluster, 3), **ranks})
-    with graph:
-        assert (found.rank, found.node_rank) == (2, 3)
+    with open_any(environ={**client_env(cluster, 3), **ranks}) as graph:
+        assert (graph.ranks.rank, graph.ranks.node_rank) == (2, 3)
         assert graph.gateway is not None and graph.gateway.home.name == "node1 (s1)"
-        assert layout == graph.layout == RankLayout(3, ((0, 1), (0, 1), (2,), (2,)))
+        assert graph.layout == RankLayout(3, ((0, 1), (0, 1), (2,), (2,)))
         loader = trainer.DistNeighborLoader(graph, [3, 2], "train", batch_size=30)
         assert loader.rank == 2 and all(batch.batch_size > 0 for batch in loader)
 

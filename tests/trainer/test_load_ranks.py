@@ -16,7 +16,7 @@ from partitions import write_store
 from train_kit import REPOSITORY, environment, run_script
 from trainer import DistNeighborLoader
 from trainer.core.errors import PartitionError, SettingsError
-from trainer.graph.environment import open_any, open_run, this_process
+from trainer.graph.environment import open_any, this_process
 from trainer.graph.seed_order import RankLayout
 
 #: As torch_geometric's documentation has it, but for the import and the data argument.
@@ -148,8 +148,6 @@ def test_inside_a_run_nothing_has_to_be_named(tmp_path):
     with open_any(environ=environ) as graph:
         assert sorted(graph.store.parts) == [0, 1] and graph.ranks.rank == 1
         assert graph.layout == RankLayout(3, ((0, 1), (0, 1)))
-    graph, ranks, layout = open_run(environ)
-    assert (ranks, layout) == (graph.ranks, graph.layout)
 
 
 def test_a_process_beside_the_run_loads_everything_and_a_wrong_number_of_ranks_is_refused(tmp_path):

@@ -137,7 +137,7 @@ ROWS = [{"x": np.ones((4, 3), np.float32), "y": np.arange(4), "z": np.full((4, 2
 
 
 def answer(form, rows=ROWS) -> Message:
-    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=messages.flag_of(form))
+    asked = Message(Kind.GATHER, Status.REQUEST, 1, flags=messages.FLAG_OF[form])
     made = messages.rows_reply(asked, ASKED, rows, lambda of, name: messages.form_of(asked.flags))
     return decode([bytes(frame) for frame in encode(made)])
 

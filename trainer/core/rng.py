@@ -56,6 +56,11 @@ def fraction(z: Any) -> Any:
     return float(z >> _S11) / 9007199254740992.0
 
 
+def fractions(z: Any) -> npt.NDArray[np.float64]:
+    """``fraction`` of each of an array of uint64, outside kernels."""
+    return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
+
+
 def hashed(z: Any) -> Any:
     """``mix`` outside kernels, for a numpy uint64 or an array of them."""
     with np.errstate(over="ignore"):

@@ -139,20 +139,19 @@ def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> A
 
 
 def _check(options: SyntheticOptions) -> None:
-    check_limits(
-        "synthetic",
-        options,
-        {
-            "num_nodes": (1, 2**31 - 1),
-            "avg_degree": (0, max(1.0, options.num_nodes / 4)),
-            "num_classes": (1, options.num_nodes),
-            "num_features": (1, 2**20),
-            "homophily": (0, 1),
-            "skew": (1.5, 1e6),
-            "noise": (0, 1e6),
-            "seed": (0, 2**63 - 1),
-        },
-    )
+    check_limits("synthetic", options, {**_limits(options.num_nodes), "skew": (1.5, 1e6)})
+
+
+def _limits(num_nodes: int) -> dict[str, tuple[float, float]]:
+    return {
+        "num_nodes": (1, 2**31 - 1),
+        "avg_degree": (0, max(1.0, num_nodes / 4)),
+        "num_classes": (1, num_nodes),
+        "num_features": (1, 2**20),
+        "homophily": (0, 1),
+        "noise": (0, 1e6),
+        "seed": (0, 2**63 - 1),
+    }
 
 
 def _edges(options: SyntheticOptions, y: Array, rng: np.random.Generator) -> Array:
@@ -219,7 +218,7 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
     apart learns less. With times a paper cites and disputes mostly earlier ones.
     Raises ``DataError`` for options out of range.
     """
-    _check_hetero(options)
+    check_limits("synthetic-hetero", options, _limits(options.num_nodes))
     rng = np.random.default_rng(options.seed)
     counts = {
         "paper": options.num_nodes,
@@ -239,22 +238,6 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
     if options.undirected:
         edges = both_ways(edges, counts, True, "dataset synthetic-hetero")
     return Dataset("synthetic-hetero", nodes, edges, fingerprint, hetero=True)
-
-
-def _check_hetero(options: SyntheticHeteroOptions) -> None:
-    check_limits(
-        "synthetic-hetero",
-        options,
-        {
-            "num_nodes": (1, 2**31 - 1),
-            "avg_degree": (0, max(1.0, options.num_nodes / 4)),
-            "num_classes": (1, options.num_nodes),
-            "num_features": (1, 2**20),
-            "homophily": (0, 1),
-            "noise": (0, 1e6),
-            "seed": (0, 2**63 - 1),
-        },
-    )
 
 
 def _relations(

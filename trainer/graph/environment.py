@@ -46,28 +46,11 @@ def open_any(
     if part is not None:
         part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
     else:
-        part_ids = _own_parts(cluster, ranks.node_rank) if cluster else None
+        part_ids = read_cluster(cluster).node(ranks.node_rank).parts if cluster else None
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
         ranks=ranks, placed=placed, remote_access=RemoteAccess.from_env(environ),
     )  # fmt: skip
-
-
-def open_run(environ: Mapping[str, str] = os.environ, deadline: float = 120.0) -> tuple[Graph, Ranks, RankLayout]:
-    """This node's parts opened, the other nodes connected to, and where this process stands.
-
-    On a client node, which has no parts, the graph is that of the graph servers. Reads what the launcher sets:
-    GNNFLEET_PARTS, GNNFLEET_PART_IDS, GNNFLEET_CLUSTER, GNNFLEET_SERVICE_KEY and torchrun's variables.
-    Close the graph when all ranks are done. Raises ``SettingsError`` outside a run, ``PartitionError`` and
-    ``ServiceError`` as ``open_graph`` does.
-    """
-    if is_client(environ.get("GNNFLEET_CLUSTER"), this_process(environ).node_rank):
-        graph = open_any(deadline=deadline, environ=environ)
-        return graph, graph.ranks, graph.layout
-    _check_in_run(environ)
-    part_ids = [int(part) for part in environ["GNNFLEET_PART_IDS"].split(",") if part]
-    graph = open_any(part=part_ids, deadline=deadline, environ=environ)
-    return graph, graph.ranks, graph.layout
 
 
 def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
@@ -137,10 +120,3 @@ def _placed(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
         f"cluster file {cluster} places {layout.world_size} ranks, but {ranks.world_size} were started;"
         " start as many as it lists, or name the cluster file of this run"
     )
-
-
-def _own_parts(cluster: str | Path, node_rank: int) -> list[int]:
-    for node in read_cluster(cluster).nodes:
-        if node.node_rank == node_rank:
-            return list(node.parts)
-    raise SettingsError(f"cluster file {cluster} has no node {node_rank}; set node_rank (or NODE_RANK) to one of its")

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.files import write_whole
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.core.rng import GOLDEN, batch_key, hashed
+from trainer.core.rng import GOLDEN, batch_key, fractions, hashed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
 from trainer.graph.in_memory import as_graph
 from trainer.graph.open import Graph
@@ -99,14 +98,8 @@ def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -
 
 def uniform(key: int, count: int, bound: int) -> Ids:
     """Numbers in [0, bound): int64 [count]."""
-    return np.minimum((fractions(key, count) * bound).astype(np.int64), bound - 1)  # rounded up, where bound is huge
-
-
-def fractions(key: int, count: int) -> npt.NDArray[np.float64]:
-    """``rng.fraction`` of the first draws under a key: float64 [count] in [0, 1)."""
-    numbers: Array = hashed(np.arange(count, dtype=np.uint64) * GOLDEN + np.uint64(key))
-    found: npt.NDArray[np.float64] = (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    return found
+    draws = fractions(hashed(np.arange(count, dtype=np.uint64) * GOLDEN + np.uint64(key)))
+    return np.minimum((draws * bound).astype(np.int64), bound - 1)  # rounded up, where bound is huge
 
 
 _NORM_EPOCH = -1  #: the "epoch" of the subgraphs that statistics are made from

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.rng import GOLDEN, hashed
+from trainer.core.rng import GOLDEN, fractions, hashed
 
 SRC, DST = 0, 1  #: which end of a link is drawn
 
@@ -73,7 +73,7 @@ class NegativeDraw:
             return np.empty(0, np.int64)
         if self._num_nodes == 0:
             raise DataError("there is no node to draw a negative from")
-        share = _fractions(keys)
+        share = fractions(keys)
         if self._sums is not None:
             return np.searchsorted(self._sums, share * self._sums[-1], side="right").astype(np.int64)
         if self._by_time is None or times is None:
@@ -131,10 +131,6 @@ def _keys(key: int, places: Ids, j: Ids, attempt: int) -> npt.NDArray[np.uint64]
 def _end_keys(keys: npt.NDArray[np.uint64], end: int) -> npt.NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         return _words(hashed(keys + np.uint64(end + 1) * GOLDEN))
-
-
-def _fractions(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    return (keys >> np.uint64(11)).astype(np.float64) / float(1 << 53)
 
 
 def _words(values: Any) -> npt.NDArray[np.uint64]:

@@ -91,7 +91,9 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
     """How batches of this graph get their attributes."""
     if isinstance(graph.source, (Data, HeteroData)):
-        return lambda out, _: _join_data(graph.source, out)
+        return lambda out, _: (filter_data if isinstance(out, SamplerOutput) else filter_hetero_data)(
+            graph.source, out.node, out.row, out.col, out.edge, None
+        )
     if graph.source is not None:
         return lambda out, _: _join_stores(graph.source, out, custom_cls)
     return PartitionJoin(graph, attrs, custom_cls)
@@ -100,11 +102,6 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
 def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
     """What the sampler threads must gather: nothing where torch_geometric filters data in this process."""
     return attrs if graph.source is None else {}
-
-
-def _join_data(data: Any, out: Output) -> Any:
-    homo = isinstance(out, SamplerOutput)
-    return (filter_data if homo else filter_hetero_data)(data, out.node, out.row, out.col, out.edge, None)
 
 
 def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None) -> Any:

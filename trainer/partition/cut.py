@@ -131,16 +131,9 @@ def _row_limits(targets: Array, global_id: Array) -> Array:
 
 @njit()
 def _cut_rows(
-    sources: Array,
-    targets: Array,
-    source_gid: Array,
-    target_gid: Array,
-    low: int,
-    high: int,
-    cursor: Array,
-    indices: Array,
-    orig_id: Array,
-) -> None:
+    sources: Array, targets: Array, source_gid: Array, target_gid: Array, low: int, high: int, cursor: Array,
+    indices: Array, orig_id: Array,
+) -> None:  # fmt: skip
     """Fill the rows ``low <= gid < high`` in original edge order; ``cursor`` holds the rows' next free slots."""
     for edge in range(len(sources)):
         row = target_gid[targets[edge]]

@@ -96,8 +96,16 @@ def describe(folder: str | Path) -> Description:
         balance=manifest.balance,
         shared_bytes=sum(entry.bytes for entry in manifest.files_of(None)),
         graph_attrs=_in_words(manifest.graph_attrs),
-        nodes={of: _node_figures(spec) for of, spec in manifest.nodes.items()},
-        edges={type_name(of): _edge_figures(spec) for of, spec in manifest.edges.items()},
+        nodes={
+            of: NodeFigures(spec.num_nodes, _balance(spec), spec.num_classes, dict(spec.splits), _in_words(spec.attrs))
+            for of, spec in manifest.nodes.items()
+        },
+        edges={
+            type_name(of): EdgeFigures(
+                spec.num_edges, _balance(spec), spec.edge_cut, _in_words(spec.attrs), spec.src_times
+            )
+            for of, spec in manifest.edges.items()
+        },
         parts=tuple(_part_figures(part, manifest, seeds) for part in store.parts.values()),
     )
 
@@ -108,14 +116,6 @@ def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
     for (of, split), gids in store.splits.items():
         counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
         yield f"{of}/{split}" if manifest.hetero else split, counts
-
-
-def _node_figures(spec: NodeSpec) -> NodeFigures:
-    return NodeFigures(spec.num_nodes, _balance(spec), spec.num_classes, dict(spec.splits), _in_words(spec.attrs))
-
-
-def _edge_figures(spec: EdgeSpec) -> EdgeFigures:
-    return EdgeFigures(spec.num_edges, _balance(spec), spec.edge_cut, _in_words(spec.attrs), spec.src_times)
 
 
 def _balance(spec: NodeSpec | EdgeSpec) -> float:

@@ -29,13 +29,9 @@ _WRITERS = 2
 
 
 def partition_fingerprint(
-    dataset_fingerprint: str,
-    num_parts: int,
-    method: str,
-    seed: int,
-    options: Mapping[str, Any],
+    dataset_fingerprint: str, num_parts: int, method: str, seed: int, options: Mapping[str, Any],
     time_attrs: Sequence[str],
-) -> str:
+) -> str:  # fmt: skip
     """Digest of everything a partition depends on, hex."""
     text = json.dumps([VERSION, dataset_fingerprint, num_parts, method, seed, options, time_attrs], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -60,13 +56,9 @@ def write_partition(
     target = Path(folder)
     assignment = replace(assignment, options=options_with(assignment.options, rows))
     fingerprint = partition_fingerprint(
-        dataset.fingerprint,
-        assignment.num_parts,
-        assignment.algorithm,
-        assignment.seed,
-        assignment.options,
+        dataset.fingerprint, assignment.num_parts, assignment.algorithm, assignment.seed, assignment.options,
         dataset.time_attrs,
-    )
+    )  # fmt: skip
     if (manifest := reusable(target, fingerprint)) is not None:
         return manifest
     labels = {of: relabel(assignment.parts[of], assignment.num_parts) for of in dataset.nodes}
@@ -103,13 +95,9 @@ class _Writer:
 
 
 def _write_all(
-    root: Path,
-    dataset: Dataset,
-    assignment: PartitionAssignment,
-    labels: Mapping[NodeType, Relabelling],
-    fingerprint: str,
-    rows: WireRows,
-) -> Manifest:
+    root: Path, dataset: Dataset, assignment: PartitionAssignment, labels: Mapping[NodeType, Relabelling],
+    fingerprint: str, rows: WireRows,
+) -> Manifest:  # fmt: skip
     with ThreadPoolExecutor(_WRITERS) as pool:
         writer = _Writer(root, pool, rows)
         writer.write(_graph_files(dataset.graph_attrs))

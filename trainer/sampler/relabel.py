@@ -1,8 +1,7 @@
 """Batch positions: the nodes of each type in the order in which sampling first meets them.
 
-Both are for one thread, which uses them again and again; between batches they are all zeros.
-
-int64 [2 * capacity]: slot k holds the node at 2k and ``tree << 32 | position + 1`` at 2k + 1, or zeros.
+``DirectTable`` or ``HashTable`` by the number of nodes; for disjoint sampling a hash table of (node, tree) pairs.
+Tables belong to one thread, which uses them again and again; between batches they are all zeros.
 """
 
 from __future__ import annotations
@@ -201,25 +200,26 @@ def shift_of(slots: Any) -> Any:
     return np.uint64(64 - bits)
 
 
-Pairs = npt.NDArray[np.int64]
+#: int64 [2 * capacity]: slot k holds the node at 2k and ``tree << 32 | position + 1`` at 2k + 1, or zeros.
+TreePairs = npt.NDArray[np.int64]
 
 
-def empty(room: int) -> Pairs:
+def _empty_pairs(room: int) -> TreePairs:
     """A set for ``room`` pairs; it is at most half full."""
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 
-def with_room(pairs: Pairs, used: int, more: int) -> Pairs:
+def _pairs_with_room(pairs: TreePairs, used: int, more: int) -> TreePairs:
     """The set itself, or a larger one that has room for ``more`` pairs besides the ``used``."""
     if len(pairs) >= 4 * (used + more):
         return pairs
-    larger = empty(used + more)
+    larger = _empty_pairs(used + more)
     _copy_pairs(pairs, larger)
     return larger
 
 
 @_jit
-def relabel(
+def _relabel_pairs(
     src: Any, counts: Any, trees: Any, pairs: Any, first_new: int, local: Any, new: Any, new_trees: Any
 ) -> int:  # fmt: skip
     """Map (tree of the row, global id) to batch positions, giving unseen ones the next; return how many were new.
@@ -337,18 +337,18 @@ class TreeGrowth(NodeGrowth):
     def __init__(self, of: NodeType, tables: RelabelTables):
         super().__init__(of, tables)
         self._trees: list[Positions] = []
-        self._pairs = empty(0)
+        self._pairs = _empty_pairs(0)
 
     def enter(self, seeds: Ids, first_tree: int) -> None:
         """Take in the seeds, each the root of a tree."""
         self.meet(seeds, np.ones(len(seeds), np.int32), np.arange(first_tree, first_tree + len(seeds), dtype=np.int32))
 
     def meet(self, src: Array, counts: Positions, trees: Positions | None) -> Positions:
-        self._pairs = with_room(self._pairs, self._count, len(src))
+        self._pairs = _pairs_with_room(self._pairs, self._count, len(src))
         local = np.empty(len(src), np.int32)
         new, new_trees = np.empty(len(src), np.int64), np.empty(len(src), np.int32)
         assert trees is not None
-        found = relabel(
+        found = _relabel_pairs(
             read_only(src), read_only(counts), read_only(trees), self._pairs, self._count, local, new, new_trees
         )
         self._add_chunk(new[:found])

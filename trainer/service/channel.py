@@ -72,12 +72,9 @@ class Channel:
     """A DEALER socket. Threads take turns through ``lock``; normally one thread owns the channel."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        keys: CurveKeys | None,
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None,
         gone_after: float | None = None,
-    ):
+    ):  # fmt: skip
         """``gone_after``: seconds without a connection until waiting is in vain; None: only the deadline counts."""
         self.lock = threading.Lock()
         self.owner = threading.current_thread()

@@ -25,7 +25,7 @@ from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import client_context
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status
-from trainer.service.wire.messages import ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice, flag_of
+from trainer.service.wire.messages import FLAG_OF, ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice
 
 PIECE = 4 << 20  #: bytes of an answer, about
 
@@ -194,7 +194,7 @@ class HostClient:
         self.place = place
         self.deadline = deadline  #: seconds
         self._keys, self._gone_after = keys, gone_after
-        self._flags = Flag(Flag.ROUTE * route | flag_of(wire_rows))
+        self._flags = Flag(Flag.ROUTE * route | FLAG_OF[wire_rows])
         self._row_sizes = RowSizes()
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
@@ -266,7 +266,7 @@ class HostClient:
 
     def submit_manifest(self) -> PendingReply[bytes]:
         """Ask for the bytes of ``manifest.json``."""
-        return self._submit(messages.manifest_request, messages.read_manifest_text)
+        return self._submit(lambda: Message(Kind.MANIFEST, Status.REQUEST, 0), messages.read_manifest_text)
 
     def submit_shared(self, asked: SharedSlice) -> PendingReply[Array]:
         """Ask for rows of an array that all parts share."""

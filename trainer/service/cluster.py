@@ -51,7 +51,9 @@ class Cluster:
     @cached_property
     def servers(self) -> tuple[ServerAddress, ...]:
         """All graph servers that this run may ask, in node order."""
-        return self.attached if self.serving is not None else tuple(map(_place, filter(_serves, self.nodes)))
+        if self.serving is not None:
+            return self.attached
+        return tuple(_address(node) for node in self.nodes if node.endpoint is not None and node.parts)
 
     def node(self, node_rank: int) -> ClusterNode:
         """Raises ``SettingsError`` where there is none of that rank."""
@@ -91,11 +93,7 @@ class Cluster:
         return tuple(map(tuple, beside))
 
 
-def _serves(node: ClusterNode) -> bool:
-    return node.endpoint is not None and bool(node.parts)
-
-
-def _place(node: ClusterNode) -> ServerAddress:
+def _address(node: ClusterNode) -> ServerAddress:
     assert node.endpoint is not None
     return ServerAddress(f"node{node.node_rank} ({node.host})", node.node_rank, node.host, node.endpoint, node.parts)
 
@@ -167,14 +165,9 @@ def _problem(cluster: Cluster) -> str:
 
 
 def connect_cluster(
-    path: str | Path,
-    own_node_rank: int,
-    manifest_digest: str,
-    deadline: float,
-    keys: CurveKeys | None = None,
-    start_deadline: float | None = None,
-    wire_rows: WireRows = "stored",
-) -> dict[int, HostClient]:
+    path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: CurveKeys | None = None,
+    start_deadline: float | None = None, wire_rows: WireRows = "stored",
+) -> dict[int, HostClient]:  # fmt: skip
     """Clients of all other nodes that serve parts, by node_rank, each having said hello.
 
     A peer may start late, up to ``start_deadline`` seconds (default: ``deadline``); one all of whose parts are here or

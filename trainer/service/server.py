@@ -53,22 +53,11 @@ class GraphServer:
     """
 
     def __init__(
-        self,
-        graph: ServedGraph,
-        endpoint: str,
-        info: HelloInfo,
-        threads: int,
-        keys: CurveKeys | None = None,
-        *,
-        routed: RoutedGraph | None = None,
-        batch_threads: int = 2,
-        buffer_bytes: int = BUFFER_BYTES,
-        max_request: int = MAX_REQUEST,
-        max_answer: int = MAX_ARRAY,
-        topology: Topology | None = None,
-        stats_file: Path | None = None,
-        peers: PeerStates = lambda: (),
-    ):
+        self, graph: ServedGraph, endpoint: str, info: HelloInfo, threads: int, keys: CurveKeys | None = None, *,
+        routed: RoutedGraph | None = None, batch_threads: int = 2, buffer_bytes: int = BUFFER_BYTES,
+        max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
+        stats_file: Path | None = None, peers: PeerStates = lambda: (),
+    ):  # fmt: skip
         self.endpoint = endpoint  #: with the real port once started
         self._info, self._threads, self._batch_threads, self._keys = info, threads, batch_threads, keys
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers

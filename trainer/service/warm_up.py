@@ -103,7 +103,8 @@ class _EmptyHost:
         return _ReadyAnswer(None)
 
     def submit_sample(self, requests: Sequence[HopRequest]) -> PendingAnswer:
-        return _ReadyAnswer([HopSample(np.zeros(len(asked.nodes), np.int32), *_no_edges()) for asked in requests])
+        none = np.empty(0, np.int32)
+        return _ReadyAnswer([HopSample(np.zeros(len(asked.nodes), np.int32), none, none) for asked in requests])
 
     def submit_gather(self, requests: Sequence[RowRequest]) -> PendingAnswer:
         return _ReadyAnswer([{name: self._zeros(asked, name) for name in asked.attrs} for asked in requests])
@@ -117,10 +118,6 @@ class _EmptyHost:
     def _zeros(self, asked: RowRequest, name: str) -> Array:
         dtype, shape = row_spec(self._store, asked.of, name)
         return np.zeros((len(asked.ids), *shape), dtype)
-
-
-def _no_edges() -> tuple[Array, Array]:
-    return np.empty(0, np.int32), np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)

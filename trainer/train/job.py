@@ -206,11 +206,10 @@ class _RunResources(ExitStack):
     def _prepare(self, group: RankGroup) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
         graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
         check_same_partition(graph, group)
-        metrics = group.agree(lambda: self.enter_context(self._metrics_log()))
+        metrics = group.agree(
+            lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard))
+        )
         return _prepare(self.job, graph, group, metrics, self.regroups)
-
-    def _metrics_log(self) -> MetricsLog:
-        return MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard)
 
 
 def _prepare(

@@ -243,7 +243,9 @@ def _read_fanouts(reader: _RecordReader) -> tuple[int, ...]:
 
 
 def _read_seeds(reader: _RecordReader) -> SeedSet:
-    nodes, trees, times = (_read_ids(reader) for _ in range(3))
+    nodes, trees, times = (
+        {reader.node_type(): reader.table.ids(reader.number()) for _ in range(reader.count())} for _ in range(3)
+    )
     exclude = {
         reader.edge_type(): (reader.table.ids(reader.number()), reader.table.ids(reader.number()))
         for _ in range(reader.count())
@@ -255,10 +257,6 @@ def _read_seeds(reader: _RecordReader) -> SeedSet:
     if any(len(targets) != len(sources) for targets, sources in exclude.values()):
         raise WireError("excluded edges with more ends of one kind")
     return SeedSet(nodes, trees, times, exclude)
-
-
-def _read_ids(reader: _RecordReader) -> dict[NodeType, Ids]:
-    return {reader.node_type(): reader.table.ids(reader.number()) for _ in range(reader.count())}
 
 
 def batch_reply(request: Message, sampled: SampledBatch, form_of: FormOf = lambda of, name: "stored") -> Message:

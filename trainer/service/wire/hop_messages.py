@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.core.errors import WireError
 from trainer.sampler.types import HopRequest, HopSample, TimeBound
 from trainer.service.wire.frames import MAX_ARRAYS, NONE, Kind, Message, TableReader, TableWriter, check_ids, narrow_ids
@@ -107,12 +107,8 @@ def _check_lengths(request: HopRequest) -> None:
     lengths = {len(array) for array in rows if array is not None}
     if len(lengths) > 1 or (request.exclude is not None and len(request.exclude[0]) != len(request.exclude[1])):
         raise WireError("sample with arrays of different lengths")
-    if request.sources is not None and not _ascending(request.sources):
+    if request.sources is not None and np.any(request.sources[1:] < request.sources[:-1]):
         raise WireError("sample with sources out of order")
-
-
-def _ascending(ids: Ids) -> bool:
-    return bool(np.all(ids[1:] >= ids[:-1]))
 
 
 def _num_arrays(request: HopRequest) -> int:

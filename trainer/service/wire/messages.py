@@ -46,12 +46,8 @@ _MARKS = (_AS_IT_IS, ("float16", _F4), ("float16", _F8), ("int8", _F2), ("int8",
 
 _MARK_OF = {what: mark for mark, what in enumerate(_MARKS)}
 
-_FLAGS: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
-
-
-def flag_of(form: WireRows) -> Flag:
-    """How a request asks for rows in ``form``."""
-    return _FLAGS[form]
+#: How a request asks for rows in a form.
+FLAG_OF: dict[WireRows, Flag] = {"stored": Flag.NONE, "float16": Flag.FLOAT16, "int8": Flag.INT8}
 
 
 def form_of(flags: Flag) -> WireRows:
@@ -266,11 +262,6 @@ def read_edges(message: Message, count: int) -> EdgeList:
         raise WireError(f"arrays of shapes {[array.shape for array in message.arrays]} for {count} edges")
     src, dst, orig_id = map(widen_ids, message.arrays)
     return EdgeList(src, dst, orig_id)
-
-
-def manifest_request() -> Message:
-    """The message asking for ``manifest.json``."""
-    return Message(Kind.MANIFEST, Status.REQUEST, 0)
 
 
 def read_manifest_text(message: Message) -> bytes:

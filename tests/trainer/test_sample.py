@@ -322,7 +322,7 @@ def test_edges_are_found_and_listed(num_parts):
 def test_kernels_release_the_gil():
     """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
     used = (
-        neighbor.draw_edges, neighbor.relabel, neighbor.block_rows, weighted_temporal.pick_candidates, relabel._relabel_pairs,
-        neighbor.find_edges, neighbor.take_rows,
+        neighbor.draw_edges, neighbor.relabel, neighbor.block_rows, weighted_temporal.pick_candidates,
+        relabel._relabel_pairs, neighbor.find_edges, neighbor.take_rows,
     )  # fmt: skip
     assert all(kernel.targetoptions["nogil"] for kernel in used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from import_graph import circles, imported, module_graph, package_graph, read_modules
 
-MODULES = read_modules(Path(__file__).resolve().parents[1])
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODULES = read_modules(REPOSITORY)
 IMPORTS = {name: set(imported(module, MODULES)) for name, module in MODULES.items()}
 
 #: Packages from bottom to top: each imports only those before it, also inside functions.
@@ -83,3 +85,34 @@ def test_no_import_circles_among_packages_or_files() -> None:
 def test_circles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f", "a"}}
     assert circles(graph) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_what_benchmarks_and_examples_import_exists() -> None:
+    """No test runs all of them."""
+    files = [path for folder in ("benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py")]
+    missing = [
+        f"{path.relative_to(REPOSITORY)}:{node.lineno}: {node.module}.{alias.name}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ORDER
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in MODULES and alias.name not in defined(node.module or "")
+    ]
+    assert missing == []
+
+
+def defined(module: str) -> set[str]:
+    """Names that a module has once it is imported; of a lazy package those in ``__all__`` too."""
+    if module not in MODULES:
+        return set()
+    names = set()
+    for node in (inner for outer in MODULES[module].body for inner in ast.walk(outer)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)  # as in __all__
+    return names

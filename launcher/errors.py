@@ -142,6 +142,11 @@ class OutOfReach(FleetError):
     """A run that goes on cannot be followed any more."""
 
 
+def reason_of(error: Exception) -> str:
+    """An error's message, without the name of the node that a TransportError puts before it."""
+    return error.message if isinstance(error, TransportError) else str(error)
+
+
 class Interrupted(FleetError):
     """Ctrl-C."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +15,12 @@ from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
 from launcher.init.request import Wish
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
+from launcher.preflight.preflight import open_agents
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent, program_source
 
 _SECONDS = 120.0  # Pythons on a slow network disk
-
-_CLOSE_SECONDS = 6.0
 
 #: Behind what PATH has: a machine may have no Python but that of a conda or of ours.
 _PATH = 'export PATH="$PATH:' + ":".join(
@@ -98,7 +96,7 @@ class Looked:
 def look_at_all(wish: Wish, config: ResolvedConfig, opened: Mapping[int, Transport | TransportError]) -> Looked:
     """Ask every host that has a line, at once. Raises nothing for a host that fails."""
     lines = {k: line for k, line in opened.items() if isinstance(line, Transport)}
-    with _agents() as agents:
+    with open_agents() as agents:
 
         def look(k: int) -> Look:
             agents[k] = NodeAgent(lines[k], _python(wish))
@@ -124,15 +122,6 @@ def _told(error: Exception) -> NodeError:
     if isinstance(error, FleetError | TimeoutError):
         return NodeError(f"it does not answer ({error})", remedy="look whether a disk or network folder hangs there")
     raise error
-
-
-@contextmanager
-def _agents() -> Iterator[dict[int, NodeAgent]]:
-    agents: dict[int, NodeAgent] = {}
-    try:
-        yield agents
-    finally:
-        on_nodes(list(agents), lambda k: agents[k].close(), timeout=_CLOSE_SECONDS)
 
 
 def _python(wish: Wish) -> Command:

@@ -44,7 +44,7 @@ class Brought:
 
 def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = None) -> Brought:
     """Fetch what there is into ``folder``; if the run has ended, write and return its report as well."""
-    views = run.look() if views is None else views
+    views = run.views() if views is None else views
     settle(run, folder)
     try:
         collected = collect(run.found.needed_plan, run.attempts, folder)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.command import Command, render
-from launcher.errors import FleetError, TransportError
+from launcher.errors import FleetError, TransportError, reason_of
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
@@ -46,15 +46,15 @@ class OpenRun:
     def errors(self) -> dict[int, TransportError]:
         return {k: line for k, line in self.attempts.items() if isinstance(line, TransportError)}
 
-    def look(
+    def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
     ) -> dict[int, NodeView]:
         """All nodes (or ``ranks``) as they are now; ``options``: of ``watch.py --once``, by default no file."""
         nodes = {k: node for k, node in self.nodes.items() if ranks is None or k in ranks}
         asked = [k for k in nodes if k in self.transports]
-        answers = on_nodes(asked, lambda k: look_at(nodes[k], self.transports[k], options(k)))
+        answers = on_nodes(asked, lambda k: node_view(nodes[k], self.transports[k], options(k)))
         errors = {k: error for k, error in (self.errors | answers.errors).items() if k in nodes}
-        views = answers.values | {k: NodeView(nodes[k], unreachable=_why(error)) for k, error in errors.items()}
+        views = answers.values | {k: NodeView(nodes[k], unreachable=reason_of(error)) for k, error in errors.items()}
         return {k: views[k] for k in sorted(views)}
 
 
@@ -69,9 +69,10 @@ def opened(found: FoundRun) -> Iterator[OpenRun]:
         close_all(attempts)
 
 
-def look_at(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
+def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:
     """Ask one node; raises FleetError when it cannot be asked."""
-    done = transport.run(watch_once(node, words), timeout=_TIMEOUT)
+    watch = node.program("watch", node.run_dir, "--once", *words)
+    done = transport.run(if_there(node, watch), timeout=_TIMEOUT)
     ended = time.time()
     if _ABSENT in done.stdout.decode("utf-8", "replace"):
         return NodeView(node, absent=True)
@@ -79,15 +80,9 @@ def look_at(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeV
     return replace(view, offset=view.now - ended)  # it tells its clock last, so this is off by the way back alone
 
 
-def watch_once(node: NodePlan, words: Sequence[str]) -> Command:
-    """``watch.py --once`` with the supervisor's interpreter and surroundings, if the node has the run at all."""
-    return if_there(node, (f"{node.code_dir}/launcher/node/watch.py", node.run_dir, "--once", *words))
-
-
-def if_there(node: NodePlan, argv: Sequence[str]) -> Command:
-    """One of our programs on the node; nothing is made there when the run has never got so far."""
-    inner = replace(node.start, argv=(node.start.argv[0], *argv), cwd="")
-    return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(inner)))
+def if_there(node: NodePlan, program: Command) -> Command:
+    """``program`` if the node has the run at all; nothing is made there when the run has never got so far."""
+    return Command(("bash", "-c", _IF_THERE, "bash", node.run_dir, render(replace(program, cwd=""))))
 
 
 def was_absent(done: Completed) -> bool:
@@ -110,7 +105,3 @@ def _view(node: NodePlan, done: Completed) -> NodeView:
         raise FleetError(f"it could not say how it is: {said[-1] if said else f'exit status {done.returncode}'}")
     lost = told.get("lost", {}).get("reason", "")
     return NodeView(node, told.get("state"), told.get("result"), lost, now=told["now"], lines=lines)
-
-
-def _why(error: Exception) -> str:
-    return error.message if isinstance(error, TransportError) else str(error)

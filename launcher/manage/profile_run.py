@@ -56,7 +56,7 @@ def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Itera
             away.append(node.node_rank)
         else:
             yield from sorted(logs.glob(_FILES))
-    views = run.look(away, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if away else {}
+    views = run.views(away, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if away else {}
     for k, view in views.items():
         if view.unreachable:
             missing[k] = view.unreachable

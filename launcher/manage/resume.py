@@ -45,7 +45,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
         )
     notes: tuple[str, ...] = ()
     if not needs_no_node(found):
-        views = run.look()
+        views = run.views()
         alive = [view for view in views.values() if view.alive]
         if alive:
             where = progress_words(found, alive)

@@ -178,8 +178,7 @@ class _Follower(threading.Thread):
 
     def _command(self) -> Command:
         words = ["--offsets", json.dumps(self.offsets)] if self.offsets else []
-        program = f"{self.node.code_dir}/launcher/node/watch.py"
-        return if_there(self.node, (program, self.node.run_dir, *self.options, *words))
+        return if_there(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
 
     def _take(self, text: str) -> None:
         if not text.startswith("{"):
@@ -206,12 +205,12 @@ def all_collected(found: FoundRun) -> bool:
 def _ask(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, NodeView]:
     """The nodes with the lines wanted."""
     offsets = _clock_offsets(run, wanted, ranks)
-    return run.look(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
+    return run.views(ranks, lambda k: _options(wanted, wanted.last, offsets.get(k, 0.0)))
 
 
 def _clock_offsets(run: OpenRun, wanted: Wanted, ranks: Sequence[int]) -> dict[int, float]:
     """Node clocks minus ours, where --since needs them."""
-    return {k: view.offset for k, view in run.look(ranks).items()} if wanted.since is not None else {}
+    return {k: view.offset for k, view in run.views(ranks).items()} if wanted.since is not None else {}
 
 
 def _options(wanted: Wanted, tail: int | None, offset: float) -> list[str]:

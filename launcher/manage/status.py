@@ -75,7 +75,7 @@ def status_now(run: OpenRun) -> Status:
     """The run as it is now; asks the nodes where that can matter."""
     if known_without_nodes(run.found):
         return Status(run.found, from_here(run.found), {})
-    views = run.look()
+    views = run.views()
     return Status(run.found, judge(run.found, views), views)
 
 

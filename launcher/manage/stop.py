@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from launcher.errors import FleetError, Interrupted, TransportError
+from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import Brought, bring, folder_for
 from launcher.manage.node_views import OpenRun, if_there, was_absent
 from launcher.plan.model import NodePlan
@@ -77,7 +77,7 @@ def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[
     grace = run.found.config.run.grace if run.found.config else 5.0
     timeout = _NOW if now else grace + _EXTRA
     answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], views[k], timeout, now))
-    troubles = {k: Stopped(nodes[k], views[k].word, trouble=_reason(error)) for k, error in answers.errors.items()}
+    troubles = {k: Stopped(nodes[k], views[k].word, trouble=reason_of(error)) for k, error in answers.errors.items()}
     stopped = answers.values | troubles
     return [stopped[k] for k in sorted(stopped)]
 
@@ -86,9 +86,7 @@ def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView,
     if isinstance(line, TransportError):
         raise line
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
-    command = if_there(
-        node, (f"{node.code_dir}/launcher/node/control.py", "stop", node.run_dir, *words, *(["--now"] if now else []))
-    )
+    command = if_there(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
     done = line.run(command, timeout=timeout + _ANSWER)
     if was_absent(done):
         return Stopped(node, "not started")
@@ -128,10 +126,6 @@ def summary(found: FoundRun, stopped: list[Stopped]) -> str:
     return f"run {found.run_id}: {count(len(dirty), 'node')} of {len(stopped)} may still run parts of it: {names}"
 
 
-def _reason(error: Exception) -> str:
-    return error.message if isinstance(error, TransportError) else str(error)
-
-
 @dataclass(frozen=True)
 class Ended:
     """What stopping came to."""
@@ -159,7 +153,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> End
         ended = _end_here(run.found)
         console.print(Text(ended.told), soft_wrap=True)
         return ended
-    views = run.look()
+    views = run.views()
     try:
         stopped = stop_run(run, views, now=now)
     except KeyboardInterrupt:

@@ -76,6 +76,16 @@ class NodePlan:
         return self.login.host if self.login else "local"
 
     @property
+    def python(self) -> Command:
+        """The node's interpreter, with the setup lines that it needs."""
+        return Command(self.start.argv[:1], setup=self.start.setup)
+
+    def program(self, name: str, *words: str) -> Command:
+        """``launcher/node/<name>.py`` of the run's code, with the interpreter and surroundings of the supervisor."""
+        argv = (*self.start.argv[:1], f"{self.code_dir}/launcher/node/{name}.py", *words)
+        return Command(argv, self.start.env, self.start.cwd, self.start.setup)
+
+    @property
     def label(self) -> str:
         """``node1 (alice@gnn2)``, as messages name a node."""
         return node_label(self.node_rank, self.target)

@@ -152,9 +152,9 @@ def node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) 
 
 def _bind(address: str, fact: NodeFacts | None) -> str:
     """``address`` where it is the node's own; all of its own where it stands for it (NAT)."""
-    if fact is None or (_is_ip(address) and (address in fact.addresses or not fact.addresses)):
+    if fact is None or (is_ip(address) and (address in fact.addresses or not fact.addresses)):
         return address
-    if not _is_ip(address):
+    if not is_ip(address):
         return fact.address
     return "::" if ":" in address else "0.0.0.0"
 
@@ -196,7 +196,8 @@ def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, 
     return at_home((node.data_folder or config.data.folder).rstrip("/"), fact)
 
 
-def _is_ip(address: str) -> bool:
+def is_ip(address: str) -> bool:
+    """Whether it is an address, not a host name."""
     try:
         ipaddress.ip_address(address)
     except ValueError:

@@ -16,7 +16,7 @@ from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
 from launcher.text import count, spans
 
-Rows = Sequence[tuple[str, str]]
+LabelledLines = Sequence[tuple[str, str]]  #: of one node: what it is, and the text
 
 _WORD = re.compile(r"([\w.-]+)")
 
@@ -28,7 +28,7 @@ class Fold:
     """Nodes whose rows become equal once each one's own values are put in for ``{node_rank}``, ``{address}``, …"""
 
     nodes: tuple[NodePlan, ...]
-    rows: Rows
+    rows: LabelledLines
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Taken:
     pieces: tuple[tuple[str, ...], ...]
 
 
-def fold_nodes(listed: Sequence[tuple[NodePlan, Rows]]) -> list[Fold]:
+def fold_nodes(listed: Sequence[tuple[NodePlan, LabelledLines]]) -> list[Fold]:
     """Groups in order of their first node. What a Fold says holds for each of its nodes to the letter."""
     addresses = {node.address for node, _ in listed}
     alike: dict[object, list[_Taken]] = {}
@@ -111,8 +111,6 @@ def _folds(group: list[_Taken]) -> Iterator[Fold]:
         rows.append((title, "".join(shown)))
     yield Fold(tuple(one.node for one in group), tuple(rows))
 
-
-_Rows = Iterator[tuple[str, str]]
 
 _Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
 
@@ -228,7 +226,7 @@ def _summary(plan: LaunchPlan) -> str:
     return f"run {plan.run_id}: {counts}, master {plan.master_addr} port {plan.master_port}"
 
 
-def _run_rows(plan: LaunchPlan, *, full: bool = False) -> _Rows:
+def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
     """What holds for all nodes; without ``full``, commands in words."""
     if made := plan.partition:
         first = f"{describe_env(made.command.env)} {describe_command(made.command)}"
@@ -283,7 +281,7 @@ def _short(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
 
 
-def _node_rows(node: NodePlan, *, sizes: bool = True) -> _Rows:
+def _node_rows(node: NodePlan, *, sizes: bool = True) -> Iterator[tuple[str, str]]:
     yield "share", "  ".join(_share(node))
     parts = f"  parts {node.data_dir}" if node.data_dir else ""
     yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"

@@ -64,7 +64,7 @@ def run_preflight(
     Raises nothing for a node that fails: that is a finding."""
     lines = {k: line for k, line in transports.items() if isinstance(line, Transport)}
     errors: dict[int, Exception] = {k: line for k, line in transports.items() if isinstance(line, TransportError)}
-    with _agents() as agents:
+    with open_agents() as agents:
         inquiry = Inquiry.about(config, run_id)
         answers = _probe_all(inquiry, lines, agents)
         errors |= answers.errors
@@ -93,8 +93,8 @@ def _raise_unexpected(errors: Mapping[int, Exception]) -> None:
 
 
 @contextmanager
-def _agents() -> Iterator[dict[int, NodeAgent]]:
-    """A place for the nodes' agents; those in it are ended with the block."""
+def open_agents() -> Iterator[dict[int, NodeAgent]]:
+    """An empty mapping for the nodes' agents, by node_rank; those put into it are closed with the block."""
     agents: dict[int, NodeAgent] = {}
     try:
         yield agents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import node_workdir
 from launcher.node.programs.packages import size_of
 from launcher.plan.files import code_digest
-from launcher.plan.placement import run_dir, session_name
+from launcher.plan.placement import is_ip, run_dir, session_name
 from launcher.plan.ports import candidate_ports
 from launcher.preflight.finding import GraphSize, Survey
 
@@ -76,23 +75,10 @@ class Inquiry:
         return Survey(self.config, probes, clock_offsets, own_command, bytes_needed or {}, graph, self.code)
 
 
-def probe_request(config: ResolvedConfig, k: int, peer: str = "", run_id: str = "") -> dict[str, Any]:
-    """What node ``k`` is asked, for one node alone."""
-    return Inquiry.about(config, run_id).request(k, peer)
-
-
 def _names(config: ResolvedConfig) -> list[str]:
     """Host names that the nodes are told to reach each other by; addresses need no looking up."""
     given = [config.run.master_addr, *(node.address for node in config.nodes)]
-    return [name for name in dict.fromkeys(given) if name and name != "auto" and not _is_ip(name)]
-
-
-def _is_ip(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
+    return [name for name in dict.fromkeys(given) if name and name != "auto" and not is_ip(name)]
 
 
 def _graph(found: Mapping[str, Any]) -> GraphSize:

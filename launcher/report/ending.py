@@ -105,9 +105,6 @@ def missed_by(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {**(result.get("gone") or {}), **(result.get("lost") or {})}
 
 
-Result = Mapping[str, Any]
-
-
 class Ending:
     """The end of one run. ``offsets``: node clocks minus this machine's in seconds, as preflight measured them."""
 

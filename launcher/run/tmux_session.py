@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.command import Command, quote
@@ -111,23 +111,16 @@ def session_status(transport: Transport, node: NodePlan) -> dict[str, Any]:
     return _control(transport, node, ["status", node.run_dir], _TMUX_TIMEOUT)
 
 
-def control_command(node: NodePlan, arguments: Sequence[str]) -> Command:
-    """``control.py`` with the supervisor's own interpreter and surroundings."""
-    program = f"{node.code_dir}/launcher/node/control.py"
-    return replace(node.start, argv=(node.start.argv[0], program, *arguments))
-
-
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
-    """``watch.py`` with the supervisor's own interpreter: metrics, events and logs of ranks, going on from
-    ``offsets`` (file -> byte), but with the last ``tail`` lines of each at most."""
-    program = f"{node.code_dir}/launcher/node/watch.py"
+    """``watch.py``: metrics, events and logs of ranks, going on from ``offsets`` (file -> byte), but with the last
+    ``tail`` lines of each at most."""
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
-    return replace(node.start, argv=(node.start.argv[0], program, node.run_dir, *words))
+    return node.program("watch", node.run_dir, *words)
 
 
 def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
-    done = transport.run(control_command(node, arguments), timeout=timeout)
+    done = transport.run(node.program("control", *arguments), timeout=timeout)
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

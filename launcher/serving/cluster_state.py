@@ -129,7 +129,7 @@ def server_states(
     run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
 ) -> dict[int, ServerState]:
     """All nodes of a serving cluster (or ``ranks``), and those files of them."""
-    views = run.look(ranks)
+    views = run.views(ranks)
     reached = [k for k, view in views.items() if view.reached]
     files = on_nodes(reached, lambda k: _files_of(run, k, names)).or_raise()
     return {k: ServerState(view, files.get(k, {})) for k, view in views.items()}

@@ -9,13 +9,13 @@ from typing import Any
 
 from launcher.command import Command
 from launcher.config.schema import RunConfig
-from launcher.errors import FleetError, TransportError
-from launcher.manage.node_views import if_there, look_at, was_absent
+from launcher.errors import FleetError, TransportError, reason_of
+from launcher.manage.node_views import if_there, node_view, was_absent
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
-from launcher.serving.cluster_state import ServerState, remove_files
+from launcher.serving.cluster_state import ServerState, on_lines, remove_files
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 
@@ -33,8 +33,8 @@ _NO_FILES = ("--only", "")
 def clear_node(node: NodePlan, line: Transport, *, keeps_key: bool) -> None:
     """End what a dead supervisor has left, and remove what would be taken for news of the next one."""
     words = ("stop", node.run_dir, "--timeout", f"{_STOP:g}", "--session", node.session, "--now")
-    program = f"{node.code_dir}/launcher/node/control.py"
-    done = line.run(if_there(node, (program, *words, "--why", "gnnfleet serve")), timeout=_STOP + STOP_EXTRA)
+    stop = node.program("control", *words, "--why", "gnnfleet serve")
+    done = line.run(if_there(node, stop), timeout=_STOP + STOP_EXTRA)
     if done.returncode and not was_absent(done):
         said = (done.stderr or done.stdout).decode("utf-8", "replace").strip().splitlines()
         raise FleetError(f"{node.label}: what is left of its last graph server cannot be ended: {' '.join(said[-1:])}")
@@ -61,7 +61,7 @@ def bring_up(plan: LaunchPlan, lines: Mapping[int, Transport], run: RunConfig) -
 def _await_serving(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], deadline: float) -> None:
     waiting = set(nodes)
     while waiting:
-        views = on_nodes(waiting, lambda k: look_at(nodes[k], lines[k], _NO_FILES)).or_raise()
+        views = on_nodes(waiting, lambda k: node_view(nodes[k], lines[k], _NO_FILES)).or_raise()
         ended = [view for view in views.values() if view.result is not None or view.lost]
         if ended:
             raise FleetError(_why_ended(min(ended, key=_when), lines))
@@ -94,15 +94,14 @@ def _log(node: NodePlan) -> str:
 
 def _stop_all(nodes: Mapping[int, NodePlan], lines: Mapping[int, Transport], grace: float) -> list[str]:
     """What may go on running, in words."""
-
-    def stop(k: int) -> None:
-        asked = {"by": user_at_host(), "why": "gnnfleet serve"}
-        report = stop_session(lines[k], nodes[k], timeout=grace + STOP_EXTRA, **asked)
-        if not report.stopped:
-            raise FleetError(f"still running: {', '.join(report.leftovers)}")
-
-    errors = on_nodes(nodes, stop).errors
+    errors = on_nodes(nodes, lambda k: _stop_node(nodes[k], lines[k], grace)).errors
     return [f"{nodes[k].label} may still run: {error}. {how_to_stop(nodes[k])}" for k, error in errors.items()]
+
+
+def _stop_node(node: NodePlan, line: Transport, grace: float) -> None:
+    report = stop_session(line, node, timeout=grace + STOP_EXTRA, by=user_at_host(), why="gnnfleet serve")
+    if not report.stopped:
+        raise FleetError(f"still running: {', '.join(report.leftovers)}")
 
 
 Lines = Mapping[int, Transport | TransportError]
@@ -114,17 +113,14 @@ def tell_others(plan: LaunchPlan, lines: Lines, but: Sequence[int]) -> list[str]
     """Give the nodes that go on (all but those) the plan as it is now; of those that do not get it, why."""
     others = {node.node_rank: node for node in plan.nodes if node.parts and node.node_rank not in but}
 
-    def tell(k: int) -> None:
-        line = lines[k]
-        if isinstance(line, TransportError):
-            raise line
+    def tell(k: int, line: Transport) -> None:
         for name in _TOLD:
             file = next(file for file in others[k].files if file.dest.endswith(f"/{name}"))
             line.write(file.content.encode(), file.dest, mode=file.mode)
 
-    errors = on_nodes(others, tell).errors
+    errors = on_lines({k: lines[k] for k in others}, tell)
     return [
-        f"{others[k].label} has not been told of the change ({_reason(error)}); when it can be reached, serve again"
+        f"{others[k].label} has not been told of the change ({reason_of(error)}); when it can be reached, serve again"
         for k, error in sorted(errors.items())
     ]
 
@@ -133,25 +129,12 @@ def stop_gone(
     nodes: Mapping[int, NodePlan], lines: Lines, there: Mapping[int, ServerState], gone: Sequence[int], grace: float
 ) -> list[str]:
     """Stop the nodes that were taken out; of those that may still run, why."""
-
-    def stop(k: int) -> None:
-        line = lines[k]
-        if isinstance(line, TransportError):
-            raise line
-        report = stop_session(line, nodes[k], timeout=grace + STOP_EXTRA, by=user_at_host(), why="gnnfleet serve")
-        if not report.stopped:
-            raise FleetError(f"still running: {', '.join(report.leftovers)}")
-
     alive = [k for k in gone if there[k].view.alive or there[k].view.unreachable]
-    errors = on_nodes(alive, stop).errors
+    errors = on_lines({k: lines[k] for k in alive}, lambda k, line: _stop_node(nodes[k], line, grace))
     return [
-        f"{nodes[k].label} was taken out, but may still run: {_reason(error)}. {how_to_stop(nodes[k])}"
+        f"{nodes[k].label} was taken out, but may still run: {reason_of(error)}. {how_to_stop(nodes[k])}"
         for k, error in sorted(errors.items())
     ]
-
-
-def _reason(error: Exception) -> str:
-    return error.message if isinstance(error, TransportError) else str(error)
 
 
 _TIMEOUT = 30.0
@@ -177,22 +160,22 @@ def own_turn(plan: LaunchPlan, lines: Mapping[int, Transport]) -> Iterator[None]
     nodes = {node.node_rank: node for node in plan.nodes}
     taken: set[int] = set()
 
-    def take(k: int) -> None:
-        _take(nodes[k], lines[k], plan.run_id)
+    def begin(k: int) -> None:
+        _begin_turn(nodes[k], lines[k], plan.run_id)
         taken.add(k)
 
     try:
-        on_nodes(nodes, take).or_raise()
+        on_nodes(nodes, begin).or_raise()
         yield
     finally:
-        on_nodes(taken, lambda k: _give_back(nodes[k], lines[k]))
+        on_nodes(taken, lambda k: _end_turn(nodes[k], lines[k]))
 
 
 def _file(node: NodePlan) -> str:
     return f"{node.run_dir}.starting"
 
 
-def _take(node: NodePlan, line: Transport, name: str) -> None:
+def _begin_turn(node: NodePlan, line: Transport, name: str) -> None:
     done = line.run(Command(("bash", "-c", _TAKE, "bash", _file(node), user_at_host(), node.run_dir)), timeout=_TIMEOUT)
     if done.returncode == _STARTED:
         raise FleetError(f"{node.label}: its graph server has been started meanwhile; serve again")
@@ -206,6 +189,6 @@ def _take(node: NodePlan, line: Transport, name: str) -> None:
         raise FleetError(f"{node.label}: {_file(node)} cannot be written: {done.stderr.decode('utf-8', 'replace')}")
 
 
-def _give_back(node: NodePlan, line: Transport) -> None:
+def _end_turn(node: NodePlan, line: Transport) -> None:
     with suppress(TransportError, FleetError):  # then it counts no more in an hour
         remove_files(line, [_file(node)])

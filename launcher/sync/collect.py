@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.command import Command
-from launcher.errors import TransportError
+from launcher.errors import TransportError, reason_of
 from launcher.files import appearing
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
@@ -41,7 +40,7 @@ def collect(plan: LaunchPlan, transports: Mapping[int, Transport | TransportErro
     nodes = {node.node_rank: node for node in plan.nodes}
     answers = on_nodes(nodes, lambda k: _collect_node(nodes[k], transports[k], folder))
     notes = [
-        f"{nodes[k].label}: its files could not be fetched ({_reason(answers.errors[k])}); "
+        f"{nodes[k].label}: its files could not be fetched ({reason_of(answers.errors[k])}); "
         f"they stay there in {nodes[k].run_dir}"
         for k in sorted(answers.errors)
     ]
@@ -70,11 +69,8 @@ def _collect_node(node: NodePlan, line: Transport | TransportError, folder: Path
 
 
 def _pack(node: NodePlan, transport: Transport, folder: Path) -> dict[str, Any]:
-    python = Command(node.start.argv[:1], setup=node.start.setup)
     request = {"path": node.run_dir, "wanted": _WANTED, "have": _have(node.node_rank, folder), "small": _SMALL}
-    answer: dict[str, Any] = call(
-        transport, python, "collect_files", request | {"room": _ROOM}, _TIMEOUT
-    )
+    answer: dict[str, Any] = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
     return answer
 
 
@@ -110,8 +106,3 @@ def _place(node_rank: int, path: str) -> str:
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
-
-
-def _reason(error: Exception) -> str:
-    """Without the node's name, which the note has."""
-    return error.message if isinstance(error, TransportError) else str(error)

@@ -23,7 +23,6 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from launcher.command import Command
 from launcher.errors import ConnectionLost, FleetError, RemoteFileError, SyncError, UnreachableError
 from launcher.node.programs.files import PART_SUFFIX, sha256_of
 from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
@@ -313,8 +312,7 @@ class _NodeJob:
 
 def ask_files(transport: Transport, node: NodePlan, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """One request to ``launcher/node/programs/files.py`` on a node; raises SyncError when it cannot be done there."""
-    python = Command(node.start.argv[:1], setup=node.start.setup)
-    answer: dict[str, Any] = call(transport, python, "files", request, timeout)
+    answer: dict[str, Any] = call(transport, node.python, "files", request, timeout)
     if answer.get("errno") == errno.ENOSPC:
         place = request.get("dest", node.code_dir)
         raise SyncError(

@@ -40,7 +40,7 @@ def _own_pages(size: int) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class _Free:
+class _FreeSlab:
     """Memory that nobody uses."""
 
     memory: Array  #: uint8
@@ -56,7 +56,7 @@ class Slabs:
     def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _own_pages):
         """``make``: new memory of so many bytes, uint8."""
         self._keep, self._make = keep, make
-        self._free: deque[_Free] = deque()  # appended to by finalizers, which may run anywhere: they take no lock
+        self._free: deque[_FreeSlab] = deque()  # appended to by finalizers, which may run anywhere: they take no lock
         self._lock = threading.Lock()
         self._taken = 0  #: slabs
 
@@ -95,7 +95,7 @@ class Slabs:
         del free, fitting, smaller, chosen  # before the new one is made
         return self._make(size)
 
-    def _all_free(self) -> Iterator[_Free]:
+    def _all_free(self) -> Iterator[_FreeSlab]:
         """Taken out."""
         while True:
             try:
@@ -104,7 +104,7 @@ class Slabs:
                 return
 
     def _give_back(self, slab: Array) -> None:
-        self._free.append(_Free(slab, self._taken))
+        self._free.append(_FreeSlab(slab, self._taken))
         while self.free_bytes > self._keep:
             try:
                 self._free.popleft()
@@ -112,7 +112,7 @@ class Slabs:
                 return
 
 
-def _size(one: _Free) -> int:
+def _size(one: _FreeSlab) -> int:
     return len(one.memory)
 
 

@@ -202,7 +202,7 @@ _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 
 @dataclass(frozen=True)
-class _Links:
+class _DrawnLinks:
     """Drawn edges from papers to the nodes of one type."""
 
     papers: Array
@@ -261,7 +261,9 @@ def _relations(
     return edges
 
 
-def _draw_links(wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator) -> _Links:
+def _draw_links(
+    wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator
+) -> _DrawnLinks:
     """About ``degree`` different others for each paper, of its ``wanted`` class with chance ``homophily``, else any."""
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")
@@ -271,19 +273,19 @@ def _draw_links(wanted: Array, classes: Array, degree: float, homophily: float, 
     others = by_class[low + (rng.random(len(papers)) * (high - low)).astype(np.int64)]
     pairs = np.unique(papers * len(classes) + others)
     papers, others = pairs // len(classes), pairs % len(classes)
-    return _Links(papers, others, classes[others] == wanted[papers])
+    return _DrawnLinks(papers, others, classes[others] == wanted[papers])
 
 
-def _among_papers(links: _Links, time: Array | None, rng: np.random.Generator) -> _Links:
+def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
     """No self loops; with times mostly references to earlier papers."""
     keep = links.papers != links.others
     if time is not None:
         keep &= mostly_forward(time[links.others], time[links.papers], rng)
-    return _Links(links.papers[keep], links.others[keep], links.hit[keep])
+    return _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
 
 
 def _attrs(
-    links: _Links, other: str, time: Array, options: SyntheticHeteroOptions, rng: np.random.Generator
+    links: _DrawnLinks, other: str, time: Array, options: SyntheticHeteroOptions, rng: np.random.Generator
 ) -> dict[str, Array]:
     attrs = {}
     if options.edge_weight:

@@ -162,7 +162,7 @@ def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[N
         indptr=rows.indptr,
         indices=rows.indices,
         orig_id=rows.orig_id,
-        attrs=_TakenRows(data.attrs, rows.orig_id),
+        attrs=_ReorderedRows(data.attrs, rows.orig_id),
         src_times={name: values[rows.indices].astype(np.int64) for name, values in times.items()},
     )
 
@@ -176,7 +176,7 @@ def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> No
         )
 
 
-class _TakenRows(Mapping[str, Array]):
+class _ReorderedRows(Mapping[str, Array]):
     """Attributes with their rows in another order, taken when first asked for."""
 
     def __init__(self, attrs: Mapping[str, Array], rows: Array):

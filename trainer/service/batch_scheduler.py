@@ -51,7 +51,7 @@ class ClientStatus:
 
 @dataclass(frozen=True)
 class SchedulerStatus:
-    """The desk at one moment."""
+    """The scheduler at one moment."""
 
     queue: int  #: requests waiting
     buffer_bytes: int  #: of replies sent and not taken yet, and reserved for those being made
@@ -62,10 +62,10 @@ class SchedulerStatus:
 
 @dataclass(eq=False)
 class ClientQueue(Generic[Work]):
-    """One client; the desk's lock guards it."""
+    """One client; the scheduler's lock guards it."""
 
     name: ClientName
-    tag: float  #: see ``scheduler``
+    tag: float  #: see the docstring of this file
     heard: float = 0.0
     blocked_since: float | None = None  #: its next batch fits since then not beside the others'
     queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)

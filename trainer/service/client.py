@@ -98,17 +98,17 @@ class RowsInPieces:
         self.received = 0  #: bytes of the answers that are here
         self._requests, self._submit, self._sizes = requests, submit, sizes
         self._waiting = deque(cut_requests(requests, sizes.rows_of(requests)))
-        self._asked: deque[tuple[list[RowSlice], list[RowRequest], PendingRows]] = deque()
+        self._under_way: deque[tuple[list[RowSlice], list[RowRequest], PendingRows]] = deque()
         self._found: list[dict[str, Array]] = [{} for _ in requests]
         self._ask()
 
     def result(self, timeout: float | None = None) -> list[dict[str, Array]]:
         """``timeout``: for each piece. Raises as ``PendingReply``, and ``WireError`` for pieces that differ."""
-        while self._asked:
-            slices, requests, pending = self._asked[0]
+        while self._under_way:
+            slices, requests, pending = self._under_way[0]
             rows = pending.result(timeout)
             self.received += pending.received
-            self._asked.popleft()
+            self._under_way.popleft()
             self._ask()
             self._sizes.note(requests, rows)
             for part, found in zip(slices, rows, strict=True):
@@ -116,14 +116,14 @@ class RowsInPieces:
         return self._found
 
     def _ask(self) -> None:
-        while self._waiting and len(self._asked) < UNDER_WAY:
+        while self._waiting and len(self._under_way) < UNDER_WAY:
             slices = self._waiting.popleft()
             asked = [self._requests[part.number] for part in slices]
             requests = [
                 replace(request, ids=request.ids[part.begin : part.end])
                 for part, request in zip(slices, asked, strict=True)
             ]
-            self._asked.append((slices, requests, self._submit(requests)))
+            self._under_way.append((slices, requests, self._submit(requests)))
 
     def _put(self, part: RowSlice, rows: dict[str, Array]) -> None:
         found, count = self._found[part.number], len(self._requests[part.number].ids)

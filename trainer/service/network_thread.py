@@ -43,15 +43,15 @@ class NetworkThread(threading.Thread):
     """Runs until the context ends; the only user of its sockets.
 
     What can be answered or refused without the network's sight goes to ``short``; a reply whose connection has ended
-    is dropped, and the desk told. A connection that takes no answers is asked to wait with its questions. Connections
-    with work at the desk hear each second that the server lives.
+    is dropped. A connection that takes no answers is paused in both queues. Connections with scheduled work hear each
+    second that the server lives.
     """
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], front: zmq.Socket[bytes], short: ShortQueue,
         scheduler: BatchScheduler[Any], counters: Counters, backlog: int, max_request: int,
     ):  # fmt: skip
-        super().__init__(name="mover", daemon=True)
+        super().__init__(name="network", daemon=True)
         self._front, self._monitor = front, front.get_monitor_socket(_REFUSALS)
         self._replies = context.socket(zmq.PULL)
         self._replies.rcvhwm = self._replies.linger = 0

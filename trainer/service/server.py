@@ -37,7 +37,7 @@ _BACKLOG = 32  #: requests waiting per short thread; beyond that the network que
 
 _GLANCE = 1.0  #: seconds
 
-_Asked = tuple[Message, BatchWork | None]
+_DecodedRequest = tuple[Message, BatchWork | None]
 
 
 class GraphServer:
@@ -63,7 +63,7 @@ class GraphServer:
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
         self._short: BlockingFairQueue[tuple[bytes, list[Any]]] = BlockingFairQueue()
-        self._scheduler: BatchScheduler[_Asked] = BatchScheduler(buffer_bytes)
+        self._scheduler: BatchScheduler[_DecodedRequest] = BatchScheduler(buffer_bytes)
         topology = topology or (lambda: (info.version, info.servers))
         self._handlers = Handlers(graph, info, self.stats, topology, max_answer)
         self._handlers.routed = routed
@@ -82,11 +82,11 @@ class GraphServer:
         except ServiceError:
             self.stop()
             raise
-        self._mover = NetworkThread(
+        self._network = NetworkThread(
             self._context, front, self._short, self._scheduler, self._counters, _BACKLOG * self._threads,
             self._max_request,
         )  # fmt: skip
-        self._mover.start()
+        self._network.start()
         for name, count, work in (("graph", self._threads, self._answer_short),
                                   ("batch", self._batch_threads, self._make_batches)):  # fmt: skip
             for _ in range(count):
@@ -116,7 +116,7 @@ class GraphServer:
     @property
     def running(self) -> bool:
         """False once the thread that moves messages has ended."""
-        return self._mover.is_alive()
+        return self._network.is_alive()
 
     def _start_worker(self, name: str, work: Callable[[zmq.Socket[bytes]], None]) -> None:
         out = self._context.socket(zmq.PUSH)
@@ -130,7 +130,7 @@ class GraphServer:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def _answer_short(self, out: zmq.Socket[bytes]) -> None:
-        """Answer requests from the own parts, and hand the others to the desk."""
+        """Answer requests from the own parts, and hand the others to the batch scheduler."""
         while (asked := self._short.get()) is not None:
             peer, body = asked
             if answer := self._receive(peer, body):
@@ -154,14 +154,14 @@ class GraphServer:
         return None if refusal is None else self._error(request, ServiceError(f"not taken on: {refusal}"))
 
     @staticmethod
-    def _job(peer: bytes, request: Message) -> ScheduledRequest[_Asked]:
+    def _job(peer: bytes, request: Message) -> ScheduledRequest[_DecodedRequest]:
         if request.kind != Kind.BATCH:
             return ScheduledRequest(peer, request.request_id, (request, None), size=request.size)
         work, client = batch_messages.read_batch_request(request)
         return ScheduledRequest(peer, request.request_id, (request, work), client, request.size)
 
     def _make_batches(self, out: zmq.Socket[bytes]) -> None:
-        """Do the desk's jobs until ``stop()``."""
+        """Answer scheduled requests until ``stop()``."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
                 continue
@@ -170,7 +170,7 @@ class GraphServer:
             if answer is not None:
                 out.send_multipart([job.peer, *answer], copy=False)
 
-    def _do(self, job: ScheduledRequest[_Asked]) -> list[Any] | None:
+    def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
         """Frames of the reply; None when there is nobody left to have it."""
         request, work = job.work
         if work is None:

@@ -35,7 +35,7 @@ class RemoteStore(PartStore):
     """Seeds, ids and attributes of the graph as a whole are fetched when first asked for, and kept."""
 
     source: SharedArrays = field(kw_only=True)
-    _asked: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)
+    _num_asked: dict[NodeType, int] = field(kw_only=True, default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, manifest: Manifest, source: SharedArrays, name: str) -> RemoteStore:
@@ -49,9 +49,9 @@ class RemoteStore(PartStore):
             folder=Path(name),
             manifest=manifest,
             parts={},
-            global_ids=_Fetched(manifest.nodes if manifest.num_parts > 1 else (), table),
-            splits=_Fetched(splits, lambda key: source.seeds(*key)),
-            graph_attrs=_Fetched(manifest.graph_attrs, source.graph_attr),
+            global_ids=_FetchedArrays(manifest.nodes if manifest.num_parts > 1 else (), table),
+            splits=_FetchedArrays(splits, lambda key: source.seeds(*key)),
+            graph_attrs=_FetchedArrays(manifest.graph_attrs, source.graph_attr),
             source=source,
         )
 
@@ -59,13 +59,13 @@ class RemoteStore(PartStore):
         """As in ``PartStore``. Raises ``ServiceError``."""
         if node_type not in self.global_ids:
             return orig_ids
-        asked = self._asked[node_type] = self._asked.get(node_type, 0) + len(orig_ids)
+        asked = self._num_asked[node_type] = self._num_asked.get(node_type, 0) + len(orig_ids)
         if asked >= _TABLE_FROM * self.manifest.nodes[node_type].num_nodes:
             return super().to_global(node_type, orig_ids)
         return self.source.to_global(node_type, orig_ids)
 
 
-class _Fetched(Mapping[K, Array], Generic[K]):
+class _FetchedArrays(Mapping[K, Array], Generic[K]):
     """Arrays by name, each fetched once; safe to use from several threads."""
 
     def __init__(self, keys: Iterable[K], fetch: Callable[[K], Array]):

@@ -182,11 +182,11 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
 
 EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
 
-Computed = dict[NodeType, LayerRows]
+LayerResults = dict[NodeType, LayerRows]
 
 
 @dataclass(frozen=True)
-class Chunk:
+class NodeChunk:
     """Some nodes of one type with all their neighbours, by one layer's edge types."""
 
     ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
@@ -213,14 +213,14 @@ class WholeGraph:
         self._tables = RelabelTables(manifest)
 
     @torch.no_grad()
-    def run(self, stack: LayerStack) -> Computed:
+    def run(self, stack: LayerStack) -> LayerResults:
         """What the last layer gives for every node of its target types; all ranks take part."""
-        before: Computed = {}
+        before: LayerResults = {}
         for number, need in enumerate(stack.needs):
             before = {of: self._layer(stack, number, need, of, before) for of in need.targets}
         return before
 
-    def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: Computed) -> LayerRows:
+    def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
         """One layer for all own nodes of one type; ranks with fewer chunks go on with empty ones."""
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
@@ -234,7 +234,7 @@ class WholeGraph:
         return LayerRows(self.shares[of], np.empty((0, 0), np.float32) if rows is None else rows)
 
     def _compute(
-        self, stack: LayerStack, number: int, need: LayerNeed, chunk: Chunk, before: Computed
+        self, stack: LayerStack, number: int, need: LayerNeed, chunk: NodeChunk, before: LayerResults
     ) -> Mapping[NodeType, Tensor]:
         device = self.group.device
         if number == 0:
@@ -245,10 +245,10 @@ class WholeGraph:
         degree = self._degree(chunk, need).to(device) if stack.needs_degree else None
         return stack.layer(number, blocks, rows, chunk.num_dst, degree)
 
-    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed) -> Chunk:
+    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed) -> NodeChunk:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
-            return Chunk({of: ids}, {}, num_dst)
+            return NodeChunk({of: ids}, {}, num_dst)
         settings = SampleSettings(dict.fromkeys(need.edge_types, (-1,)), weight=self._weight(need))
         found = sample_multi_hop(
             self.graph.access, self.graph.manifest, SeedSet({of: ids}), settings, 0, self._tables
@@ -257,13 +257,13 @@ class WholeGraph:
         for edge_type in need.edge_types:
             indptr, indices, num_src = cut_block(found, edge_type, 0)
             blocks[edge_type] = Block(torch.from_numpy(indptr), torch.from_numpy(indices), num_src)
-        return Chunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
+        return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _weight(self, need: LayerNeed) -> str | None:
         specs = self.graph.manifest.edges
         return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
-    def _features(self, chunk: Chunk) -> HeteroBatch:
+    def _features(self, chunk: NodeChunk) -> HeteroBatch:
         """A chunk's original ids and features."""
         specs = self.graph.manifest.nodes
         wanted = [
@@ -280,7 +280,7 @@ class WholeGraph:
             num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
         )  # fmt: skip
 
-    def _degree(self, chunk: Chunk, need: LayerNeed) -> Tensor:
+    def _degree(self, chunk: NodeChunk, need: LayerNeed) -> Tensor:
         (of,) = need.sources
         (rows,) = self.graph.access.gather([RowRequest(of, chunk.ids[of], ("in_degree",))])
         return torch.from_numpy(np.asarray(rows["in_degree"]))

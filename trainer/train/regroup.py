@@ -258,11 +258,11 @@ class _RegroupingRank:
         team = RankGroup(self.ranks, self.device, self.timeout, None, members.ranks, members.generation)
         if team.size == 1:
             return team
-        _, wires = connections_made_by(lambda: self._connect(members, team), self.ranks.master_port)
-        self.watch.guard(members, wires.cut)
+        _, connections = connections_made_by(lambda: self._connect(members, team), self.ranks.master_port)
+        self.watch.guard(members, connections.cut)
         gradients = gradient_group(self.device, self.backend, team.size, self.timeout)
         if gradients is not None:
-            self.watch.guard(members, wires.cut, gradients.abort)
+            self.watch.guard(members, connections.cut, gradients.abort)
         return replace(team, gradients=gradients)
 
     def _connect(self, members: Team, team: RankGroup) -> None:

@@ -53,7 +53,7 @@ class StepLog:
         self._epoch: int | None = None
         self._seeds = 0
         self._since = time.monotonic()  #: the end of the epoch's first step
-        self._asked: float | None = None  #: the end of the last step, until the next batch is there
+        self._waiting_since: float | None = None  #: the end of the last step, until the next batch is there
         self._began = self._ended = self._since  #: the epoch's beginning, and the end of its last step
         self._all_seeds, self._laps = 0, StepTimes()  #: of the epoch
 
@@ -83,7 +83,7 @@ class StepLog:
                 more |= {"traffic": traffic(lap.cost, lap.batches), "remote_share": lap.cost.remote_share}
             value = float(loss.detach() if isinstance(loss, Tensor) else loss)
             self._log.write("step", epoch=epoch, step=step, steps=steps, loss=value, seeds=seeds, **more)
-        self._asked = now
+        self._waiting_since = now
         self._pace.to(Phase.LOAD)
 
     def epoch(self, epoch: int, loss: float | Tensor, **accuracy: float) -> None:
@@ -115,15 +115,15 @@ class StepLog:
         if not model.training:
             return
         self._pace.to(Phase.FORWARD)
-        if self._asked is not None:
-            self._pace.loaded(time.monotonic() - self._asked, self._taken())
-            self._asked = None
+        if self._waiting_since is not None:
+            self._pace.loaded(time.monotonic() - self._waiting_since, self._new_cost())
+            self._waiting_since = None
 
     def _has_output(self, model: nn.Module, *_: Any) -> None:
         if model.training:
             self._pace.to(Phase.BACKWARD)
 
-    def _taken(self) -> Cost | None:
+    def _new_cost(self) -> Cost | None:
         """What the loader's batches have cost since the last call."""
         if self._loader is None:
             return None

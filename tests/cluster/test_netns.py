@@ -72,9 +72,9 @@ def test_hosts_reach_each_other_by_address_and_name(cluster: NetCluster) -> None
 def test_hosts_share_no_data(cluster: NetCluster, tmp_path: Path) -> None:
     first, second, _ = cluster.hosts
     for folder in ("/tmp", "/run", "/dev/shm", first.home):
-        first.write(f"{folder}/mine", "1")
-        assert not second.root_path(f"{folder}/mine").exists()
-        assert not Path(f"{folder}/mine").exists()
+        own = f"{folder}/only-on-{first.name}"
+        first.write(own, "1")
+        assert not second.root_path(own).exists() and not Path(own).exists()
     assert not first.root_path(tmp_path).exists()
 
 

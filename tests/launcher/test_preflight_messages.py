@@ -132,7 +132,7 @@ def test_messages_of_a_start(make, home: Path, monkeypatch: pytest.MonkeyPatch) 
         told.append((how, re.sub(r"(?m)^.*/start.sh: line", "start.sh: line", text)))
 
     start("no python there", make("/no/such/python3")[1])
-    start("setup that takes too long", make(setup=("echo loading modules >&2", "sleep 60"))[1], start_timeout=1)
+    start("setup that takes too long", make(setup=("echo loading modules >&2", "sleep 60"))[1], start_timeout=5)
     plan = make()[1]
     start_session(LocalTransport(), plan, start_timeout=10)
     start("twice", plan)

@@ -135,7 +135,8 @@ def test_a_runner_that_ends_before_it_has_started_its_rank(folder: MakeFolder) -
 
 def test_a_runner_told_to_end_by_somebody_else(folder: MakeFolder) -> None:
     run = folder().ranks(python(SLEEP), nproc=2).start()
-    wait_until(run.says("rank0", "up"))
+    for rank in range(2):
+        wait_until(run.says(f"rank{rank}", "up"))
     os.kill(run.pid("runner0"), signal.SIGTERM)
     result = run.end()
     assert result["state"] == "failed" and result["reason"].startswith("runner0 ended though its rank had not failed")

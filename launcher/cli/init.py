@@ -14,7 +14,7 @@ from launcher.cli.options import console_of
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
-    from launcher.init.request import Wish
+    from launcher.init.request import InitRequest
 
 _EPILOG = """\b
 Examples:
@@ -65,27 +65,27 @@ def init(ctx: click.Context, **values: Any) -> None:
     ask = sys.stdin.isatty() and sys.stderr.isatty() and not values["yes"] and not values["as_json"]
     if values["template"]:
         return _copy(values["template"], dest, values["force"], ask)
-    from launcher.init.wizard import Manner, make, writable_place
+    from launcher.init.wizard import InitOptions, make, writable_place
 
-    wish = _given(values)
+    request = _given(values)
     if not ask:
-        _complete(wish, bool(values["yes"]))
+        _complete(request, bool(values["yes"]))
     writable_place(dest, values["force"], ask)
     if ask:
-        wish = _asked(wish)
+        request = _asked(request)
     as_json = bool(values["as_json"])
-    manner = Manner(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
-    ctx.exit(make(wish, dest, manner))
+    manner = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
+    ctx.exit(make(request, dest, manner))
 
 
 for _option in _OPTIONS:  # a command's own list, so in order
     init = _option(init)
 
 
-def _given(values: dict[str, Any]) -> Wish:
-    """The flags as a wish. Raises UsageError."""
+def _given(values: dict[str, Any]) -> InitRequest:
+    """The flags as a request. Raises UsageError."""
     from launcher.files import written_path
-    from launcher.init.request import Wish, dataset_of, existing, split_hosts
+    from launcher.init.request import InitRequest, dataset_of, existing, split_hosts
 
     environment = {name: values[name] for name in ("venv", "conda", "python") if values[name]}
     if len(environment) > 1:
@@ -97,7 +97,7 @@ def _given(values: dict[str, Any]) -> Wish:
         source = written_path(
             existing(values["source"]) if dataset in ("", "file") else Path(values["source"]).absolute()
         )
-    wish = Wish(
+    request = InitRequest(
         hosts=split_hosts([*values["hosts"], *values["more_hosts"]]),
         dataset=dataset or ("file" if source else ""),
         source=source,
@@ -106,31 +106,31 @@ def _given(values: dict[str, Any]) -> Wish:
         **{name: values[name] for name in ("user", "password", "host_keys")},
     )
     for name, text in environment.items():  # a shell has written out ~, which is another folder on the hosts
-        wish = wish.with_environment(name, written_path(Path(text)) if "/" in text else text)
-    return wish
+        request = request.with_environment(name, written_path(Path(text)) if "/" in text else text)
+    return request
 
 
-def _complete(wish: Wish, yes: bool) -> None:
+def _complete(request: InitRequest, yes: bool) -> None:
     """Without anybody to ask, the flags must say it all."""
-    lacking = [] if wish.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
-    lacking += [] if wish.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
+    lacking = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
+    lacking += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
     if lacking:
         why = "--yes asks nothing" if yes else "there is no terminal to ask on"
         raise UsageError(f"{why}; give {' and '.join(lacking)}")
 
 
-def _asked(wish: Wish) -> Wish:
+def _asked(request: InitRequest) -> InitRequest:
     from dataclasses import replace
 
     from launcher.init.questions import ask_graph, ask_hosts
     from launcher.init.request import config_of
 
-    wish = replace(wish, hosts=wish.hosts or ask_hosts())
-    config_of(wish)  # a mistake is told before the next question
-    if not wish.dataset:
+    request = replace(request, hosts=request.hosts or ask_hosts())
+    config_of(request)  # a mistake is told before the next question
+    if not request.dataset:
         dataset, source = ask_graph()
-        wish = replace(wish, dataset=dataset, source=source)
-    return wish
+        request = replace(request, dataset=dataset, source=source)
+    return request
 
 
 def _list(as_json: bool) -> None:

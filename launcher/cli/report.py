@@ -59,12 +59,12 @@ def report(
 
 
 def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path]) -> None:
-    from launcher.manage.collect_run import bring
+    from launcher.manage.collect_run import collect_run
     from launcher.report.html.render import write_html
     from launcher.report.verdict import known_without_nodes
 
     if not known_without_nodes(run.found):
-        brought = bring(run, folder)
+        brought = collect_run(run, folder)
         for text in filter(None, (brought.told, *brought.notes)):
             click.secho(text, fg="yellow", err=True)
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))

@@ -30,7 +30,7 @@ from launcher.run.options import LaunchOptions, overrides_of, read_config
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launcher.manage.collect_run import Brought
+    from launcher.manage.collect_run import CollectResult
     from launcher.manage.node_views import OpenRun
     from launcher.manage.select import Choice
     from launcher.report.run_folder import FoundRun
@@ -199,13 +199,13 @@ def collect(ctx: click.Context, **values: Any) -> None:
     what there is by now. What is here already is not fetched again. Exit status: the run's; 0 while it goes on, 1
     when nodes out of reach keep how it ended.
     """
-    from launcher.manage.collect_run import bring, folder_for
+    from launcher.manage.collect_run import collect_run, folder_for
 
     console, as_json = _console(ctx, values)
     with _open(ctx, values, _is_over_here) as run:
         if _is_over_here(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
-        brought = bring(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
+        brought = collect_run(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
         if brought.report is not None:
             _leave_serving(run.found, console)
     _tell_brought(brought, console)
@@ -351,7 +351,7 @@ def _leave_serving(found: FoundRun, console: Console) -> None:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
 
 
-def _tell_brought(brought: Brought, console: Console) -> None:
+def _tell_brought(brought: CollectResult, console: Console) -> None:
     from launcher.report.report import print_report
 
     if brought.report is not None:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.init.discover import Environment, Gpu, Look
-from launcher.init.request import Wish
+from launcher.init.discover import Environment, Gpu, HostFacts
+from launcher.init.request import InitRequest
 from launcher.preflight.check_devices import MOST_USED
 
 Choice = dict[int, Environment | None]
@@ -28,20 +28,20 @@ class Offer:
     versions: Mapping[str, str]  #: on the first of these hosts
 
 
-def choose(wish: Wish, looks: Mapping[int, Look]) -> Choice:
+def choose(request: InitRequest, looks: Mapping[int, HostFacts]) -> Choice:
     """For each host the environment to use; None where nothing fits.
 
-    What is named by the wish is taken as it is. Else versions come first: those that most hosts have; then CUDA where
+    What the request names is taken as it is. Else versions come first: those that most hosts have; then CUDA where
     there are GPUs; then the place that most hosts have.
     """
-    if wish.local and not wish.environment:  # this very Python, which is looked at first
+    if request.local and not request.environment:  # this very Python, which is looked at first
         return {k: next(iter(look.environments), None) for k, look in looks.items()}
-    if wish.environment:
-        return {k: _named(wish, look.environments) for k, look in looks.items()}
+    if request.environment:
+        return {k: _named(request, look.environments) for k, look in looks.items()}
     alike = _most_common(looks)
     places = Counter((one.key, one.path) for look in looks.values() for one in look.environments if one.alike == alike)
 
-    def worth(look: Look, one: Environment) -> tuple[object, ...]:
+    def worth(look: HostFacts, one: Environment) -> tuple[object, ...]:
         right_build = bool(one.versions.get("cuda")) == bool(look.gpus)
         return (
             one.complete,
@@ -56,8 +56,8 @@ def choose(wish: Wish, looks: Mapping[int, Look]) -> Choice:
     return {k: max(usable[k], key=lambda one, k=k: worth(looks[k], one), default=None) for k in looks}  # type: ignore[misc]
 
 
-def _named(wish: Wish, there: Sequence[Environment]) -> Environment | None:
-    [(key, text)] = wish.environment.items()
+def _named(request: InitRequest, there: Sequence[Environment]) -> Environment | None:
+    [(key, text)] = request.environment.items()
     path = text.rstrip("/")
     for one in there:
         if one.path == path or key == "conda" and one.key == "conda" and one.path.rpartition("/")[2] == path:
@@ -65,7 +65,7 @@ def _named(wish: Wish, there: Sequence[Environment]) -> Environment | None:
     return None
 
 
-def _most_common(looks: Mapping[int, Look]) -> tuple[str, ...]:
+def _most_common(looks: Mapping[int, HostFacts]) -> tuple[str, ...]:
     """The versions that most hosts can have, the newest torch of those; () when no host has all packages."""
     counts: Counter[tuple[str, ...]] = Counter()
     newest: dict[tuple[str, ...], tuple[int, ...]] = {}
@@ -76,7 +76,7 @@ def _most_common(looks: Mapping[int, Look]) -> tuple[str, ...]:
     return max(counts, key=lambda alike: (counts[alike], newest[alike]), default=())
 
 
-def offers(looks: Mapping[int, Look]) -> tuple[Offer, ...]:
+def offers(looks: Mapping[int, HostFacts]) -> tuple[Offer, ...]:
     """Places where complete environments are, those of most hosts first."""
     found: dict[tuple[str, str], list[int]] = {}
     versions: dict[tuple[str, str], Mapping[str, str]] = {}
@@ -89,7 +89,7 @@ def offers(looks: Mapping[int, Look]) -> tuple[Offer, ...]:
     return tuple(sorted(made, key=lambda offer: -len(offer.hosts)))
 
 
-def devices(look: Look, environment: Environment | None) -> tuple[Gpu, ...]:
+def devices(look: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
     """GPUs that a node may use: none without a torch for CUDA, and none that others use or that is divided (MIG)."""
     if environment is None or not environment.versions.get("cuda"):
         return ()
@@ -101,7 +101,7 @@ def free(gpu: Gpu) -> bool:
 
 
 def shares_of(
-    ranks: Iterable[int], hosts: Mapping[int, str], looks: Mapping[int, Look], chosen: Choice
+    ranks: Iterable[int], hosts: Mapping[int, str], looks: Mapping[int, HostFacts], chosen: Choice
 ) -> dict[int, tuple[int, ...]]:
     """CUDA ids of each node; those of a host that is listed several times are divided among its nodes."""
     of_host: dict[str, list[int]] = {}

@@ -13,7 +13,7 @@ from launcher.command import Command, quote
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import node_workdir
 from launcher.errors import FleetError, NodeError, TransportError
-from launcher.init.request import Wish
+from launcher.init.request import InitRequest
 from launcher.preflight.check_packages import OLDEST_PYTHON, PACKAGES, RULES, leading
 from launcher.preflight.preflight import open_agents
 from launcher.transport.base import Transport
@@ -72,7 +72,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Look:
+class HostFacts:
     """What one host has."""
 
     environments: tuple[Environment, ...]
@@ -84,30 +84,32 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Looked:
+class Discovery:
     """All hosts by their place in the list: what they have, or why that is not known."""
 
-    looks: Mapping[int, Look]
+    looks: Mapping[int, HostFacts]
     errors: Mapping[int, NodeError]
     shared: tuple[str, ...] = ()  #: folders that are one on all hosts of ``looks``
     shared_here: tuple[str, ...] = ()  #: those of them that are the same folder on this machine
 
 
-def look_at_all(wish: Wish, config: ResolvedConfig, opened: Mapping[int, Transport | TransportError]) -> Looked:
+def discover(
+    request: InitRequest, config: ResolvedConfig, opened: Mapping[int, Transport | TransportError]
+) -> Discovery:
     """Ask every host that has a line, at once. Raises nothing for a host that fails."""
     lines = {k: line for k, line in opened.items() if isinstance(line, Transport)}
     with open_agents() as agents:
 
-        def look(k: int) -> Look:
-            agents[k] = NodeAgent(lines[k], _python(wish))
-            return _look(wish, config, k, agents[k])
+        def ask(k: int) -> HostFacts:
+            agents[k] = NodeAgent(lines[k], _python(request))
+            return _host_facts(request, config, k, agents[k])
 
-        answers = on_nodes(lines, look, timeout=_SECONDS)
+        answers = on_nodes(lines, ask, timeout=_SECONDS)
         errors: dict[int, Exception] = {k: line for k, line in opened.items() if isinstance(line, TransportError)}
         errors |= answers.errors
         working = {k: agents[k] for k in sorted(answers.values)}
         shared, here = _shared(answers.values, working)
-    return Looked(
+    return Discovery(
         {k: answers.values[k] for k in sorted(answers.values)},
         {k: _told(errors[k]) for k in sorted(errors)},
         shared,
@@ -124,25 +126,25 @@ def _told(error: Exception) -> NodeError:
     raise error
 
 
-def _python(wish: Wish) -> Command:
+def _python(request: InitRequest) -> Command:
     """The Python that looks; any will do, the one that trains is found by it."""
-    if wish.local:
+    if request.local:
         return Command((sys.executable,))
-    folders = [f"{text.rstrip('/')}/bin" for text in (wish.venv, wish.conda) if text and "/" in text]
+    folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
     given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
-    return Command((wish.python or "python3",), setup=(_PATH, *given))
+    return Command((request.python or "python3",), setup=(_PATH, *given))
 
 
-def _look(wish: Wish, config: ResolvedConfig, k: int, agent: NodeAgent) -> Look:
+def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:
     there = agent.call("probe", _probe_request(config, k), _SECONDS)
-    given = [text for text in wish.environment.values() if "/" in text]
-    request = {
+    given = [text for text in request.environment.values() if "/" in text]
+    query = {
         "packages": program_source("packages"),
-        "given": [*given, *([sys.executable] if wish.local else [])],
-        "shared": [wish.shared] if wish.shared else [],
+        "given": [*given, *([sys.executable] if request.local else [])],
+        "shared": [request.shared] if request.shared else [],
     }
-    found = agent.call("environments", request, _SECONDS)
-    return Look(
+    found = agent.call("environments", query, _SECONDS)
+    return HostFacts(
         environments=tuple(Environment(**one) for one in found["environments"]),
         gpus=tuple(Gpu(**{name: one[name] for name in Gpu.__dataclass_fields__}) for one in there["gpus"]),
         cpus=there["cpus"],
@@ -162,7 +164,7 @@ def _probe_request(config: ResolvedConfig, k: int) -> dict[str, Any]:
 # -- shared folders ------------------------------------------------------
 
 
-def _shared(looks: Mapping[int, Look], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _shared(looks: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(folders that are one on all hosts, those that are so on this machine as well)."""
     if len(agents) < 2:
         return (), ()

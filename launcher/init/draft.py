@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from launcher.init.choose import Choice, GraphDraft, free
-from launcher.init.discover import Environment, Look, Looked
+from launcher.init.discover import Discovery, Environment, HostFacts
 from launcher.init.questions import reason
-from launcher.init.request import Wish
+from launcher.init.request import InitRequest
 from launcher.node.describe import size
 from launcher.text import OWN_VENV, count
 
@@ -87,10 +87,10 @@ def _digest(head: str, rest: str) -> str:
 
 @dataclass(frozen=True)
 class Draft:
-    """All that the file is made of. Nodes are known by their place in ``wish.hosts``."""
+    """All that the file is made of. Nodes are known by their place in ``request.hosts``."""
 
-    wish: Wish
-    looked: Looked
+    request: InitRequest
+    looked: Discovery
     chosen: Choice
     devices: Mapping[int, tuple[int, ...]]
     graph: GraphDraft
@@ -107,7 +107,7 @@ class Draft:
     @property
     def shared_as_wished(self) -> bool:
         """Whether the folder of ``--shared`` is one, as far as it was asked for."""
-        shared, looks = self.wish.shared, list(self.looked.looks.values())
+        shared, looks = self.request.shared, list(self.looked.looks.values())
         if not shared or len(looks) < 2:
             return True
         return (looks[0].home + shared[1:] if shared[0] == "~" else shared) in self.looked.shared
@@ -120,7 +120,7 @@ def text_of(draft: Draft) -> str:
 
 
 def _head(draft: Draft) -> Iterator[Line]:
-    wish, today = draft.wish, time.strftime("%Y-%m-%d")
+    request, today = draft.request, time.strftime("%Y-%m-%d")
     yield Line("", f"Written by `gnnfleet init` on {today}, from what the hosts told; see docs/config.md.")
     launch = f"#   {draft.program} --config {draft.file}"
     check = f"#   {draft.program} check --config {draft.file}"
@@ -129,21 +129,23 @@ def _head(draft: Draft) -> Iterator[Line]:
     yield Line(f"{launch}              does it")
     yield Line()
     yield Line("name: cluster", "begins the ids of runs")
-    if wish.local:
+    if request.local:
         yield Line("transport: local", "all nodes are on this machine, without SSH")
-    elif wish.host_keys:
-        yield Line(f"host_keys: {wish.host_keys}", "of SSH: strict refuses unknown hosts, accept-new learns their keys")
+    elif request.host_keys:
+        yield Line(
+            f"host_keys: {request.host_keys}", "of SSH: strict refuses unknown hosts, accept-new learns their keys"
+        )
 
 
 def _defaults(draft: Draft) -> Iterator[Line]:
-    wish, default = draft.wish, draft.default
+    request, default = draft.request, draft.default
     yield Line("defaults:", "holds for every node unless the node says otherwise")
-    for name, plain in wish.login.items():
+    for name, plain in request.login.items():
         yield Line(f"  {name}: {value(plain)}")
-    if wish.environment:
-        [(key, text)] = wish.environment.items()
+    if request.environment:
+        [(key, text)] = request.environment.items()
         yield Line(f"  {key}: {value(text)}", _versions(default) if default else "not found on the hosts yet")
-    elif wish.local:
+    elif request.local:
         yield Line("  # venv: ~/gnnfleet-venv", "environment to use instead of the one that gnnfleet runs in")
     elif default:
         yield Line(f"  {default.key}: {value(default.path)}", _versions(default))
@@ -164,10 +166,10 @@ def _versions(environment: Environment) -> str:
 
 def _nodes(draft: Draft) -> Iterator[Line]:
     yield Line("nodes:", "in node_rank order; the first one is the master")
-    for k, host in enumerate(draft.wish.hosts):
+    for k, host in enumerate(draft.request.hosts):
         error = draft.looked.errors.get(k)
         if error:
-            why = reason(draft.wish, k, error).replace("\n", " ")
+            why = reason(draft.request, k, error).replace("\n", " ")
             yield Line("  ", f"Left out, as it could not be looked at: {why}")
             yield Line(f"  # - {value(host)}")
         else:
@@ -191,17 +193,17 @@ def _node(draft: Draft, k: int, host: str) -> Iterator[Line]:
 def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | None:
     """Where a node has another one than ``defaults`` says."""
     default = draft.default
-    if draft.wish.environment or draft.wish.local or chosen is None or default is None:
+    if draft.request.environment or draft.request.local or chosen is None or default is None:
         return None
     return chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
 
 
-def _gpus(look: Look, devices: Iterable[int]) -> str:
+def _gpus(look: HostFacts, devices: Iterable[int]) -> str:
     names = [gpu.name for gpu in look.gpus if gpu.index in set(devices)]
     return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) + "; one process each"
 
 
-def _remarks(look: Look, chosen: Environment | None) -> Iterator[str]:
+def _remarks(look: HostFacts, chosen: Environment | None) -> Iterator[str]:
     if chosen is None:
         yield "no Python with torch was found there"
     elif chosen.lacking:
@@ -218,7 +220,7 @@ def _remarks(look: Look, chosen: Environment | None) -> Iterator[str]:
 
 
 def _data(draft: Draft) -> Iterator[Line]:
-    graph, wish, looked = draft.graph, draft.wish, draft.looked
+    graph, request, looked = draft.graph, draft.request, draft.looked
     yield Line("data:")
     yield Line(f"  dataset: {value(graph.dataset)}", graph.about)
     if graph.source:
@@ -227,17 +229,17 @@ def _data(draft: Draft) -> Iterator[Line]:
         yield Line(f"  options: {value(dict(graph.options))}")
     elif graph.dataset != "synthetic-hetero":
         yield Line("  # options: {undirected: true}", "adds the opposite of every edge; docs/data.md has more")
-    if wish.shared:
-        folder = f"{wish.shared}/parts/{graph.short_name}"
+    if request.shared:
+        folder = f"{request.shared}/parts/{graph.short_name}"
         yield Line(f"  folder: {value(folder)}", "as the nodes see it")
         yield Line("  mode: verify", "the nodes read the parts in place; make them with `gnnfleet partition make`")
         yield Line(f"  num_parts: {len(looked.looks)}")
         if not draft.shared_as_wished:
-            yield Line("  ", f"{wish.shared} was not found to be one folder on all nodes")
+            yield Line("  ", f"{request.shared} was not found to be one folder on all nodes")
         return
-    sent = "the parts are made here" if wish.local else "made here on this machine; each node is then sent its own"
+    sent = "the parts are made here" if request.local else "made here on this machine; each node is then sent its own"
     yield Line(f"  folder: parts/{graph.short_name}", sent)
-    if looked.shared and not wish.local:
+    if looked.shared and not request.local:
         where = " and this machine" if looked.shared_here else ""
         place = (looked.shared_here or looked.shared)[0]
         parts = f"`folder: {place}/parts/{graph.short_name}`"

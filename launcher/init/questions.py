@@ -13,8 +13,8 @@ from rich.markup import escape
 
 from launcher.errors import AuthError, HostKeyError, NodeError, PasswordRefused, UsageError
 from launcher.init.choose import offers
-from launcher.init.discover import Looked
-from launcher.init.request import Wish, config_of, dataset_of, split_hosts
+from launcher.init.discover import Discovery
+from launcher.init.request import InitRequest, config_of, dataset_of, split_hosts
 from launcher.preflight.finding import login_words
 from launcher.text import OWN_VENV, count
 
@@ -26,29 +26,29 @@ def is_unknown(error: NodeError) -> bool:
     return isinstance(error, HostKeyError) and "is not known" in error.message
 
 
-def reasons(wish: Wish, errors: Mapping[int, NodeError]) -> Iterator[str]:
+def reasons(request: InitRequest, errors: Mapping[int, NodeError]) -> Iterator[str]:
     """A line for each host, less what ``common_cure`` says."""
-    common = common_cure(wish, errors)
+    common = common_cure(request, errors)
     for k, error in errors.items():
-        words = error.message if common and is_unknown(error) else reason(wish, k, error)
-        yield f"{wish.hosts[k]}: {words}"
+        words = error.message if common and is_unknown(error) else reason(request, k, error)
+        yield f"{request.hosts[k]}: {words}"
 
 
-def common_cure(wish: Wish, errors: Mapping[int, NodeError]) -> str:
+def common_cure(request: InitRequest, errors: Mapping[int, NodeError]) -> str:
     """What to do about all unknown keys together; '' where there are not several."""
     unknown = [k for k, error in errors.items() if is_unknown(error)]
-    return _cure(wish, unknown) if len(unknown) > 1 else ""
+    return _cure(request, unknown) if len(unknown) > 1 else ""
 
 
-def reason(wish: Wish, k: int, error: NodeError) -> str:
+def reason(request: InitRequest, k: int, error: NodeError) -> str:
     """Of one host, without its name."""
-    remedy = _cure(wish, [k]) if is_unknown(error) else error.remedy
+    remedy = _cure(request, [k]) if is_unknown(error) else error.remedy
     return error.message + (f" – {remedy}" if remedy else "")
 
 
-def _cure(wish: Wish, ranks: list[int]) -> str:
-    nodes = config_of(wish).nodes
-    logins = [shlex.join(login_words(config_of(wish), nodes[k])) for k in ranks]
+def _cure(request: InitRequest, ranks: list[int]) -> str:
+    nodes = config_of(request).nodes
+    logins = [shlex.join(login_words(config_of(request), nodes[k])) for k in ranks]
     fingerprints = "compare the fingerprint" + ("s" if len(ranks) > 1 else "")
     shown = ", ".join(f"`{login}`" for login in logins[:_NAMED]) + (", …" if len(logins) > _NAMED else "")
     return f"{fingerprints} and log in once ({shown}), or repeat this with --host-keys accept-new"
@@ -73,41 +73,43 @@ def ask_graph() -> tuple[str, str | None]:
     return _asked(question, dataset_of, default="synthetic")
 
 
-def ask_environment(wish: Wish, looked: Looked) -> Wish:
+def ask_environment(request: InitRequest, looked: Discovery) -> InitRequest:
     """Which of several environments; nothing is asked where there is but one, or one was named."""
     found = offers(looked.looks)
-    if wish.environment or wish.local or not looked.looks or len(found) == 1:
-        return wish
+    if request.environment or request.local or not looked.looks or len(found) == 1:
+        return request
     if not found:
-        return replace(wish, venv=_asked("No host has all packages. Virtual environment to use", str, default=OWN_VENV))
+        return replace(
+            request, venv=_asked("No host has all packages. Virtual environment to use", str, default=OWN_VENV)
+        )
     everywhere = len(found[0].hosts) == len(looked.looks)
     if everywhere and len(found[1].hosts) < len(looked.looks) or not everywhere:
-        return wish  # one fits all, or each host has its own
+        return request  # one fits all, or each host has its own
     choices = found[:_SHOWN]
     for number, one in enumerate(choices, 1):
         click.echo(f"  {number}  {one.path} (torch {one.versions['torch']}) on {count(len(one.hosts), 'host')}")
     number = click.prompt("Environment", type=click.IntRange(1, len(choices)), default=1)
     chosen = choices[number - 1]
-    return wish.with_environment(chosen.key, chosen.path)
+    return request.with_environment(chosen.key, chosen.path)
 
 
-def ask_access(wish: Wish, errors: Mapping[int, NodeError], console: Console) -> Wish:
-    """Host keys to learn, a password to try: what lets hosts be reached that were not; else the same wish."""
+def ask_access(request: InitRequest, errors: Mapping[int, NodeError], console: Console) -> InitRequest:
+    """Host keys to learn, a password to try: what lets hosts be reached that were not; else the same request."""
     unknown = [k for k, error in errors.items() if is_unknown(error)]
-    if unknown and wish.host_keys is None:
+    if unknown and request.host_keys is None:
         for k in unknown[:_SHOWN]:
-            console.print(f"  {escape(f'{wish.hosts[k]}: {errors[k].message}')}", soft_wrap=True)
+            console.print(f"  {escape(f'{request.hosts[k]}: {errors[k].message}')}", soft_wrap=True)
         if click.confirm(f"Trust {'this key' if len(unknown) == 1 else f'these {len(unknown)} keys'} from now on?"):
-            return replace(wish, host_keys="accept-new")
+            return replace(request, host_keys="accept-new")
     refused = [
         error for error in errors.values() if isinstance(error, AuthError) and not isinstance(error, PasswordRefused)
     ]
-    if refused and not wish.password:
+    if refused and not request.password:
         for one in refused[:_SHOWN]:
             console.print(f"  {escape(f'{one.host}: {one.message}')}", soft_wrap=True)
         if click.confirm("Log in with a password?"):
-            return replace(wish, password=True)
-    return wish
+            return replace(request, password=True)
+    return request
 
 
 def _asked(question: str, read: Callable[[str], T], default: str = "") -> T:

@@ -25,7 +25,7 @@ _COMMAS = re.compile(r",(?![^\[\]]*\])")  # those outside brackets
 
 
 @dataclass(frozen=True)
-class Wish:
+class InitRequest:
     """Paths of this machine are absolute or begin with ``~/``, as they are written into the file."""
 
     hosts: tuple[str, ...]  #: user@host:port each, ranges written out
@@ -51,7 +51,7 @@ class Wish:
         given = {"venv": self.venv, "conda": self.conda, "python": self.python}
         return {name: text for name, text in given.items() if text}
 
-    def with_environment(self, key: str, path: str) -> Wish:
+    def with_environment(self, key: str, path: str) -> InitRequest:
         chosen = {"venv": None, "conda": None, "python": None, key: path}
         return replace(self, venv=chosen["venv"], conda=chosen["conda"], python=chosen["python"])
 
@@ -89,15 +89,15 @@ def existing(text: str) -> Path:
     return path
 
 
-def config_of(wish: Wish, connect_timeout: float = 10.0) -> ResolvedConfig:
+def config_of(request: InitRequest, connect_timeout: float = 10.0) -> ResolvedConfig:
     """The hosts as a config, to look at them with. Raises ConfigError in the words of flags."""
     plain = {
-        "nodes": list(wish.hosts),
-        "transport": "local" if wish.local else "ssh",
-        "defaults": {**wish.login, **wish.environment},
-        "data": {"dataset": wish.dataset or "synthetic"},
+        "nodes": list(request.hosts),
+        "transport": "local" if request.local else "ssh",
+        "defaults": {**request.login, **request.environment},
+        "data": {"dataset": request.dataset or "synthetic"},
         "run": {"connect_timeout": connect_timeout},
-        **({"host_keys": wish.host_keys} if wish.host_keys else {}),
+        **({"host_keys": request.host_keys} if request.host_keys else {}),
     }
     problems: list[Problem] = []
     tree = read_tree(yaml.safe_dump(plain), "init", Path.cwd(), problems.append)

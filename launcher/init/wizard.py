@@ -1,4 +1,4 @@
-"""``gnnfleet init`` from wishes to a file: connect, look, choose, write, check."""
+"""``gnnfleet init`` from an InitRequest to a file: connect, look, choose, write, check."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rich.table import Table
 from launcher.errors import ConfigError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.files import write_whole
 from launcher.init.choose import choose, graph_of, shares_of
-from launcher.init.discover import Looked, look_at_all
+from launcher.init.discover import Discovery, discover
 from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_cure, reason, reasons
-from launcher.init.request import Wish, config_of, in_flags
+from launcher.init.request import InitRequest, config_of, in_flags
 from launcher.node.describe import size
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding
@@ -33,7 +33,7 @@ from launcher.transport.base import Transport
 
 
 @dataclass(frozen=True)
-class Manner:
+class InitOptions:
     """How to go about it."""
 
     console: Console
@@ -43,13 +43,13 @@ class Manner:
     program: str = "gnnfleet"  #: how this program is called
 
 
-def make(wish: Wish, dest: Path, manner: Manner) -> int:
+def make(request: InitRequest, dest: Path, manner: InitOptions) -> int:
     """Write ``dest``; 0 when a launch could go on, 3 when a host is left out or something is in the way."""
-    with _reached(wish, manner) as (wish, looked, opened):
+    with _reached(request, manner) as (request, looked, opened):
         if not looked.looks:
-            raise _nobody(wish, looked)
-        wish = ask_environment(wish, looked) if manner.ask else wish
-        draft = _draft(wish, looked, dest, manner.program)
+            raise _nobody(request, looked)
+        request = ask_environment(request, looked) if manner.ask else request
+        draft = _draft(request, looked, dest, manner.program)
         text = text_of(draft)
         _refuse_mistakes(text, dest)
         write_whole(dest, text)
@@ -73,20 +73,20 @@ def _refuse_mistakes(text: str, dest: Path) -> None:
             raise in_flags(error.problems) from None
 
 
-def _say_next(dest: Path, manner: Manner, blocked: bool) -> None:
+def _say_next(dest: Path, manner: InitOptions, blocked: bool) -> None:
     command = f"{manner.program} check --config {dest}" if blocked else f"{manner.program} --config {dest}"
     first = "Repair what is named above" if blocked else "Read it"
     manner.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then: {escape(command)}", soft_wrap=True)
 
 
-def _draft(wish: Wish, looked: Looked, dest: Path, program: str) -> Draft:
-    chosen = choose(wish, looked.looks)
-    hosts = dict(enumerate(node.host for node in config_of(wish).nodes))
+def _draft(request: InitRequest, looked: Discovery, dest: Path, program: str) -> Draft:
+    chosen = choose(request, looked.looks)
+    hosts = dict(enumerate(node.host for node in config_of(request).nodes))
     devices = shares_of(looked.looks, hosts, looked.looks, chosen)
-    graph = graph_of(wish.dataset or "synthetic", wish.source)
+    graph = graph_of(request.dataset or "synthetic", request.source)
     if graph.source:
         graph = replace(graph, source=_as_seen_from(dest.absolute().parent, graph.source))
-    return Draft(wish, looked, chosen, devices, graph, dest.name, program)
+    return Draft(request, looked, chosen, devices, graph, dest.name, program)
 
 
 def _as_seen_from(folder: Path, source: str) -> str:
@@ -96,39 +96,39 @@ def _as_seen_from(folder: Path, source: str) -> str:
 
 
 @contextmanager
-def _reached(wish: Wish, manner: Manner) -> Iterator[tuple[Wish, Looked, Opened]]:
+def _reached(request: InitRequest, manner: InitOptions) -> Iterator[tuple[InitRequest, Discovery, Opened]]:
     """All hosts looked at, as far as they can be reached; at a terminal with what was answered about the rest."""
-    opened = _connected(wish, {}, manner)
+    opened = _connected(request, {}, manner)
     try:
         while manner.ask:
             errors = {k: error for k, error in opened.items() if isinstance(error, NodeError)}
-            more = ask_access(wish, errors, manner.console)
-            if more == wish:
+            more = ask_access(request, errors, manner.console)
+            if more == request:
                 break
             close_all(opened)
-            wish = more
-            opened = _connected(wish, opened, manner)
-        with manner.console.status(f"Looking at {count(len(wish.hosts), 'host')} …"):
-            looked = look_at_all(wish, config_of(wish), opened)
-        yield wish, looked, opened
+            request = more
+            opened = _connected(request, opened, manner)
+        with manner.console.status(f"Looking at {count(len(request.hosts), 'host')} …"):
+            looked = discover(request, config_of(request), opened)
+        yield request, looked, opened
     finally:
         close_all(opened)
 
 
-def _connected(wish: Wish, before: Opened, manner: Manner) -> Opened:
+def _connected(request: InitRequest, before: Opened, manner: InitOptions) -> Opened:
     """A line to each host, or why there is none; hosts that did not answer ``before`` are not waited for again."""
-    config = config_of(wish)
+    config = config_of(request)
     ranks = [k for k in range(len(config.nodes)) if not isinstance(before.get(k), UnreachableError)]
     chosen = replace(config, nodes=tuple(config.nodes[k] for k in ranks))
-    asks = wish.password  # for a password, on the line where the spinner would be
+    asks = request.password  # for a password, on the line where the spinner would be
     with nullcontext() if asks else manner.console.status(f"Connecting to {count(len(ranks), 'host')} …"):
         opened = connect_all(chosen)
     return {**before, **{ranks[i]: line for i, line in opened.items()}}
 
 
-def _nobody(wish: Wish, looked: Looked) -> PreflightRefused:
-    lines = "\n  ".join(reasons(wish, looked.errors))
-    cure = common_cure(wish, looked.errors)
+def _nobody(request: InitRequest, looked: Discovery) -> PreflightRefused:
+    lines = "\n  ".join(reasons(request, looked.errors))
+    cure = common_cure(request, looked.errors)
     return PreflightRefused(
         f"no host could be looked at, so nothing was written:\n  {lines}"
         + (f"\nTo know these keys, {cure}" if cure else "")
@@ -141,7 +141,7 @@ def _nobody(wish: Wish, looked: Looked) -> PreflightRefused:
 def _told(draft: Draft) -> list[dict[str, Any]]:
     """For --json, a host each."""
     return [
-        {"host": host, "error": reason(draft.wish, k, draft.looked.errors[k])}
+        {"host": host, "error": reason(draft.request, k, draft.looked.errors[k])}
         if k in draft.looked.errors
         else {
             "host": host,
@@ -150,7 +150,7 @@ def _told(draft: Draft) -> list[dict[str, Any]]:
             "cpus": draft.looked.looks[k].cpus,
             "memory": draft.looked.looks[k].memory,
         }
-        for k, host in enumerate(draft.wish.hosts)
+        for k, host in enumerate(draft.request.hosts)
     ]
 
 
@@ -158,18 +158,18 @@ def _show(draft: Draft, console: Console) -> None:
     table = Table("Host", "CPUs", "Memory", "GPUs", "Python", box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"
-    for k, host in enumerate(draft.wish.hosts):
+    for k, host in enumerate(draft.request.hosts):
         table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.looked.errors else "")
     console.print(table)
-    for line in reasons(draft.wish, draft.looked.errors):
+    for line in reasons(draft.request, draft.looked.errors):
         console.print(f"[bold red]left out[/] {escape(line)}", soft_wrap=True)
-    if cure := common_cure(draft.wish, draft.looked.errors):
+    if cure := common_cure(draft.request, draft.looked.errors):
         console.print(f"To know these keys, {escape(cure)}", soft_wrap=True)
     if not draft.shared_as_wished:
         console.print(
-            f"[yellow]{escape(str(draft.wish.shared))} is not one folder[/] on all hosts, or not writable there"
+            f"[yellow]{escape(str(draft.request.shared))} is not one folder[/] on all hosts, or not writable there"
         )
-    lacking = [draft.wish.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
+    lacking = [draft.request.hosts[k] for k, one in draft.chosen.items() if one is None or one.lacking]
     if lacking:
         console.print(f"[yellow]No Python with all packages[/] on {escape(', '.join(lacking))}. There:", soft_wrap=True)
         console.print(f"  {escape(_install(draft))}", soft_wrap=True)
@@ -190,10 +190,10 @@ def _install(draft: Draft) -> str:
     pattern = next((one.versions for one in draft.chosen.values() if one and one.complete), packages.versions())
     pins = [f"{name}=={version.partition('+')[0]}" for name in packages.PACKAGES if (version := pattern.get(name))]
     cpu = not any(look.gpus for look in draft.looked.looks.values())
-    return new_venv(draft.wish.venv or OWN_VENV, pins, "cpu" if cpu else "")
+    return new_venv(draft.request.venv or OWN_VENV, pins, "cpu" if cpu else "")
 
 
-def _check(draft: Draft, dest: Path, opened: Opened, manner: Manner) -> dict[str, Any]:
+def _check(draft: Draft, dest: Path, opened: Opened, manner: InitOptions) -> dict[str, Any]:
     """``gnnfleet check`` of the new file, over the lines that are open; {"blocked", "findings"}."""
     from dataclasses import asdict
 
@@ -219,7 +219,7 @@ def _in_order(draft: Draft, finding: Finding) -> Finding:
     if chosen is not None or finding.check not in ("python", "packages"):
         return finding
     again = f"the same `{draft.program} init` again" + (
-        "" if draft.wish.environment else " (--venv DIR if it is elsewhere)"
+        "" if draft.request.environment else " (--venv DIR if it is elsewhere)"
     )
     remedy = f"make the environment as above, then {again}; or name another one in the file"
     return replace(finding, remedy=remedy, command="", login=())

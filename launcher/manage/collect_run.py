@@ -22,7 +22,7 @@ from launcher.sync.collect import collect
 
 
 @dataclass(frozen=True)
-class Brought:
+class CollectResult:
     """What collecting came to."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Brought:
         return told | {"report": self.report.to_json() if self.report else None}
 
 
-def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = None) -> Brought:
+def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = None) -> CollectResult:
     """Fetch what there is into ``folder``; if the run has ended, write and return its report as well."""
     views = run.views() if views is None else views
     settle(run, folder)
@@ -58,12 +58,12 @@ def bring(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None = Non
     if alive:
         where = progress_words(run.found, alive)
         told = f"run {run_id} still runs{f' ({where})' if where else ''}; what there is by now is in {folder}"
-        return Brought(folder, None, told, collected.notes, 0)
+        return CollectResult(folder, None, told, collected.notes, 0)
     if away and not _known_by_others(views, run.found.needed_plan.lead):
         told = _unknown_end(run_id, views, folder)
-        return Brought(folder, None, told, collected.notes, 1)
+        return CollectResult(folder, None, told, collected.notes, 1)
     report = written(report_of(run, views, collected, folder))
-    return Brought(folder, report, "", collected.notes, report.exit_status)
+    return CollectResult(folder, report, "", collected.notes, report.exit_status)
 
 
 def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.errors import FleetError, UsageError
-from launcher.manage.collect_run import bring, folder_for
+from launcher.manage.collect_run import collect_run, folder_for
 from launcher.manage.node_views import OpenRun
 from launcher.report.run_folder import FoundRun, read_folder
 from launcher.report.verdict import known_without_nodes, progress_words
@@ -16,7 +16,7 @@ from launcher.run.options import LaunchOptions
 
 
 @dataclass(frozen=True)
-class Again:
+class PreparedResume:
     """A launch that goes on from an earlier run."""
 
     options: LaunchOptions
@@ -30,7 +30,7 @@ def needs_no_node(found: FoundRun) -> bool:
     return known_without_nodes(found)
 
 
-def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
+def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
     """What to launch, the checkpoint fetched if need be. ``options``: those given now; its config is not looked at.
 
     Raises UsageError while the run still goes on, and when there is nothing left to do.
@@ -53,7 +53,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
                 f"run {found.run_id} still runs{f' ({where})' if where else ''}; "
                 f"`gnnfleet follow {found.words}` to watch it, or `gnnfleet stop {found.words}` before you resume it"
             )
-        brought = bring(run, folder_for(run, runs_dir), views)
+        brought = collect_run(run, folder_for(run, runs_dir), views)
         notes = brought.notes
         found = replace(read_folder(brought.folder), launch=found.launch)
     elif found.launch is not None and found.result is None and found.launch.alive():
@@ -61,7 +61,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> Again:
     return _again(found, options, notes)
 
 
-def _again(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> Again:
+def _again(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> PreparedResume:
     folder = found.folder
     _ = found.needed_config
     assert folder is not None
@@ -83,7 +83,7 @@ def _again(found: FoundRun, options: LaunchOptions, notes: tuple[str, ...]) -> A
         resumed_from=found.run_id,
     )
     cwd = Path(found.launch.cwd) if own and found.launch else None
-    return Again(made, cwd, told, notes)
+    return PreparedResume(made, cwd, told, notes)
 
 
 def _something_is_left(found: FoundRun, options: LaunchOptions, own: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ _PLACE = re.compile(r"(?P<run_id>[^/]+)/node(?P<node_rank>\d+)/run\.json$")
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunFileSeen:
     """A run.json on one of the config's hosts."""
 
     run_id: str
@@ -64,14 +64,14 @@ def discovered(config: ClusterConfig, given: Path, run: str | None) -> Iterator[
         close_all(attempts)
 
 
-def _look_around(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[Seen]:
+def _look_around(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
     """All run.json files below the hosts' work folders; ``{node_rank}`` may have been any number."""
     lines = {k: line for k, line in attempts.items() if isinstance(line, Transport)}
     if not lines:
         errors = "\n".join(f"  {error}" for error in attempts.values())
         raise FleetError(f"none of the {len(attempts)} hosts can be reached:\n{errors}")
 
-    def ask(k: int) -> list[Seen]:
+    def ask(k: int) -> list[RunFileSeen]:
         folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
         command = Command(("bash", "-c", _LIST, "bash", f"{folder}/runs/*/node*/run.json"))
         return list(_seen(k, lines[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")))
@@ -80,15 +80,17 @@ def _look_around(config: ClusterConfig, attempts: Mapping[int, Transport | Trans
     return [one for k in sorted(answers.values) for one in answers.values[k]]
 
 
-def _seen(host: int, listing: str) -> Iterator[Seen]:
+def _seen(host: int, listing: str) -> Iterator[RunFileSeen]:
     for line in listing.splitlines():
         mtime, _, path = line.partition(" ")
         place = _PLACE.search(path)
         if place and mtime.isdigit():  # else a profile that prints
-            yield Seen(place["run_id"], int(place["node_rank"]), host, path, int(mtime))
+            yield RunFileSeen(place["run_id"], int(place["node_rank"]), host, path, int(mtime))
 
 
-def _choose(seen: list[Seen], run: str | None, given: Path, attempts: Mapping[int, Transport | TransportError]) -> str:
+def _choose(
+    seen: list[RunFileSeen], run: str | None, given: Path, attempts: Mapping[int, Transport | TransportError]
+) -> str:
     newest = sorted({one.run_id: one.mtime for one in sorted(seen, key=lambda one: one.mtime)}.items(), key=_mtime)
     ids = [run_id for run_id, _ in reversed(newest)]
     if not ids:
@@ -110,7 +112,7 @@ def _mtime(item: tuple[str, int]) -> int:
     return item[1]
 
 
-def _read_plan(seen: list[Seen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
+def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
     """The plan, which every node of the run has; the first that can be read."""
     errors: list[str] = []
     for one in seen:
@@ -123,7 +125,7 @@ def _read_plan(seen: list[Seen], attempts: Mapping[int, Transport | TransportErr
     raise FleetError(f"the plan of run {seen[0].run_id} cannot be read: {'; '.join(errors)}")
 
 
-def _places(plan: LaunchPlan, config: ClusterConfig, seen: list[Seen]) -> dict[int, int]:
+def _places(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
     """Which of the config's nodes each node of the run is: the one with its login, else one that has its files.
 
     Files alone do not tell: work folders may be shared, and then every host has all of them.

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from launcher.errors import FleetError, Interrupted, TransportError, reason_of
-from launcher.manage.collect_run import Brought, bring, folder_for
+from launcher.manage.collect_run import CollectResult, collect_run, folder_for
 from launcher.manage.node_views import OpenRun, if_there, was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
@@ -35,7 +35,7 @@ _LAUNCHER_WAIT = 15.0
 
 
 @dataclass(frozen=True)
-class Stopped:
+class NodeStopResult:
     """What stopping one node came to."""
 
     node: NodePlan
@@ -71,25 +71,29 @@ class Stopped:
         return told | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
-def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[Stopped]:
+def stop_run(run: OpenRun, views: Mapping[int, NodeView], *, now: bool) -> list[NodeStopResult]:
     """Stop all nodes at once; ``now``: without the grace that processes get to end by themselves."""
     nodes = run.nodes
     grace = run.found.config.run.grace if run.found.config else 5.0
     timeout = _NOW if now else grace + _EXTRA
     answers = on_nodes(nodes, lambda k: _stop_node(nodes[k], run.attempts[k], views[k], timeout, now))
-    troubles = {k: Stopped(nodes[k], views[k].word, trouble=reason_of(error)) for k, error in answers.errors.items()}
+    troubles = {
+        k: NodeStopResult(nodes[k], views[k].word, trouble=reason_of(error)) for k, error in answers.errors.items()
+    }
     stopped = answers.values | troubles
     return [stopped[k] for k in sorted(stopped)]
 
 
-def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView, timeout: float, now: bool) -> Stopped:
+def _stop_node(
+    node: NodePlan, line: Transport | TransportError, view: NodeView, timeout: float, now: bool
+) -> NodeStopResult:
     if isinstance(line, TransportError):
         raise line
     words = ["--timeout", f"{timeout:g}", "--session", node.session, "--by", user_at_host(), "--why", "gnnfleet stop"]
     command = if_there(node, node.program("control", "stop", node.run_dir, *words, *(["--now"] if now else [])))
     done = line.run(command, timeout=timeout + _ANSWER)
     if was_absent(done):
-        return Stopped(node, "not started")
+        return NodeStopResult(node, "not started")
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
         killed, left = (
@@ -98,7 +102,7 @@ def _stop_node(node: NodePlan, line: Transport | TransportError, view: NodeView,
     except (IndexError, ValueError, KeyError):
         said = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise FleetError(said[-1] if said else f"its stop program ended with status {done.returncode}") from None
-    return Stopped(node, view.word, killed, left)
+    return NodeStopResult(node, view.word, killed, left)
 
 
 def stop_launcher(launch: LaunchFile) -> bool:
@@ -117,7 +121,7 @@ def stop_launcher(launch: LaunchFile) -> bool:
     return True
 
 
-def summary(found: FoundRun, stopped: list[Stopped]) -> str:
+def summary(found: FoundRun, stopped: list[NodeStopResult]) -> str:
     """All nodes in one sentence."""
     dirty = [one for one in stopped if not one.clean]
     if not dirty:
@@ -127,14 +131,14 @@ def summary(found: FoundRun, stopped: list[Stopped]) -> str:
 
 
 @dataclass(frozen=True)
-class Ended:
+class StopResult:
     """What stopping came to."""
 
     run_id: str
     told: str
-    nodes: tuple[Stopped, ...]
+    nodes: tuple[NodeStopResult, ...]
     clean: bool
-    brought: Brought | None
+    brought: CollectResult | None
 
     @property
     def exit_status(self) -> int:
@@ -147,7 +151,7 @@ class Ended:
         return told | {"nodes": [node.to_json() for node in self.nodes], "folder": folder}
 
 
-def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Ended:
+def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> StopResult:
     """Stop the run, tell node by node what that took, and collect."""
     if known_without_nodes(run.found):
         ended = _end_here(run.found)
@@ -169,15 +173,15 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> End
     launch = run.found.launch
     if launch is not None and launch.alive():  # two must not write one result
         console.print(Text(f"its launcher (pid {launch.pid}) collects and reports"), soft_wrap=True)
-        return Ended(run.found.run_id, told, tuple(stopped), clean, None)
-    brought = bring(run, folder_for(run, runs_dir))
+        return StopResult(run.found.run_id, told, tuple(stopped), clean, None)
+    brought = collect_run(run, folder_for(run, runs_dir))
     for line in (brought.told, *brought.notes, f"run folder: {brought.folder}"):
         if line:
             console.print(Text(line), soft_wrap=True)
-    return Ended(run.found.run_id, told, tuple(stopped), clean, brought)
+    return StopResult(run.found.run_id, told, tuple(stopped), clean, brought)
 
 
-def _end_here(found: FoundRun) -> Ended:
+def _end_here(found: FoundRun) -> StopResult:
     """Nothing of it runs on the nodes; a launcher of this machine that prepares it is ended."""
     if found.plan_is_missing:
         raise FleetError(found.without_plan.replace("gnnfleet status", "gnnfleet stop"))
@@ -188,5 +192,5 @@ def _end_here(found: FoundRun) -> Ended:
                 f"the launcher of run {found.run_id} (pid {launch.pid}) does not end; kill -9 {launch.pid}"
             )
         told = f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
-        return Ended(found.run_id, told, (), True, None)
-    return Ended(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)
+        return StopResult(found.run_id, told, (), True, None)
+    return StopResult(found.run_id, f"nothing to stop: {from_here(found).sentence}", (), True, None)

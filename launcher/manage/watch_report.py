@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import click
 
 from launcher.errors import FleetError, UsageError
-from launcher.manage.collect_run import bring
+from launcher.manage.collect_run import collect_run
 from launcher.manage.node_views import OpenRun
 from launcher.report.html.page import ReportPage
 from launcher.report.html.record import read_record
@@ -123,7 +123,7 @@ def _look(run: OpenRun, folder: Path) -> bool:
     if read_result(folder) is not None:
         return True
     try:
-        return bring(run, folder).report is not None
+        return collect_run(run, folder).report is not None
     except FleetError as error:
         click.secho(str(error), fg="yellow", err=True)
         return False

@@ -125,7 +125,7 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
     store.set("done/1", "")
     for rank in (0, 1):
         survivor = object.__new__(_RegroupingRank)
-        survivor.ranks, survivor.timeout, survivor.store, survivor.go_on = Ranks(rank, 3), 20.0, store, go_on
+        survivor.ranks, survivor.timeout, survivor.store, survivor.regroup = Ranks(rank, 3), 20.0, store, go_on
         waits.append(survivor)
     write_team(tmp_path, 1, {0, 1})
     ended: list[bool] = []

@@ -256,6 +256,7 @@ def test_a_part_that_nobody_serves_is_an_error_and_leaves_no_connection(tmp_path
     client = HostClient(place_of("tcp://127.0.0.1:9", 1, "b", (1,)), deadline=1)
     monkeypatch.setattr(opening, "open_parts", lambda *_: store)
     monkeypatch.setattr(opening, "connect_cluster", lambda *_, **__: {1: client})
+    monkeypatch.setattr(opening, "manifest_digest", lambda _: "d")
     monkeypatch.setattr(client, "close", lambda: closed.append(client))
     with pytest.raises(PartitionError, match=r"parts \[2\] of .* are neither opened here nor served by another node"):
         opening.open_graph(tmp_path, [0], cluster_file=tmp_path / "cluster.json")

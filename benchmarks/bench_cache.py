@@ -24,7 +24,7 @@ import torch
 from table import Row, show
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.core.remote_access import CacheSize
+from trainer.core.remote_settings import CacheSize
 from trainer.graph.cache_fill import fill_cache
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout

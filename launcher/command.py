@@ -1,4 +1,4 @@
-"""Commands as values, and the one place where they are quoted for a shell."""
+"""Commands as argv lists, secrets that print as ``***``, and the one place that quotes for a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit status each ends the program with.
+"""The error tree of the launcher, with the exit status of each error.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Atomic writes of local files, and where our own code lies."""
+"""Atomic writes of local files, and the root folder of our own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host ranges: ``node[01-16].lab`` is sixteen hosts, ``n[1-3,7]r[1-2]`` eight; and the way back, for messages."""
+"""Host ranges: expands ``node[01-16].lab`` to sixteen hosts, and folds hosts back into ranges for messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML as a tree that remembers where each value stands, so that a mistake can be answered with its line.
+"""Parses YAML into a tree whose values know their file and line.
 
 Texts are kept as written: what ``1e-3`` or ``on`` means is decided by the type that the config wants there.
 """

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, cast, get_args
 import click
 
 from trainer.core.errors import SettingsError, TrainerError
-from trainer.core.remote_access import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
+from trainer.core.remote_settings import SERVER_WAIT, CacheSize, RemoteAccess, Topology, WireRows
 from trainer.train.settings import F, InferJob, IntList, TrainJob, TrainSettings, settings_options
 
 #: Commands that live elsewhere: name -> (module, attribute). Imported when used, torch takes seconds.

@@ -24,7 +24,7 @@ from our_train import HERE, HOSTS, graph_server
 from trainer.core.batch import Batch
 from trainer.core.batch_cost import Cost
 from trainer.core.ranks import Ranks
-from trainer.core.remote_access import CacheSize, RemoteAccess
+from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings

@@ -1,4 +1,4 @@
-"""``gnnfleet completion``: what makes the shell complete commands, options, runs, hosts and config keys.
+"""``gnnfleet completion``: shell completion of commands, options, runs, hosts and config keys.
 
 Each takes what click gives its ``shell_complete``: context, parameter, and what has been typed of the word.
 """

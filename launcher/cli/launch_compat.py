@@ -1,4 +1,4 @@
-"""Options that other launchers' files come with, and ``gnnfleet import``."""
+"""Options for other launchers' files, and ``gnnfleet import``."""
 
 from __future__ import annotations
 

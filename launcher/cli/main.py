@@ -1,4 +1,4 @@
-"""The command line: ``launch.py`` and ``gnnfleet`` are this program."""
+"""The ``gnnfleet`` command (also ``launch.py``): launch, plan, check, partition."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ class PartitionCommand(click.Command):
 
 
 _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_option_names": ["-h", "--help"]}
-
 
 launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 

@@ -1,4 +1,4 @@
-"""What several commands share: their options, examples in help, and how they print."""
+"""Options that several commands share: ``--set``, ``--include``, ``--exclude``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet report``."""
+"""``gnnfleet report`` and ``gnnfleet compare``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands for runs that have been launched: status, logs, profile, follow, attach, stop, collect, runs, resume."""
+"""Commands on launched runs: status, logs, profile, follow, attach, stop, collect, runs, resume."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
         if _is_over_here(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
         from launcher.manage.collect_run import folder_for
-        from launcher.manage.rejoin import follow as follow_run
+        from launcher.manage.follow import follow as follow_run
 
         folder = folder_for(run, _choice(ctx, values).runs_dirs[0])
         report = follow_run(run, folder, console, on_interrupt=on_interrupt, plain=plain, as_json=as_json)

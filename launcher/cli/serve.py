@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from launcher.report.run_folder import FoundRun
     from launcher.serving.serve import Served
 
-
 _EPILOG = """\b
 Example:
   gnnfleet serve --config serving.yml --name products
@@ -48,7 +47,6 @@ Example:
 
 With the same name again: what is dead or new in the file is started, what was taken out is stopped, the rest
 goes on. Exit status: 0 all servers are up, 1 one is not, 2 bad usage or config, 3 preflight refused."""
-
 
 _ABOUT_ONE = (
     click.argument("name", shell_complete=serving_names),

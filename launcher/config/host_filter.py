@@ -1,4 +1,4 @@
-"""``--include`` and ``--exclude``: fewer hosts or devices than the config lists, for one command."""
+"""``--include`` and ``--exclude``: restricts a config to some of its hosts or devices for one command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cluster.yml → ``ClusterConfig``, driven by the dataclasses in ``launcher.config.schema``.
+"""Loads cluster.yml, or a file of another launcher, into ``ClusterConfig``.
 
 All mistakes of a file are found in one pass and raised as one ``ConfigError``, each with file and line.
 Paths written in a file are relative to that file, those in a ``--set`` to the current directory.
@@ -21,17 +21,7 @@ from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.config.validation import KeyPath, Reader, dotted
 from launcher.errors import ConfigError, Problem
 from launcher.hostlist import fold
-from launcher.yaml_tree import (
-    Dumper,
-    Origin,
-    Report,
-    Scalar,
-    Section,
-    Tree,
-    YamlSequence,
-    expand_nodes,
-    read_tree,
-)
+from launcher.yaml_tree import Dumper, Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, read_tree
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign

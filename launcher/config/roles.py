@@ -1,4 +1,4 @@
-"""Which nodes of a config do what: who holds parts, who trains, who asks whom. Pure functions."""
+"""Roles of nodes: which nodes hold parts, serve, train, or ask which server. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Python each host is to train with, and which devices: the ones that go together with the other hosts'."""
+"""Chooses for each host the Python to train with and the devices, so that they fit the other hosts."""
 
 from __future__ import annotations
 

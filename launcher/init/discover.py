@@ -1,4 +1,4 @@
-"""Look at all hosts at once: which Pythons have torch, which GPUs there are, and which folders they share."""
+"""Examines all hosts at once: Pythons with torch, GPUs, shared folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster.yml that ``gnnfleet init`` writes: a value, made of what was wished and found."""
+"""The text of the cluster.yml that ``gnnfleet init`` writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from launcher.init.choose import Choice, GraphDraft, free
 from launcher.init.discover import Discovery, Environment, HostFacts
 from launcher.init.questions import reason
 from launcher.init.request import InitRequest
-from launcher.node.describe import size
+from launcher.node.exit_description import size
 from launcher.text import OWN_VENV, count
 
 COLUMN = 40

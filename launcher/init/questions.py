@@ -1,4 +1,4 @@
-"""The few questions that ``gnnfleet init`` asks at a terminal."""
+"""Questions that ``gnnfleet init`` asks at a terminal."""
 
 from __future__ import annotations
 

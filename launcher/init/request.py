@@ -1,4 +1,4 @@
-"""What a cluster.yml is to hold, as far as flags and answers say; and the config that the hosts are looked at with."""
+"""What the user asked ``gnnfleet init`` for, and the config with which hosts are examined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of ``templates/``: what there is, and a copy of one that works where it is put."""
+"""Lists the files of ``templates/`` and copies one so that it works in its new place."""
 
 from __future__ import annotations
 

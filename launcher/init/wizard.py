@@ -1,4 +1,4 @@
-"""``gnnfleet init`` from an InitRequest to a file: connect, look, choose, write, check."""
+"""``gnnfleet init``: connects, examines hosts, chooses, writes cluster.yml and checks it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from launcher.init.discover import Discovery, discover
 from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_cure, reason, reasons
 from launcher.init.request import InitRequest, config_of, in_flags
-from launcher.node.describe import size
+from launcher.node.exit_description import size
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding
 from launcher.run.options import LaunchOptions, read_config

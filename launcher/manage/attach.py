@@ -1,4 +1,4 @@
-"""``gnnfleet attach``: a local tmux session with a pane per node, each attached to that node's own session."""
+"""``gnnfleet attach``: a local tmux session with one pane per node, each attached to that node's session."""
 
 from __future__ import annotations
 

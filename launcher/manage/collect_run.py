@@ -1,4 +1,4 @@
-"""``gnnfleet collect``: a run's files brought here, and its report made, from whatever machine."""
+"""``gnnfleet collect``: copies a run's files to this machine and writes its report."""
 
 from __future__ import annotations
 

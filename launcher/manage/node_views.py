@@ -1,4 +1,4 @@
-"""How each node of a run is, asked of the nodes themselves, all at once."""
+"""Asks all nodes of a run for their state at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet profile``: where a run's time goes, by its ranks' metrics lines; collected ones, or asked of the nodes."""
+"""``gnnfleet profile``: where a run's time goes, from collected metrics lines or those on the nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet resume``: launch a run again, from its newest checkpoint."""
+"""``gnnfleet resume``: launches a run again from its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the words of a command to the run they mean, with lines to its nodes where those are needed."""
+"""Finds the run that a command means, on this machine or on the hosts of a cluster file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet logs``: lines of all processes, merged in order of time; from the nodes, or from here once collected."""
+"""``gnnfleet logs``: log lines of all processes merged by time, from the nodes or from collected files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet status``: one sentence that is true, and a row for each node and rank."""
+"""``gnnfleet status``: the state of a run in one sentence, and a row for each node and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet stop``: every node at once, with or without a launcher, and what that took on each."""
+"""``gnnfleet stop``: stops a run on every node, with or without a launcher, and collects its files."""
 
 from __future__ import annotations
 

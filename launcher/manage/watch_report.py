@@ -1,4 +1,4 @@
-"""``gnnfleet report --watch``: the report of a run that goes on, served to this machine's browsers alone."""
+"""``gnnfleet report --watch``: serves the report of a running run to browsers on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who holds which CUDA device and port of this machine: one small file for each, shared by all its users.
+"""Leases on CUDA devices and ports of this machine: one small file for each, shared by all its users.
 
 Files ``<resource>.<uid>.json`` lie in ``/tmp/gnnfleet-leases`` (``GNNFLEET_LEASES`` names another folder, mode 1777).
 A lease holds while its process lives: pid, start time and boot must all be the same. Runs use leases to keep out of

@@ -1,4 +1,4 @@
-"""Raw process output made into stamped log lines, with the tail and the first traceback kept."""
+"""Splits process output into time-stamped log lines; keeps the tail and the first traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes as the kernel knows them: who they are, whose they are, and how they are ended.
+"""Processes as the kernel knows them: identity, ancestry, and how they are ended.
 
 A process is named by pid and start time together, because pids are used again.
 """

@@ -1,4 +1,4 @@
-"""Time stamps, and the two ways a file of the run folder is written: renamed whole, or appended by line."""
+"""Time stamps, and the two ways to write a file of a run folder: replaced atomically, or appended by line."""
 
 from __future__ import annotations
 

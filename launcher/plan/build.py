@@ -1,4 +1,4 @@
-"""The plan: every command, file and port of a run as one frozen value.
+"""Builds the plan of a run from its config and the facts about its nodes.
 
 ``make_plan`` is pure: the same config and facts give the same plan, and it opens no connection; ``--dry-run`` prints
 it. ``launch`` and ``serve`` apply a ``final_plan``, which has the content of every file.

@@ -1,4 +1,4 @@
-"""The commands of one node: graph server, trainer ranks, and the supervisor that starts both."""
+"""The argv and environment of each process of a node: supervisor, graph server, ranks."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _world_env(context: PlanContext, site: Site) -> dict[str, str]:
 
 
 def _reach_env(context: PlanContext, site: Site) -> dict[str, str]:
-    """Settings of ``trainer.core.remote_access.RemoteAccess``: how processes read what other nodes hold."""
+    """Settings of ``trainer.core.remote_settings.RemoteAccess``: how processes read what other nodes hold."""
     env: dict[str, str] = {"GNNFLEET_WIRE_ROWS": context.config.run.wire_rows}
     if site.parts:
         env["GNNFLEET_CACHE"] = context.config.data.cache

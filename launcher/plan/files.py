@@ -1,4 +1,4 @@
-"""The files of one node: our code, its parts, the user's own files, and what is generated for the run."""
+"""The files of a node: our code, its parts, and what is generated for the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of the operator's that travel with a run: the own script, what it names, a checkpoint."""
+"""The user's own files that are sent with a run: the script, files named in its command, a checkpoint."""
 
 from __future__ import annotations
 

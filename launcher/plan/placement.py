@@ -1,4 +1,4 @@
-"""Where things are on each node: folders, ports, addresses, interpreter, parts.
+"""Where everything is on each node: folders, addresses, interpreter, parts.
 
 Everything here is a pure function of the config and, where known, of preflight's facts.
 """

@@ -1,4 +1,4 @@
-"""Which ports a run uses: candidates for the master, control and graph service ports, and the choice among them."""
+"""Chooses ports: candidates for the master, control and graph service ports, and the choice among free ones."""
 
 from __future__ import annotations
 

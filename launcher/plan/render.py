@@ -1,4 +1,4 @@
-"""The plan for a person: per node where it runs, what runs, with which environment, and what is sent."""
+"""Prints a plan for a person: per node its host, processes, environment and files; equal nodes once."""
 
 from __future__ import annotations
 

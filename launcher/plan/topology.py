@@ -1,4 +1,4 @@
-"""Whether each node has the edges of all parts, or those of its own only: ``data.topology``. Pure functions."""
+"""Decides ``data.topology``: whether nodes have the edges of all parts or only those of their own. Pure functions."""
 
 from __future__ import annotations
 

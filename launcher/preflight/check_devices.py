@@ -1,4 +1,4 @@
-"""CUDA devices: that they exist, can be used, and are free."""
+"""Findings about CUDA devices: whether they exist, can be used, and are free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launcher.node.describe import size
+from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, Survey, listed
 
 MOST_USED = 0.1  #: share of a device's memory that others may hold

@@ -1,4 +1,4 @@
-"""Everything else about a machine: tmux, limits, clock, names, ports, leases, leftovers."""
+"""Findings about a machine: tmux, limits, clock, names, ports, leases, processes left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Python and its packages: too old, missing, unlike the others; and the one command that repairs a node.
+"""Findings about Python and its packages: too old, missing, or different between nodes, with the command that repairs
+them.
 
 A version counts up to as many of its numbers as must agree:
 

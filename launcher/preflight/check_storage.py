@@ -1,4 +1,4 @@
-"""Work folder, disk, memory and data: whether what the plan needs fits."""
+"""Findings about folders, disk, memory and data: whether what the plan needs fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from launcher.config.consistency import CacheSize
 from launcher.config.roles import clients, gateways, holdings, serves
 from launcher.config.schema import ClusterConfig, TrainConfig
-from launcher.node.describe import size
+from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, GraphSize, Survey
 
 _MB = 10**6

@@ -1,5 +1,4 @@
-"""The wire between all nodes: every ordered pair on the ports that training will use, and the address of each node
-that all others reach.
+"""Tests the network between all nodes on the ports that training will use, and chooses the address of each node.
 
 All nodes listen, then all connect at once (``node/programs/network.py``). Every node connects to the lead node's
 control port, and every node that trains to the master port; nodes that train also connect to a free port of each

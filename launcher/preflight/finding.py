@@ -1,4 +1,4 @@
-"""A finding, and the survey that findings are made from."""
+"""``Finding``, and ``Survey``: the replies of all nodes that findings are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look at every node before anything is sent: facts for the plan, findings for the user.
+"""Examines every node before anything is sent: facts for the plan, findings for the user.
 
 One Python on each node (``NodeAgent``) answers all questions, in rounds over all nodes at once: what it is and has
 (``node/programs/probe.py``), whether folders are shared (``launcher.preflight.shared_folder``), and the network

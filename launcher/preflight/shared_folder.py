@@ -1,4 +1,4 @@
-"""Whether folders that ought to be one folder are: a file written by one node is looked for on the others."""
+"""Tests whether folders that should be shared are: a file written by one node must be visible on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preflight asks the nodes (node/programs/probe.py's request), and what it makes of all answers: a Survey."""
+"""Builds the request of ``node/programs/probe.py`` for each node, and the ``Survey`` of all replies."""
 
 from __future__ import annotations
 

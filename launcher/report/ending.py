@@ -1,4 +1,4 @@
-"""From what the nodes told at their end to the report: all times by one clock, lost nodes by the others' word."""
+"""Builds the report of a run from its nodes' last messages: one clock, lost nodes as the others reported them."""
 
 from __future__ import annotations
 

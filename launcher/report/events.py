@@ -1,4 +1,4 @@
-"""``events.jsonl`` of a run: what the launcher did, and what the nodes told; with ``--json`` on stdout as well."""
+"""``events.jsonl`` of a run: what the launcher did and what the nodes reported; with ``--json`` also on stdout."""
 
 from __future__ import annotations
 

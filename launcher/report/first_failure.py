@@ -1,4 +1,4 @@
-"""Which process failed first, and the failures that followed it, folded."""
+"""Decides which process failed first, and folds the failures that followed it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each process of a run ended, in words, and which of them failed first."""
+"""How each process of a run ended: exit status, signal, OOM kill, traceback, in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.errors import node_label
-from launcher.node import describe
+from launcher.node import exit_description
 
 #: Last lines of a process that only fell because another one had fallen before it.
 _FOLLOW_UP = re.compile(
@@ -105,7 +105,7 @@ class Outcome:
         """What became of it, in words: ``was killed by signal 9 (SIGKILL)``; of a node or server the note."""
         if not (self.oom or self.signal or self.returncode):
             return self.note or "ended"
-        return describe.describe(vars(self))
+        return exit_description.describe(vars(self))
 
     @property
     def sentence(self) -> str:
@@ -122,7 +122,7 @@ class Outcome:
     @property
     def last_lines(self) -> tuple[str, ...]:
         """The traceback, or else the last lines it wrote."""
-        if describe.ended_by(vars(self)):
+        if exit_description.ended_by(vars(self)):
             return self.traceback
         return self.tail[-_LAST_LINES:]
 
@@ -131,7 +131,7 @@ class Outcome:
         """Whether it looks like the echo of another process's end."""
         if self.oom or self.signal not in (None, "SIGABRT"):
             return False
-        last = describe.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
+        last = exit_description.raised(self.traceback) or "\n".join(self.tail if self.signal else self.tail[-3:])
         return bool(_FOLLOW_UP.search(last))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a run's time goes: the document of ``python -m trainer profile --json``, read and printed.
+"""Reads and prints the document of ``python -m trainer profile --json``: where a run's time goes.
 
 The trainer analyses the metrics lines that it has written; the launcher, which never imports it, runs it as a program.
 """

@@ -1,4 +1,4 @@
-"""What came of a run: the report as a value, its files, and the text a user reads at the end."""
+"""The report of a run: as a value, as result.json, and as the text printed at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet runs``: what was run, when, on what, and what came of it; reads files of this machine alone."""
+"""``gnnfleet runs``: the runs known on this machine, their states and results; finds a run by part of its id."""
 
 from __future__ import annotations
 

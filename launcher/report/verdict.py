@@ -1,4 +1,4 @@
-"""What is true of a run, from what is written here and what its nodes say: one sentence, and what can be done next."""
+"""The state of a run in one sentence, with what the user can do next, from its folder and its nodes."""
 
 from __future__ import annotations
 

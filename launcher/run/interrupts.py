@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: what they do before, while and after a run goes on."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP, and the keys pressed while a run is followed."""
 
 from __future__ import annotations
 

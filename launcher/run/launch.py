@@ -1,4 +1,4 @@
-"""A launch, from config to report: each stage is one function with a value of its own type."""
+"""Launches a run: preflight, partition, plan, sync, start; each stage is one function. Also ``gnnfleet check``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A started run from here on: follow it, bring everything here, report. A launch and ``gnnfleet follow`` share this."""
+"""The part of a run that a launch and ``gnnfleet follow`` share: monitor it, collect its files, report."""
 
 from __future__ import annotations
 

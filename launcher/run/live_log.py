@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: log lines with their origin, and below them, on a terminal, the board."""
+"""What is printed while a run is followed: log lines with their origin and, on a terminal, the live table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a running run, node by node and rank by rank, as the nodes have told it last."""
+"""The last known state of every node and rank of a running run."""
 
 from __future__ import annotations
 

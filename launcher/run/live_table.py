@@ -1,4 +1,4 @@
-"""The board as lines of a terminal: fitted to its width and height, the nodes that need a look first."""
+"""Renders the live state as a table that fits the terminal, with nodes that need attention first."""
 
 from __future__ import annotations
 

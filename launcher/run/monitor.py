@@ -1,4 +1,4 @@
-"""Follow a run to its end on every node. The run belongs to the nodes: what becomes of our lines never ends it.
+"""Monitors a run on every node until it ends. A lost connection never ends a run.
 
 The supervisors stop each other when one fails (``launcher/node/peers/model.py``); from here they are helped when they
 have not managed after a few seconds, told what a person wants, and swept when all is over.

@@ -1,4 +1,4 @@
-"""The line to one node while its run goes on: starts it, streams its news, comes back when it breaks."""
+"""The stream of messages from one node: starts it, reads its run folder, reconnects when the connection is lost."""
 
 from __future__ import annotations
 

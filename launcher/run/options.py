@@ -1,4 +1,4 @@
-"""What the command line asks for, as a value; and the run ids it may name."""
+"""Options of a launch as a value, and the choice of a run id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tmux sessions: one per node, running the node's supervisor.
+"""Starts, watches and stops the tmux session of a node, in which its supervisor runs.
 
 tmux keeps the supervisor alive when the launcher goes away, and lets a person attach to it.
 """

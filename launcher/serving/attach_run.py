@@ -1,4 +1,4 @@
-"""A run that reads its graph from a serving cluster: found by name, let in by a key of the run's own."""
+"""Attaches a run to a serving cluster: finds it by name and has its servers admit a key of the run."""
 
 from __future__ import annotations
 

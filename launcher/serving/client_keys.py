@@ -1,4 +1,4 @@
-"""Keys by which runs and notebooks are let in: a pair for each, the public one laid beside the servers' own key."""
+"""Client keys of a serving cluster: one for each run and notebook; the public key lies beside the servers' key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a serving cluster is at this moment: asked of its nodes, all at once."""
+"""The present state of a serving cluster, as its nodes report it."""
 
 from __future__ import annotations
 

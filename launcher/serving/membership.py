@@ -1,4 +1,4 @@
-"""The nodes of a serving cluster, from its config file and from what it is already: pure functions."""
+"""The nodes that a serving cluster should have, from its config and its present nodes. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet serve``: a serving cluster as its config file wants it; what is there already stays as it is."""
+"""``gnnfleet serve``: brings a serving cluster into the state its config describes; running servers are left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gnnfleet serve status``: the load of each graph server, its clients, and of a dead one how it ended."""
+"""``gnnfleet serve status``: load and clients of each graph server, and how dead ones ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start graph servers and wait until they serve; when one does not, nothing is left of those that were started."""
+"""Starts graph servers and waits until they serve; on failure stops those that were started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring logs, outcomes, metrics, the last checkpoint, TensorBoard events and own output from the nodes."""
+"""Copies logs, outcomes, metrics, the last checkpoint, TensorBoard events and the script's output from the nodes."""
 
 from __future__ import annotations
 

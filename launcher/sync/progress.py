@@ -1,4 +1,4 @@
-"""Progress of transfers: bars on a terminal, a short line now and then elsewhere."""
+"""Shows the progress of transfers: bars on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 

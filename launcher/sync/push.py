@@ -1,4 +1,4 @@
-"""Bring every node its files: nothing twice, resumed when cut, never half of one taken for whole.
+"""Sends the files of a plan to the nodes: nothing twice, resumed when cut, never a partial file in place.
 
 A file travels into ``<file>.part`` and is renamed once its digest is right. Our own code
 goes as one archive into ``<workdir>/code/<digest>``, which appears only when complete.

@@ -1,4 +1,4 @@
-"""Mode verify: the parts are on the nodes already; see that they are whole, and the same for all."""
+"""Mode verify: checks that parts on the nodes are complete and the same on all of them."""
 
 from __future__ import annotations
 

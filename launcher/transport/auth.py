@@ -32,7 +32,9 @@ from launcher.transport.ssh_config import SshHost, find_route
 AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
 
 _AGENT_TIMEOUT = 60.0  # seconds; it may ask its owner
+
 _CERT = "-cert-v01@openssh.com"
+
 _SHOWN = 3  # hosts named in a prompt
 
 
@@ -240,6 +242,7 @@ def _plain(blob: bytes) -> bytes:
 
 
 _loading = threading.Lock()  # a passphrase takes 0.1 s and more to apply: once, not once a node
+
 _loaded: dict[tuple[str, int, int, str | None], paramiko.PKey | None] = {}
 
 

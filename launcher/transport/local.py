@@ -17,6 +17,7 @@ from launcher.transport.base import OnBytes
 from launcher.transport.process import PipeProcess, Process, ProcessTransport
 
 _CHUNK = 1 << 20
+
 _KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 

@@ -31,10 +31,15 @@ from launcher.transport.remote import Dropped, RemoteTransport, login_turn
 from launcher.transport.ssh_config import Route, SshHost, is_home_of_passwd, ssh_argv, ssh_program
 
 _READY = b"gnnfleet-ready"
+
 _CHECK_TIMEOUT = 5.0
+
 _END_WAIT = 1.0
+
 _AGAIN = 0.2  # seconds until a session is asked for again
+
 _SSH_FAILED = 255  # also what ssh exits with for a command that a signal ended
+
 _MASTER = {
     "ClearAllForwardings": "yes",
     "ControlMaster": "yes",
@@ -48,16 +53,21 @@ _MASTER = {
     "ServerAliveCountMax": "3",
     "ServerAliveInterval": "15",
 }
+
 _NOBODY_ASKED = {"ControlMaster": "no", "BatchMode": "yes", "LogLevel": "ERROR"}
+
 # without a proxy that works, a client that is refused a session cannot open a connection of its own
 _THROUGH = {**_NOBODY_ASKED, "ProxyCommand": "false"}
+
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
+
 # A password reaches ssh through a pipe in a private folder, never by arguments or environment. The parent keeps the
 # pipe open with the answer in it and empty lines behind, so nobody ever waits. Only prompts about the node's own login
 # (or key) are answered: a jump host's get nothing.
 _ASKPASS = """#!/bin/sh
 case "$1" in *{about}*) read -r answer < {pipe}; printf '%s\\n' "$answer";; *) exit 1;; esac
 """
+
 _EMPTY_ANSWERS = 8
 
 

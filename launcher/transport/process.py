@@ -22,14 +22,21 @@ from launcher.errors import CommandTimeout, TransportError
 from launcher.transport.base import Completed, OnLine, Talk, Transport
 
 READ_SIZE = 1 << 16
+
 STALL = 60.0  #: seconds without progress after which a transfer, or the start of a command, is given up
+
 _INLINE_STDIN = 1 << 15  # bytes that every server's first window takes without waiting
+
 _POLL = 0.1  # seconds between two looks at a stop event
+
 _END_WAIT = 3.0  # seconds a command gets to end by itself when its stdin is closed
+
 _JOIN_TIMEOUT = 5.0
+
 # Closing a channel ends nothing, and sshd takes signals only for users other than root. So
 # each command first writes its pid to stderr, and is ended by a second command.
 _PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
+
 _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
 

@@ -25,19 +25,27 @@ from launcher.transport.process import STALL, Process, ProcessTransport
 from launcher.transport.ssh_config import Route, find_route
 
 _ATTEMPTS = 6  # of a connection that is dropped before login
+
 _PROXY_ATTEMPTS = 3  # a ProxyCommand that ends does not say why
+
 _LOGINS_AT_ONCE = 8  # at one address; sshd's default MaxStartups drops some from the tenth on
+
 # sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
 _COMMAND_SLOTS = 6
+
 _SFTP_SLOTS = 2
+
 _KILL_TIMEOUT = 5.0
+
 # bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
 # SIGKILL a second later
 _KILL = (
     'kill -TERM -- "-$0" 2>/dev/null || kill -TERM "$0"; '
     'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
 )
+
 _CHUNK = 32768  # the largest SFTP packet every server takes
+
 _READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
 
 
@@ -223,6 +231,7 @@ class RemoteTransport(ProcessTransport):
 # -- logins at one place ---------------------------------------------------
 
 _turns_lock = threading.Lock()
+
 _turns: dict[str, threading.BoundedSemaphore] = {}
 
 

@@ -21,9 +21,13 @@ from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
 OLDEST = (3, 8)
+
 _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
+
 _CLOCK_ROUNDS = 2
+
 _PARSING = threading.Lock()
+
 # stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
 _BOOT = f"""
 import sys

@@ -29,9 +29,13 @@ from launcher.config.schema import login_text
 from launcher.errors import TransportError
 
 _SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
+
 _MAX_INCLUDES = 16  # as OpenSSH
+
 _MAX_HOPS = 16
+
 _VALID = 30.0  # seconds; in another network, Match exec may say something else
+
 _RESOLVE_TIMEOUT = 20.0  # seconds; Match exec and canonical names may ask the network
 
 Options = Mapping[str, Sequence[str]]  #: values of each keyword, in lower case, in the order found
@@ -44,13 +48,16 @@ _DEFAULTS: Options = {
     "userknownhostsfile": ["~/.ssh/known_hosts ~/.ssh/known_hosts2"],
     "globalknownhostsfile": ["/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"],
 }
+
 _ONLY_OPENSSH = {
     "bindinterface": "BindInterface",
     "knownhostscommand": "KnownHostsCommand",
     "proxyusefdpass": "ProxyUseFdpass",
     "revokedhostkeys": "RevokedHostKeys",
 }
+
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
+
 #: ProxyJump by its older name
 _JUMP = re.compile(
     r"(?:\S*/)?ssh (?:-[aqTx]+ )*(?:-W \[?%h]?:%p (?:-[aqTx]+ )*([^\s%-][^\s%]*)|([^\s%-][^\s%]*) -W \[?%h]?:%p)"
@@ -167,6 +174,7 @@ class _Entry:
 
 
 _entries: dict[tuple[object, ...], _Entry] = {}
+
 _entries_lock = threading.Lock()
 
 

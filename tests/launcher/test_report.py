@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.node import describe
+from launcher.node import exit_description
 from launcher.report.first_failure import first_failure
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.outcome import Outcome
@@ -112,7 +112,7 @@ def test_the_reason_in_words(more: dict[str, Any], reason: str) -> None:
 
 def test_of_chained_tracebacks_the_last_exception_counts() -> None:
     chained = [*raised("KeyError: 'x'"), "", "During handling of the above exception, another exception occurred:", ""]
-    assert describe.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
+    assert exit_description.raised([*chained, *raised("RuntimeError: no x in batch")]) == "RuntimeError: no x in batch"
 
 
 def test_a_failed_run_leads_with_rank_node_host_reason_lines_and_log(tmp_path: Path) -> None:

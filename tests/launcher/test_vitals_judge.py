@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launcher.node.supervisor import health
-from launcher.node.supervisor.health import Judge
+from launcher.node.supervisor import stall_detector
+from launcher.node.supervisor.stall_detector import Judge
 from vitals_kit import Cluster, pace
 
 
@@ -122,7 +122,7 @@ def test_the_end_of_straggling_is_told() -> None:
     (ended,) = pace(run, 60)
     assert ended["text"] == "rank 3 on node1 (gnn2) keeps up again: 0.20 s a step of its own"
     assert pace(run, 60, own_s=0.5) == []  # not again so soon
-    pace(run, round(health.QUIET))
+    pace(run, round(stall_detector.QUIET))
     assert len(pace(run, 40, own_s=0.5)) == 1
 
 
@@ -160,7 +160,7 @@ def test_judging_512_ranks_takes_little_of_a_second() -> None:
 
 def test_lines_of_a_clock_that_hardly_moves_do_not_pile_up() -> None:
     """A script may write any t."""
-    seen = health._Pace()
+    seen = stall_detector._Pace()
     entry = {"kind": "step", "own_s": 0.1, "step_s": 0.2, "batch_s": 0.0, "node_rank": 0, "where": "rank 0"}
     for second in range(2000):
         assert not list(seen.look(float(second), {0: {**entry, "t": second * 1e-6}}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.node.supervisor.health import Judge
+from launcher.node.supervisor.stall_detector import Judge
 
 LABELS = ("node0 (gnn1)", "node1 (gnn2)")
 

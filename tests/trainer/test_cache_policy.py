@@ -11,7 +11,7 @@ import pytest
 from cache_kit import hosts, loader_of, received, together
 from test_cluster_train import start, two_nodes
 from train_kit import command_line, finish, free_port, metrics, start_script, write_parts
-from trainer.core.remote_access import CacheSize
+from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import HOMO_NODE
 from trainer.graph import cache_policy
 from trainer.graph.cache_fill import fill_cache

@@ -12,7 +12,7 @@ import pytest
 
 from forked import Forked
 from trainer.core.compiled import KernelFiles, kernels_folder
-from trainer.sampler.neighbor import draw_edges
+from trainer.sampler.neighbor_kernels import draw_edges
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLER = """

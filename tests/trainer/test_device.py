@@ -13,7 +13,7 @@ from oracle import assert_identical
 from train_kit import job, write_parts
 from trainer.core.batch import Batch, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
-from trainer.core.remote_access import CacheSize
+from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import NodeType
 from trainer.graph.cache_fill import device_rows
 from trainer.graph.device import DeviceRows, feed, tensors_of

@@ -14,7 +14,7 @@ from partitions import write_store
 from service_kit import assert_same_sample, client_of, free_endpoint, serve_process, wait_for, write_cluster
 from test_oracle import HOW, arguments_of
 from trainer.core.errors import PartitionError
-from trainer.core.remote_access import RemoteAccess
+from trainer.core.remote_settings import RemoteAccess
 from trainer.core.schema import HOMO_EDGE
 from trainer.graph.open import Graph, open_graph
 from trainer.sampler.dist_graph import DistGraph

@@ -14,7 +14,7 @@ from sample_kit import CITES, HOLDS, KINDS, LIKES, WRITES, typed_graph
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.rng import batch_key, mix, shuffled
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
-from trainer.sampler import neighbor, relabel, weighted_temporal
+from trainer.sampler import neighbor_kernels, relabel, weighted_temporal
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopRequest, RowRequest, TimeBound
 
@@ -322,7 +322,10 @@ def test_edges_are_found_and_listed(num_parts):
 def test_kernels_release_the_gil():
     """Two threads at once in a kernel compiled with nogil: the dispatcher says so."""
     used = (
-        neighbor.draw_edges, neighbor.relabel, neighbor.block_rows, weighted_temporal.pick_candidates,
-        relabel._relabel_pairs, neighbor.find_edges, neighbor.take_rows,
+        neighbor_kernels.draw_edges,
+        neighbor_kernels.relabel,
+        neighbor_kernels.block_rows,
+        weighted_temporal.pick_candidates,
+        relabel._relabel_pairs, neighbor_kernels.find_edges, neighbor_kernels.take_rows,
     )  # fmt: skip
     assert all(kernel.targetoptions["nogil"] for kernel in used)

@@ -30,10 +30,10 @@ from service_kit import (
 from trainer.core import rounding
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
-from trainer.sampler import neighbor, relabel, weighted_temporal
+from trainer.sampler import neighbor_kernels, relabel, weighted_temporal
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.sampler.neighbor import take_rows
+from trainer.sampler.neighbor_kernels import take_rows
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.sampler.weighted_temporal import pick_candidates
@@ -212,7 +212,7 @@ def test_no_batch_waits_for_the_compiler(tmp_path) -> None:
 
 def sample_after_warming_up(parts: Path) -> None:
     def compiled() -> dict[str, int]:
-        modules = (weighted_temporal, neighbor, relabel, rounding)
+        modules = (weighted_temporal, neighbor_kernels, relabel, rounding)
         found = [each for module in modules for each in vars(module).values()]
         return {each.__name__: len(each.signatures) for each in found if isinstance(each, Dispatcher)}
 

@@ -1,4 +1,4 @@
-"""Array types by what they hold; docstrings and comments give the shapes."""
+"""Type aliases of arrays by content; docstrings and comments give the shapes."""
 
 from __future__ import annotations
 

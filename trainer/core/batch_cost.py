@@ -1,4 +1,4 @@
-"""What making a batch took: bytes, rows and seconds, counted by each thread for itself."""
+"""Bytes, rows and seconds that making a batch took, counted per thread."""
 
 from __future__ import annotations
 

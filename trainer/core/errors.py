@@ -1,4 +1,4 @@
-"""What can go wrong in the trainer.
+"""The error tree of the trainer.
 
 ::
 

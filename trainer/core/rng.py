@@ -1,4 +1,4 @@
-"""Counter-based random numbers: every draw is a hash of what it is for, there is no state.
+"""Counter-based random numbers: every draw is a hash of its purpose; there is no state.
 
 The mixer is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
 Number Generators", OOPSLA 2014).

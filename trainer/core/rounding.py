@@ -1,4 +1,4 @@
-"""Floating-point rows in less precision: float16, or int8 with one float32 scale a row.
+"""Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
 An int8 row is ``code * scale``: the scale is the largest absolute value of the row / 127, a code the nearest whole
 number to value / scale, so a value is off by half a scale at most (beside float32's own rounding). A row of zeros has
@@ -22,7 +22,7 @@ from trainer.core import slabs
 from trainer.core.arrays import Array, read_only
 from trainer.core.compiled import njit
 from trainer.core.errors import DataError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 
 _ROWS_BYTES = 1 << 20  #: of float32, converted at once
 

@@ -1,4 +1,4 @@
-"""Rows that other ranks hold, by torch.distributed: each rank asks for what it needs, the owners answer.
+"""Exchanges rows between ranks by torch.distributed: each rank requests ids, their owners answer.
 
 Every rank takes part in every call, also one that asks for nothing. Deadlines are those of the
 process group. A single process communicates with nobody.

@@ -1,4 +1,4 @@
-"""Large arrays in memory that is used again: new pages cost more time than the rows that are written into them."""
+"""Reuses large arrays: touching new memory pages takes longer than writing rows into them."""
 
 from __future__ import annotations
 

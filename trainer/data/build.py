@@ -1,4 +1,4 @@
-"""From arrays as they were found to a checked ``Dataset``."""
+"""Builds a checked ``Dataset`` from raw arrays."""
 
 from __future__ import annotations
 

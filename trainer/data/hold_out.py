@@ -1,4 +1,4 @@
-"""Links that are held out for validation and test: no longer edges, so that no model has seen them."""
+"""Holds out links for validation and test, and removes them from the edges."""
 
 from __future__ import annotations
 

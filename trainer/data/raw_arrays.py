@@ -1,4 +1,4 @@
-"""Which array belongs to what: nodes, edges, or the graph as a whole."""
+"""Raw arrays of a source, sorted by what they belong to: nodes, edges or the whole graph."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ import torch
 from trainer.core.arrays import Ids
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks
-from trainer.core.remote_access import CacheSize
+from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.graph.cache_policy import (
     BatchPlan,

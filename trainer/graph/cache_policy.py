@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trainer.core import rounding
 from trainer.core.arrays import Ids
-from trainer.core.remote_access import CacheSize, WireRows
+from trainer.core.remote_settings import CacheSize, WireRows
 from trainer.core.schema import AnyType, NodeType
 from trainer.graph.seed_order import SeedOrder
 from trainer.sampler.dist_graph import DistGraph

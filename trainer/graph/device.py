@@ -1,4 +1,4 @@
-"""Batches on their way to the device they are trained on.
+"""Moves batches to the device they are trained on.
 
 With CUDA a batch is copied from pinned memory on a stream of its own, while the device still works on the one before.
 Rows that are asked for most stay on the device: only the others are gathered and copied. On a CPU nothing is copied.

@@ -1,4 +1,4 @@
-"""What the environment says: which process this is, and the graph of the run it belongs to."""
+"""Opens the graph of the run that this process belongs to, from its environment variables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.ranks import Ranks
-from trainer.core.remote_access import RemoteAccess
+from trainer.core.remote_settings import RemoteAccess
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.service.cluster import read_cluster

@@ -1,4 +1,4 @@
-"""Graphs in memory as opened graphs of one part, which every rank holds whole."""
+"""Opens graphs in memory as graphs of one part, which every rank holds completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening a graph for training: this node's parts by memory map, the others through their hosts."""
+"""Opens a graph: own parts by memory map, other parts through their hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.core.errors import PartitionError, ServiceError, SettingsError
 from trainer.core.ranks import Ranks
-from trainer.core.remote_access import RemoteAccess
+from trainer.core.remote_settings import RemoteAccess
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.prefetch import RemoteSampler, Sampler
 from trainer.graph.seed_order import RankLayout
@@ -25,9 +25,9 @@ from trainer.service.cluster import Cluster, connect_cluster
 from trainer.service.curve_keys import CurveKeys, read_key_file
 from trainer.service.remote_graph import Gateway, client_name
 from trainer.service.wire.messages import HelloInfo, ServerAddress
+from trainer.store.client_store import RemoteStore
 from trainer.store.manifest import Manifest, manifest_digest
 from trainer.store.part_store import PartStore, open_parts
-from trainer.store.remote_store import RemoteStore
 
 if TYPE_CHECKING:
     from trainer.graph.cache_policy import Prediction

@@ -1,4 +1,4 @@
-"""Work done ahead by threads, handed over in order."""
+"""Makes batches ahead in threads and delivers them in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loaders' arguments, with torch_geometric's names, meaning and defaults: checked and made into settings."""
+"""The loaders' arguments, with torch_geometric's names, meanings and defaults, checked and turned into settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches for the bundled trainer: sample, gather, hand over in order, several batches ahead."""
+"""The loader of the bundled trainer: batches of blocks, several ahead."""
 
 from __future__ import annotations
 

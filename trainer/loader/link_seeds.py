@@ -1,4 +1,4 @@
-"""Which links a loader starts from: every form of ``edge_label_index``, as original ids."""
+"""Seed links of a loader: every form of ``edge_label_index``, as original ids."""
 
 from __future__ import annotations
 

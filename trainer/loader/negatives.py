@@ -1,4 +1,4 @@
-"""Negative links, drawn by place in the global batch: the same whatever the split into ranks and parts.
+"""Draws negative links by place in the global batch, so that they do not depend on ranks or parts.
 
 Negative (i, j) is the j-th of the positive at place i of the global batch. Candidates are original
 ids, so the partition does not matter either.

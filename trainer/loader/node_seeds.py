@@ -1,4 +1,4 @@
-"""Which nodes a loader starts from: every form of ``input_nodes``, as global ids in one sequence."""
+"""Seed nodes of a loader: every form of ``input_nodes``, as global ids."""
 
 from __future__ import annotations
 

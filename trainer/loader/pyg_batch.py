@@ -1,4 +1,4 @@
-"""From numpy to what users of torch_geometric see: its sampler output, and ``Data`` or ``HeteroData``."""
+"""Converts sampled subgraphs and rows to torch_geometric batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loaders of torch_geometric batches share: order, ranks, work ahead, and how a batch is put together.
+"""Base class of the loaders that return torch_geometric batches.
 
 A loader adds two things: which seeds a share of the global batch has (``seeds``), and what it notes
 on a batch (``annotate``).

@@ -1,4 +1,4 @@
-"""ShaDow: for every root its own small neighbourhood, with all edges inside it.
+"""Loaders of induced subgraphs: ShaDow and Cluster-GCN.
 
 Zeng et al., "Decoupling the Depth and Scope of Graph Neural Networks", NeurIPS 2021.
 

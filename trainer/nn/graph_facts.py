@@ -1,4 +1,4 @@
-"""What a model must know of a graph, and which of its types each layer needs."""
+"""What a model needs to know of a graph, and which types each layer needs."""
 
 from __future__ import annotations
 

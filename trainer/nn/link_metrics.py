@@ -1,4 +1,4 @@
-"""How well links are ranked, against given negatives: MRR, Hits@k, AUC.
+"""Ranking metrics of links against given negatives: MRR, Hits@k, AUC.
 
 Equal scores: a positive's rank is the middle of the ranks it could have, and AUC counts such a pair as half; a model
 that scores all alike thus gets what chance gives.

@@ -1,4 +1,4 @@
-"""torch_geometric's models on sampled batches, each layer on no more than what later layers read.
+"""Trims each layer of a torch_geometric model to the nodes that later layers need.
 
 A batch lists nodes and edges hop by hop, so the last layer needs the edges of the first hop only, the layer
 before it those of the first two, and so on. What these modules return has the rows that the last layer

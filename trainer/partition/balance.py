@@ -1,4 +1,4 @@
-"""Bounds on how many nodes of each class a part has, and moves that keep to them at the least cut.
+"""Bounds the number of nodes of each class per part, and refines an assignment within them at the least edge cut.
 
 METIS as packaged takes one weight per node, so it cannot balance several things at once. Here every
 node is in exactly one class (its type, and whether it is a train seed, as far as asked for), and each

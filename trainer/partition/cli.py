@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import click
 
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.partition.assign import BALANCES, METHODS
 from trainer.partition.inspect import describe, render
 from trainer.partition.make import PartitionSpec, make_partition

@@ -1,4 +1,4 @@
-"""Cutting the edges of one type by part: sorted into the rows of their targets, some parts at a time."""
+"""Sorts the edges of a type into the rows of their targets, part by part."""
 
 from __future__ import annotations
 

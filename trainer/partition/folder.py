@@ -1,4 +1,4 @@
-"""A partition folder appears whole or not at all: staging beside it, then one rename."""
+"""Replaces a partition folder atomically: staged beside it, then renamed."""
 
 from __future__ import annotations
 

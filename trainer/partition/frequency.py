@@ -1,4 +1,4 @@
-"""Parts by how often they visit a node: each node goes where sampling from that part's seeds finds it most.
+"""Frequency partitioning: assigns each node to the part whose seeds' sampling visits it most.
 
 The idea is GraphLearn-for-PyTorch's frequency partitioner. There chunks of nodes are dealt out in id
 order; here nodes choose in order of what they lose by their second choice.

@@ -1,4 +1,4 @@
-"""What a partition folder holds, in figures."""
+"""``partition inspect``: figures about a partition folder."""
 
 from __future__ import annotations
 

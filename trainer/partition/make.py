@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.data.dataset import Dataset
 from trainer.data.load import dataset_fingerprint, load_dataset
 from trainer.data.options import SourceOptions, parse_options

@@ -1,4 +1,4 @@
-"""Checking a partition folder: every digest, shape and invariant of the format."""
+"""``partition verify``: checks every digest, shape and invariant of a partition folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a partition folder: relabelled, cut by part, digested, in place at once or not at all."""
+"""Writes a partition folder: relabelled, cut by part, with digests, in place at once or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time

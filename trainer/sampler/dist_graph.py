@@ -1,4 +1,4 @@
-"""A whole graph for one process: local parts by memory map, the others through their hosts."""
+"""``DistGraph``: the whole graph for one process: own parts by memory map, other parts through their hosts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import ByHost, Cost, CostMeter, FromHost
 from trainer.core.errors import PartitionError, ServerGone
-from trainer.core.remote_access import SERVER_WAIT, WireRows
+from trainer.core.remote_settings import SERVER_WAIT, WireRows
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler.feature_gather import HELD_BATCHES, GatherPiece, GatherPlan, HeldRows, HostRows
 from trainer.sampler.local_graph import LocalGraph

@@ -1,4 +1,4 @@
-"""The rows of one call, put in place: what is here is copied, the rest is asked for and copied as it comes."""
+"""Puts the rows of a request in place: local rows are copied, remote ones requested and copied as they arrive."""
 
 from __future__ import annotations
 

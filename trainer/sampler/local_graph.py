@@ -1,4 +1,4 @@
-"""One hop on the parts of this process: neighbours and rows straight from the memory maps."""
+"""One hop of sampling and row gathering on the parts of this process, straight from memory maps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.errors import PartitionError
 from trainer.core.rounding import take_scaled
 from trainer.core.schema import AnyType, EdgeType
-from trainer.sampler import neighbor
-from trainer.sampler.draw import sample_rows
+from trainer.sampler import neighbor_kernels
+from trainer.sampler.neighbor import sample_rows
 from trainer.sampler.request_split import cut_request, merge_samples
 from trainer.sampler.row_index import RowPlacement, SourceCodes, locate, put_rows
 from trainer.sampler.settings import blank_rows, check_type, row_spec
@@ -53,7 +53,7 @@ class LocalGraph:
             nodes, edges = _ends(self.store.topology[part_id], edge_type)
             at = placed.at
             order = at[np.lexsort((src[at], dst[at]))]
-            neighbor.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
+            neighbor_kernels.find_edges(edges.indptr, edges.indices, dst[order] - nodes.start, src[order], order, found)
         return found
 
     def edge_list(self, edge_type: EdgeType) -> EdgeList:

@@ -15,7 +15,7 @@ import numpy as np
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import EdgeType, NodeType, edge_salt
-from trainer.sampler import neighbor
+from trainer.sampler import neighbor_kernels
 from trainer.sampler.relabel import NodeGrowth, RelabelTables, TreeGrowth
 from trainer.sampler.settings import bound_here, check_settings
 from trainer.sampler.types import (
@@ -71,7 +71,7 @@ def cut_block(subgraph: SampledSubgraph, edge_type: EdgeType, hop: int) -> tuple
     if edges.whole is not None and fanout < 0:
         begin, count = edges.whole.begin, edges.whole.count
     indptr = np.empty(num_dst + 1, np.int32)
-    indices = neighbor.block_rows(
+    indices = neighbor_kernels.block_rows(
         read_only(begin[:num_dst]), read_only(count[:num_dst]), fanout, read_only(edges.src), indptr
     )
     return indptr, indices, num_src

@@ -1,272 +1,156 @@
-"""Numba kernels of sampling. All run without the GIL, on arrays the caller owns.
-
-``nodes`` below are global ids; less ``first_node``, the part's first, they are rows of the part's CSC arrays.
-"""
+"""Draws neighbours of nodes of one part: chooses the kernel for each row of in-edges."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import types
-from numba.extending import intrinsic
 
-from trainer.core.compiled import njit
-from trainer.core.rng import draw, node_key, tree_key
+from trainer.core import slabs
+from trainer.core.arrays import Array, Ids, read_only
+from trainer.core.errors import DataError, PartitionError
+from trainer.sampler import neighbor_kernels
+from trainer.sampler.request_split import cut_request, merge_samples
+from trainer.sampler.types import HopRequest, HopSample
+from trainer.sampler.weighted_temporal import TOO_MANY, Conditions, Draws, allow, pick_candidates
+from trainer.store.part_store import EdgePart, NodePart
 
-_READ, _EVERY_CACHE, _DATA = 0, 3, 1
-
-
-def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
-    """``prefetch(array, at)``: ``array[at]``, of a contiguous 1-d array, is read soon. Any ``at`` does no harm."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        line = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
-        flag = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
-        hint = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        builder.call(hint, [line, flag(_READ), flag(_EVERY_CACHE), flag(_DATA)])
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64), emit
+MOST_EDGES = 1 << 28  #: of one answer: more sources do not fit into an array on the wire
 
 
-prefetch: Any = intrinsic(_prefetch)
+def sample_rows(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
+    """The edges that ``request`` asks for; its nodes are owned by the part.
 
-_jit = njit(boundscheck=False)
-
-#: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
-_LIST_PICKS, _LONG = 64, 4096
-
-_AT_ONCE = 256  #: slots drawn before the first of them is read
-
-_IDS_AHEAD = 16  #: how far ahead of its use an id's entry of a table is fetched
-
-_ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
-
-
-@_jit
-def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
-    """Fill ``counts`` int32 [n] with the neighbours each of the ``nodes`` will give; return the longest row."""
-    longest = 0
-    for i in range(len(nodes)):
-        row = nodes[i] - first_node
-        degree = indptr[row + 1] - indptr[row]
-        longest = max(longest, degree)
-        if fanout < 0 or (degree <= fanout and not replace):
-            counts[i] = degree
-        else:
-            counts[i] = fanout if degree > 0 else 0
-    return longest
-
-
-@_jit
-def draw_edges(
-    indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
-    fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
-) -> None:  # fmt: skip
-    """Fill ``src`` [counts.sum()] with sources drawn for ``nodes`` and, unless empty, ``edge`` with edge ids.
-
-    Without replacement the picks of a row are the first ``counts[i]`` steps of one
-    Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
-    is shuffled in its first ``shuffle`` places only. ``trees`` int64 [n] is empty unless disjoint.
-
-    Slots are drawn some hundred ahead of the reads, which then find their lines in the cache.
+    Raises ``DataError`` for a weight that is negative or not a number, ``PartitionError`` for an
+    attribute that is not there or of the wrong kind, and for more than ``MOST_EDGES``.
     """
-    slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
-    order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
-    where, what = np.empty(_LIST_PICKS, np.int64), np.empty(_LIST_PICKS, np.int64)
-    ordered, waiting, done = 0, 0, 0  # ``order`` is 0, 1, 2, … up to ``ordered``
-    for i in range(len(nodes)):
-        if i + _ROWS_AHEAD < len(nodes):
-            prefetch(indptr, nodes[i + _ROWS_AHEAD] - first_node)
-            prefetch(orig_id, nodes[i + _ROWS_AHEAD] - first_node)
-        count, row = counts[i], nodes[i] - first_node
-        begin = indptr[row]
-        degree = indptr[row + 1] - begin
-        picks = slots[waiting : waiting + count]
-        drawn = node_key(key, orig_id[row])
-        if len(trees):
-            drawn = tree_key(drawn, trees[i])
-        if replace and fanout >= 0:
-            for j in range(count):
-                picks[j] = begin + draw(drawn, j, degree)
-        elif count < degree and count <= _LIST_PICKS and degree > _LONG:
-            _shuffle_listed(picks, begin, degree, drawn, where, what)
-        elif count > 0:
-            while ordered < degree:
-                order[ordered] = ordered
-                ordered += 1
-            _shuffle(picks, begin, degree, count if count < degree else min(shuffle, degree - 1), drawn, order, moved)
-        for j in range(count):
-            prefetch(indices, picks[j])
-        waiting += count
-        if waiting >= _AT_ONCE or i == len(nodes) - 1:
-            for k in range(waiting):
-                src[done + k] = indices[slots[k]]
-            if len(edge):
-                for k in range(waiting):
-                    edge[done + k] = first_edge + slots[k]
-            done += waiting
-            waiting = 0
+    if request.bound is not None or request.weight is not None or request.sources is not None:
+        return _conditional(nodes, edges, request, num_sources)
+    if request.exclude is None:
+        return _plain(nodes, edges, request)
+    concerned = np.isin(request.nodes, request.exclude[0])  # the other rows go the fast way
+    at, others = np.flatnonzero(concerned), np.flatnonzero(~concerned)
+    if len(at) == 0:
+        return _plain(nodes, edges, request)
+    answers = [
+        (at, _conditional(nodes, edges, cut_request(request, at), num_sources)),
+        (others, _plain(nodes, edges, cut_request(request, others))),
+    ]
+    return merge_samples(len(request.nodes), answers, request.with_edge)
 
 
-@_jit
-def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
-    """The first ``len(picks)`` of begin, begin + 1, … after that many steps of a Fisher-Yates shuffle.
-
-    ``order`` int32 holds 0, 1, 2, …, and does so again afterwards: what a step moved is put back.
-    """
-    for j in range(steps):
-        other = j + draw(drawn, j, degree - j)
-        picks[j] = begin + order[other]
-        order[other] = order[j]
-        moved[j] = other
-    for j in range(steps, len(picks)):
-        picks[j] = begin + order[j]
-    for j in range(steps):
-        order[moved[j]] = moved[j]
-
-
-@_jit
-def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
-    """The same shuffle without writing the whole row: only displaced places are remembered."""
-    for j in range(len(picks)):
-        other = j + draw(drawn, j, degree - j)
-        chosen, here = other, j
-        slot = j
-        for k in range(j):
-            if where[k] == other:
-                chosen = what[k]
-                slot = k
-            if where[k] == j:
-                here = what[k]
-        where[j] = -1
-        where[slot], what[slot] = other, here
-        picks[j] = begin + chosen
+def _plain(nodes: NodePart, edges: EdgePart, request: HopRequest) -> HopSample:
+    indptr, asked = read_only(edges.indptr), read_only(request.nodes)
+    counts = np.empty(len(asked), np.int32)
+    longest = neighbor_kernels.count_picks(indptr, asked, nodes.start, request.fanout, request.replace, counts)
+    total = int(counts.sum(dtype=np.int64))
+    if total > MOST_EDGES:
+        raise _too_many(request)
+    src = slabs.empty(total, edges.indices.dtype)
+    edge = slabs.empty(total if request.with_edge else 0, _edge_dtype(edges))
+    neighbor_kernels.draw_edges(
+        indptr, read_only(edges.indices), asked, nodes.start, read_only(nodes.orig_id), _trees(request), counts,
+        request.replace, request.fanout, request.shuffle, np.uint64(request.key), longest, edges.start, src, edge,
+    )  # fmt: skip
+    return HopSample(counts, src, edge if request.with_edge else None)
 
 
-@_jit
-def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
-    """Map global ids to batch positions, giving unseen ones the next; return how many were new.
-
-    ``table`` int32 [num_nodes] holds position + 1, 0 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
-    """
-    found = 0
-    for i in range(len(src)):
-        if i + _IDS_AHEAD < len(src):
-            prefetch(table, np.int64(src[i + _IDS_AHEAD]))
-        position = table[src[i]]
-        unseen = position == 0  # written either way: whether a node is new cannot be foretold
-        position += np.int32(unseen) * np.int32(first_new + found + 1)
-        table[src[i]] = position
-        new[found] = src[i]
-        found += int(unseen)
-        local[i] = position - 1
-    return found
-
-
-@_jit
-def enter_seeds(seeds: Any, table: Any) -> None:
-    """Give each seed its position; a repeated seed keeps its first."""
-    for i in range(len(seeds)):
-        if table[seeds[i]] == 0:
-            table[seeds[i]] = i + 1
-
-
-@_jit
-def forget(nodes: Any, table: Any) -> None:
-    """Mark ``nodes`` unseen again."""
-    for i in range(len(nodes)):
-        if i + _IDS_AHEAD < len(nodes):
-            prefetch(table, nodes[i + _IDS_AHEAD])
-        table[nodes[i]] = 0
+def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sources: int) -> HopSample:
+    rows = request.nodes - nodes.start
+    counts = np.empty(len(rows), np.int32)
+    longest = neighbor_kernels.count_picks(
+        read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts
+    )
+    bound = request.bound
+    how = Draws(
+        request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
+        request.weight is not None, np.uint64(request.key),
+    )  # fmt: skip
+    picks, wrong = pick_candidates(
+        edges.indptr, edges.indices, rows, nodes.orig_id, _trees(request), _conditions(edges, request, num_sources),
+        how, longest, counts, MOST_EDGES,
+    )  # fmt: skip
+    if wrong == TOO_MANY:
+        raise _too_many(request)
+    if wrong >= 0:
+        assert request.weight is not None
+        raise DataError(
+            f"edge {edges.orig_id[wrong]} of {request.edge_type} has the weight {edges.attrs[request.weight][wrong]} "
+            f"in {request.weight!r}; weights must be finite numbers from 0 on"
+        )
+    edge = np.add(picks, edges.start, dtype=_edge_dtype(edges), casting="unsafe") if request.with_edge else None
+    return HopSample(counts, edges.indices[picks], edge)
 
 
-@_jit
-def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
-    """Set ``found[order[i]]`` where the row ``rows[i]`` holds ``sources[i]``; pairs sorted by (row, source).
-
-    Every row asked for is read once, however many pairs ask for it.
-    """
-    begin = 0
-    while begin < len(rows):
-        end = begin + 1
-        while end < len(rows) and rows[end] == rows[begin]:
-            end += 1
-        for slot in range(indptr[rows[begin]], indptr[rows[begin] + 1]):
-            at = first_at_least(sources, begin, end, indices[slot])
-            while at < end and sources[at] == indices[slot] and not found[order[at]]:
-                found[order[at]] = True
-                at += 1
-        begin = end
+def _edge_dtype(edges: EdgePart) -> type[np.int32] | type[np.int64]:
+    """Of global edge ids: the narrowest that holds all of the part's."""
+    return np.int32 if edges.start + edges.num_edges < 2**31 else np.int64
 
 
-@_jit
-def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
-    """First place in ``values[low:high]``, ascending, that holds ``wanted`` or more; ``high`` if none."""
-    while low < high:
-        middle = (low + high) >> 1
-        if values[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _too_many(request: HopRequest) -> PartitionError:
+    return PartitionError(
+        f"over {MOST_EDGES} neighbours by {request.edge_type} of {len(request.nodes)} nodes with fanout "
+        f"{request.fanout}; ask for fewer at once"
+    )
 
 
-@_jit
-def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
-    """CSR of the first ``fanout`` (-1: all) edges of every row; fills ``indptr``, returns indices."""
-    total = 0
-    for i in range(len(row_begin)):
-        indptr[i] = total
-        total += row_count[i] if fanout < 0 else min(fanout, row_count[i])
-    indptr[len(row_begin)] = total
-    indices = np.empty(total, np.int32)
-    for i in range(len(row_begin)):
-        begin, width = row_begin[i], indptr[i + 1] - indptr[i]
-        for j in range(width):
-            indices[indptr[i] + j] = edges[begin + j]
-    return indices
+def _trees(request: HopRequest) -> Ids:
+    return np.empty(0, np.int64) if request.trees is None else request.trees
 
 
-@_jit
-def write_ends(src: Any, counts: Any, ends: Any) -> None:
-    """Fill ``ends`` [2, e] with source and target of each edge; edges are grouped by target, ``counts`` of each."""
-    cursor = 0
-    for target in range(len(counts)):
-        for _ in range(counts[target]):
-            ends[0, cursor] = src[cursor]
-            ends[1, cursor] = target
-            cursor += 1
+def _conditions(edges: EdgePart, request: HopRequest, num_sources: int) -> Conditions:
+    bound = request.bound
+    barred, begin, end = _barred(request)
+    return Conditions(
+        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
+        barred=read_only(barred),
+        barred_begin=read_only(begin),
+        barred_end=read_only(end),
+        allowed=read_only(_allowed(request, num_sources)),
+        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+    )
 
 
-@_jit
-def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
-    """Put the k-th run of ``values`` (``counts[k]`` long) at ``out[begins[positions[k]]:]``."""
-    cursor = 0
-    for k in range(len(positions)):
-        begin = begins[positions[k]]
-        for j in range(counts[k]):
-            out[begin + j] = values[cursor + j]
-        cursor += counts[k]
+def _times(edges: EdgePart, request: HopRequest) -> Array:
+    assert request.bound is not None
+    attr = request.bound.attr
+    known = edges.src_times if request.bound.on == "node" else edges.attrs
+    if attr not in known:
+        raise PartitionError(
+            f"no time {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
+        )
+    times = known[attr]
+    if times.ndim != 1 or times.dtype.kind not in "iu":
+        raise PartitionError(f"{attr!r} of {request.edge_type} is {times.dtype} {list(times.shape)}, not integer times")
+    return times
 
 
-@_jit
-def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be wider whole numbers than ``source``."""
-    last = len(rows) - 1
-    for i in range(len(rows)):
-        prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))
-        out[positions[i]] = source[rows[i]]
+def _weights(edges: EdgePart, request: HopRequest) -> Array:
+    name = str(request.weight)
+    if name not in edges.attrs:
+        raise PartitionError(f"no attribute {name!r} of {request.edge_type}; there are {sorted(edges.attrs)}")
+    weights = edges.attrs[name]
+    if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+        raise PartitionError(f"{name!r} of {request.edge_type} is {weights.dtype} {list(weights.shape)}, not weights")
+    return weights
 
 
-@_jit
-def take_rows(source: Any, rows: Any, positions: Any, out: Any) -> None:
-    """``out[positions[i]] = source[rows[i]]`` for 2-d arrays of one dtype."""
-    for i in range(len(rows)):
-        row, position = rows[i], positions[i]
-        for j in range(source.shape[1]):
-            out[position, j] = source[row, j]
+def _barred(request: HopRequest) -> tuple[Ids, Ids, Ids]:
+    """Excluded sources by target, and where each row's lie."""
+    if request.exclude is None:
+        return (np.empty(0, np.int64),) * 3
+    targets, sources = request.exclude
+    order = np.lexsort((sources, targets))
+    ordered = targets[order]
+    return sources[order], np.searchsorted(ordered, request.nodes), np.searchsorted(ordered, request.nodes, "right")
+
+
+def _allowed(request: HopRequest, num_sources: int) -> Array:
+    """A bit for every source node; pages that no source touches cost nothing."""
+    if request.sources is None:
+        return np.empty(0, np.uint8)
+    bits = np.zeros(num_sources // 8 + 1, np.uint8)
+    if len(request.sources):
+        if request.sources.min() < 0 or request.sources.max() >= num_sources:
+            raise PartitionError(f"asked for sources outside 0..{num_sources - 1} of {request.edge_type[0]!r}")
+        allow(request.sources, bits)
+    return bits

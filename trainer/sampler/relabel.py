@@ -1,4 +1,4 @@
-"""Batch positions: the nodes of each type in the order in which sampling first meets them.
+"""Batch positions of nodes, in the order in which sampling first meets them.
 
 ``DirectTable`` or ``HashTable`` by the number of nodes; for disjoint sampling a hash table of (node, tree) pairs.
 Tables belong to one thread, which uses them again and again; between batches they are all zeros.
@@ -17,8 +17,8 @@ from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.compiled import njit
 from trainer.core.rng import GOLDEN, mix
 from trainer.core.schema import NodeType
-from trainer.sampler import neighbor
-from trainer.sampler.neighbor import prefetch
+from trainer.sampler import neighbor_kernels
+from trainer.sampler.neighbor_kernels import prefetch
 from trainer.sampler.types import GraphSchema, NodeSet, Positions
 
 #: Nodes up to which a table has an entry for each: 128 MiB a thread. A hash table takes as long around there, and with
@@ -70,10 +70,10 @@ class DirectTable:
         self._table: npt.NDArray[np.int32] = np.zeros(num_nodes, np.int32)  #: position + 1, 0 for unseen
 
     def enter(self, seeds: Ids) -> None:
-        neighbor.enter_seeds(read_only(seeds), self._table)
+        neighbor_kernels.enter_seeds(read_only(seeds), self._table)
 
     def relabel(self, src: Array, first_new: int, local: Array, new: Array) -> int:
-        found: int = neighbor.relabel(read_only(src), self._table, first_new, local, new)
+        found: int = neighbor_kernels.relabel(read_only(src), self._table, first_new, local, new)
         return found
 
     def clean(self, chunks: Sequence[Ids]) -> None:
@@ -82,7 +82,7 @@ class DirectTable:
             self._table.fill(0)
             return
         for chunk in chunks:
-            neighbor.forget(read_only(chunk), self._table)
+            neighbor_kernels.forget(read_only(chunk), self._table)
 
     def holds_any(self) -> bool:
         return bool(self._table.any())

@@ -1,4 +1,4 @@
-"""Who answers for which part just now: the first living holder of each, and how lost ones are found again."""
+"""Which host answers for each part: its first living holder; finds lost holders again."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import numpy as np
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.errors import PartitionError
 from trainer.core.schema import AnyType, EdgeType
-from trainer.sampler import neighbor
+from trainer.sampler import neighbor_kernels
 from trainer.sampler.settings import check_type
 from trainer.sampler.types import EdgeList, HopRequest, HopSample
 from trainer.store.part_store import PartStore
@@ -99,7 +99,7 @@ def _merge_runs(runs: Sequence[tuple[Array, Array, Array]], begins: Ids) -> Arra
     dtypes = [values.dtype for _, _, values in runs]
     out: Array = np.empty(int(begins[-1]), np.result_type(np.int32, *dtypes))
     for positions, counts, values in runs:
-        neighbor.scatter_runs(read_only(values), read_only(counts), positions, begins, out)
+        neighbor_kernels.scatter_runs(read_only(values), read_only(counts), positions, begins, out)
     return out
 
 

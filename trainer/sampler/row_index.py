@@ -1,4 +1,4 @@
-"""Where each row of a request comes from, found in one pass over its ids, and copying rows into their places."""
+"""Finds where each row of a request is: on this host, cached, held or remote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.compiled import njit
-from trainer.sampler import neighbor
+from trainer.sampler import neighbor_kernels
 from trainer.sampler.relabel import MOST_HASHED, free_slots, shift_of, slot_of
 
 _jit = njit(boundscheck=False)
@@ -136,13 +136,13 @@ def put_rows(source: Array, placed: RowPlacement, out: Array) -> None:
     if len(placed.at) == 0:
         return
     if source.dtype != out.dtype:
-        neighbor.take_numbers(read_only(source.reshape(-1)), placed.rows, placed.at, out.reshape(-1))
+        neighbor_kernels.take_numbers(read_only(source.reshape(-1)), placed.rows, placed.at, out.reshape(-1))
         return
     words, places = _as_words(source), _as_words(out)
     if words.shape[1] == 1:
-        neighbor.take_numbers(read_only(words.reshape(-1)), placed.rows, placed.at, places.reshape(-1))
+        neighbor_kernels.take_numbers(read_only(words.reshape(-1)), placed.rows, placed.at, places.reshape(-1))
     else:
-        neighbor.take_rows(read_only(words), placed.rows, placed.at, places)
+        neighbor_kernels.take_rows(read_only(words), placed.rows, placed.at, places)
 
 
 def _as_words(array: Array) -> Array:

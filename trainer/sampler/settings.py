@@ -1,4 +1,4 @@
-"""Whether a graph can be sampled as the settings say."""
+"""Checks that a graph can be sampled as the settings say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subgraph and the rows of its nodes and edges: what the sampler threads bring for one batch."""
+"""Samples a batch's subgraph and gathers its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flows between the stages of sampling.
+"""Types that flow between the stages of sampling: requests, hops, seeds, subgraphs.
 
 Node ids are global ids of their node type, edge ids global ids of their edge type: both are
 contiguous per part, so a ``PartitionBook`` says who owns a node or an edge.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
 from trainer.core.schema import AnyType, EdgeType, NodeType
-from trainer.sampler import neighbor
+from trainer.sampler import neighbor_kernels
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 
@@ -202,7 +202,7 @@ class EdgeSet:
     def ends(self) -> npt.NDArray[np.int64]:
         """Source and target of each edge, int64 [2, e]; only where every node was asked once."""
         found: npt.NDArray[np.int64] = slabs.empty((2, len(self.src)), np.int64)
-        neighbor.write_ends(read_only(self.src), read_only(self.row_count), found)
+        neighbor_kernels.write_ends(read_only(self.src), read_only(self.row_count), found)
         return found
 
 

@@ -1,4 +1,4 @@
-"""Kernels for rows whose edges have to pass conditions before they are drawn from.
+"""Numba kernels for weighted, temporal and filtered draws.
 
 A row's candidate slots are listed in scratch memory, then drawn from: time goes with the row's degree.
 Weighted draws without replacement are an exponential race (Efraimidis and Spirakis, "Weighted random
@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.core.compiled import njit
 from trainer.core.rng import GOLDEN, draw, fraction, mix, node_key, tree_key
-from trainer.sampler.neighbor import first_at_least
+from trainer.sampler.neighbor_kernels import first_at_least
 
 _jit = njit(boundscheck=False)
 

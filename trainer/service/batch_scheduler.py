@@ -1,4 +1,4 @@
-"""Who is served next: whole batches, fairly between clients, within a bound of bytes.
+"""Chooses whose batch a graph server makes next: fair between clients, within a bound of bytes.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the bytes of replies as cost: each client has a
 tag, what was made for it so far, and the waiting client with the smallest tag is next. One that was away begins at the

@@ -1,4 +1,4 @@
-"""One connection to a graph server: requests in flight, answers by request id, resending after a lost line.
+"""One connection to a graph server: requests in flight, answers by request id, resending after a lost connection.
 
 A server counts as alive as long as it says so (``ALIVE``) or bytes of an answer come in; a deadline is one of silence
 therefore, though no wait is longer than ``_LONGEST`` deadlines.

@@ -1,4 +1,4 @@
-"""The client of one graph server."""
+"""The client of one graph server: requests hops, rows and batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import zmq
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import ServerGone, ServiceError, WireError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest

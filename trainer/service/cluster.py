@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.curve_keys import CurveKeys

@@ -1,4 +1,4 @@
-"""What a graph server answers: from its own parts, or, for clients without parts, from the whole graph."""
+"""Answers a graph server's requests: from its own parts or, for clients without parts, from the whole graph."""
 
 from __future__ import annotations
 

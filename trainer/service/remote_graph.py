@@ -1,4 +1,4 @@
-"""The whole graph through graph servers: how a client, which holds no part, reads and samples it."""
+"""The whole graph through graph servers, for clients that hold no part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.core import rounding
 from trainer.core.arrays import Array, Ids
 from trainer.core.batch_cost import Cost, CostMeter
 from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.files import write_whole
-from trainer.core.remote_access import SERVER_WAIT, Topology
+from trainer.core.remote_settings import SERVER_WAIT, Topology
 from trainer.core.slabs import give_back_freed_memory
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph

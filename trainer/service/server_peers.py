@@ -1,4 +1,4 @@
-"""The other graph servers of a run, as one of them sees them: connected to when first asked, followed while it runs."""
+"""The other graph servers of a run: connected on first use, followed as cluster.json changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph server has done and is doing: counters, and the file that shows them to others."""
+"""Counters of a graph server, and the file that shows them."""
 
 from __future__ import annotations
 

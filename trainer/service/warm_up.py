@@ -1,4 +1,4 @@
-"""Running every kernel that a request can need once, so that no request waits for the compiler."""
+"""Runs every kernel once that a request can need, so that no request waits for the compiler."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.files import write_whole
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
 FORMAT = "gnnfleet-partition"

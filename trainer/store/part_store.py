@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import PartitionError
-from trainer.core.remote_access import Topology
+from trainer.core.remote_settings import Topology
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.store.manifest import AttrSpec, Manifest, read_manifest
 from trainer.store.partition_book import PartitionBook

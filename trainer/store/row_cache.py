@@ -1,4 +1,4 @@
-"""Rows of other hosts that this host keeps, for all of its processes."""
+"""Rows of other hosts cached on this host, shared by all its processes."""
 
 from __future__ import annotations
 

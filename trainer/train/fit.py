@@ -1,4 +1,4 @@
-"""Epoch after epoch: train, score, keep the best, write checkpoints. Independent of model and loader."""
+"""Trains for all epochs: evaluates, keeps the best model, writes checkpoints. Independent of model and loader."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.ranks import RankGroup, Ranks, pick_device
-from trainer.core.remote_access import CacheSize, RemoteAccess
+from trainer.core.remote_settings import CacheSize, RemoteAccess
 from trainer.core.schema import NodeType
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache

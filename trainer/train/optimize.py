@@ -1,4 +1,4 @@
-"""What one step changes: the model's weights, and the rows of nodes without features."""
+"""One optimizer step: the model's weights and the rows of nodes without features; gradients as means over ranks."""
 
 from __future__ import annotations
 

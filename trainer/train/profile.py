@@ -1,4 +1,4 @@
-"""``python -m trainer profile``: where the time of a run goes, as tables or JSON, and what would help."""
+"""``python -m trainer profile``: where a run's time goes, from its metrics lines, with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Going on without ranks that were lost: those that are left form a new team, as often as it takes.
+"""Continues training without lost ranks: the remaining ranks form a new group.
 
 Who is left says ``team.json`` in the node's run folder, which the node's supervisor writes:
 ``{"generation": 1, "ranks": [0, 1, 4, 5], "lost": [{"node_rank": 2, "ranks": [2, 3], "why": "…"}]}``.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from trainer.core.errors import SettingsError
-from trainer.core.remote_access import CacheSize, RemoteAccess
+from trainer.core.remote_settings import CacheSize, RemoteAccess
 
 F = TypeVar("F", bound=Callable[..., Any])
 

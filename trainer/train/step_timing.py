@@ -1,4 +1,4 @@
-"""Where the seconds of a training step go: clocks that are told what the loop is at, and sums by kind."""
+"""Measures where the time of a training step goes, by kind."""
 
 from __future__ import annotations
 

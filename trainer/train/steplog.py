@@ -1,4 +1,4 @@
-"""Metrics lines of a training loop of one's own: ``gnnfleet.StepLog``."""
+"""``StepLog``: metrics lines of a user's own training loop."""
 
 from __future__ import annotations
 

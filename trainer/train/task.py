@@ -1,4 +1,4 @@
-"""What is learnt: the loss of a batch and how well it was predicted. The loop knows no more of either."""
+"""The task of the bundled trainer: loss of a batch, and how well it was predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the readers of other launchers' files give: a tree of our config."""
+"""The result of reading a file of another launcher: a config tree, and flags given beside the file."""
 
 from __future__ import annotations
 

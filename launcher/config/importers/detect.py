@@ -1,4 +1,4 @@
-"""Which launcher a file was written for, told by its content; and the file as ours."""
+"""Detects by its content which launcher a file was written for, and reads it."""
 
 from __future__ import annotations
 

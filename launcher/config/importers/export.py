@@ -1,4 +1,4 @@
-"""A foreign file as a cluster.yml with comments: what came from where, what has no counterpart."""
+"""Writes a config that was read from a file of another launcher as a commented cluster.yml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quoted command that torch_geometric's launch.py hands to ssh: folder, environment and script in it."""
+"""Parses the quoted command that torch_geometric's launch.py passes to ssh: folder, environment and script."""
 
 from __future__ import annotations
 

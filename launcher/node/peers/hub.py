@@ -1,4 +1,4 @@
-"""The lead node's end of the connections between supervisors (see ``launcher.node.peers.model``)."""
+"""The lead node's end of the connections between supervisors: takes heartbeats and declares silent nodes lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A connection between two supervisors: JSON lines over a socket that never blocks, and who is at its other end.
+"""A connection between two supervisors: JSON lines over a non-blocking socket, both ends authenticated.
 
 Both ends prove that they know the run's token by HMAC-SHA256 over both ends' nonces, without showing it.
 """

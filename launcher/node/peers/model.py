@@ -1,4 +1,4 @@
-"""What the supervisors of one run know of each other: the lead node's is the hub, the others are its members.
+"""What supervisors of a run exchange: reports of members, orders of the hub, causes of an end.
 
 Each member connects to the hub and says each second how its node is; the hub answers each time. What ends the run
 travels at once: the first failure or stop anywhere becomes an order for all. Silence counts as well: who is not heard

@@ -1,4 +1,4 @@
-"""Node program: one Python that runs others of our programs as they are asked for. Python 3.8, standard library only.
+"""Node program: a Python that runs other node programs on request. Python 3.8, standard library only.
 
 Everything that is started on all nodes at once is sparing: typing, json, socket and subprocess take longer to
 import than Python to start. So lines are Python literals, and annotations alone name types of ``typing``.

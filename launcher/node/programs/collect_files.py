@@ -1,4 +1,4 @@
-"""A run folder's wanted files in one answer: small ones with their content, large ones by name; standard library only.
+"""Node program: packs the wanted files of a run folder into one reply; large ones are listed. Standard library only.
 
 ``main({"path", "wanted": regex, "have": {path: [bytes, mtime_ns]}, "small": bytes, "room": bytes})`` answers
 ``{"files": {path: {"bytes", "mtime_ns", "data": base64 of zlib, or null when large}}, "errors": {path: why}}``;

@@ -1,4 +1,4 @@
-"""Node program: which Pythons of this machine have torch, and which folders it may share with others.
+"""Node program: finds Pythons that have torch, and folders that may be shared with other nodes.
 
 Python 3.8, standard library only. ``main({"packages": source of node/programs/packages.py, "given": [folders and
 programs to look at besides], "shared": [folders that are said to be shared]})`` replies ``{"environments": [{"key":

@@ -1,4 +1,4 @@
-"""What a node can say and do about its files; sent over and run there, standard library only.
+"""Node program: digests, unpacks and puts files in place. Standard library only.
 
 ``main(request)`` answers one JSON request: ``inventory`` and ``commit`` for sync and verify,
 ``unpack`` for code, ``disk`` for room, ``list`` for collect.

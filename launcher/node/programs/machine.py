@@ -1,4 +1,4 @@
-"""What a machine has: memory, limits, and what the commands tmux and nvidia-smi say of it.
+"""Facts about a machine: memory, limits, tmux's and nvidia-smi's output.
 
 Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
 

@@ -1,4 +1,4 @@
-"""Node program: prove that the nodes can reach a port of each other. Python 3.8, standard library only.
+"""Node program: tests whether nodes reach ports of each other. Python 3.8, standard library only.
 
 ``{"op": "open", "token", "rank", "ports"}`` listens on these ports and on a free one; replies {"refused": {port: why},
 "free": port}.

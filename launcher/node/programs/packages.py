@@ -1,4 +1,4 @@
-"""Which versions of what a Python has, found without importing any of it (importing torch takes seconds).
+"""Versions of the packages of a Python, found without importing them, since importing torch takes seconds.
 
 Part of node/programs/probe.py: Python 3.8, standard library only, and little of that.
 """

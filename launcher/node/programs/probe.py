@@ -1,4 +1,4 @@
-"""Node program: what this machine is and has. Python 3.8, standard library only.
+"""Node program: facts about this machine. Python 3.8, standard library only.
 
 ``main(request)`` with {"peer": an address other nodes have or "", "address": the one
 configured or "", "workdir", "run_dir" and "session": what a run will make there or "", "ports": [..],

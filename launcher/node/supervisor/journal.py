@@ -1,4 +1,4 @@
-"""What a supervisor writes into its run folder. Nothing that goes wrong there may keep it from ending processes."""
+"""What a supervisor writes into its run folder. A failed write never keeps it from ending processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for memory, and how much it was allowed: from its cgroup or the kernel's log."""
+"""Detects that the kernel killed a process for memory, from its cgroup or the kernel log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launcher.node.describe import size
+from launcher.node.exit_description import size
 
 _WINDOW = 15.0  # seconds before the end of a process in which a kill counts as its own; a large one takes a while to go
 

@@ -1,4 +1,4 @@
-"""The processes of one node: which ranks have started, and how each process ended."""
+"""Records which ranks have started and how each process of the node ended."""
 
 from __future__ import annotations
 

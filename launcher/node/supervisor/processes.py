@@ -1,4 +1,4 @@
-"""The rank runners of one node: one process for each rank, started side by side.
+"""Starts the rank runners of a node, and ends all processes of the run.
 
 They get the variables that torch.distributed.run would set, so that ``init_process_group("env://")`` and what builds
 on it work; rank 0 then holds the store at MASTER_ADDR:MASTER_PORT itself. Nothing else of it is needed here: the

@@ -1,4 +1,4 @@
-"""Runs one rank of the trainer: ``rank.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
+"""Runs one rank: ``rank_runner.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
 
 Stamps the rank's output into ``logs/rank<r>.log``, writes ``outcomes/rank<r>.json``, passes a stop
 on to the rank's process group, and leaves none of its processes behind. A rank that ended because

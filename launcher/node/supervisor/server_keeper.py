@@ -1,4 +1,4 @@
-"""Keeps a node's graph server up: until it is ready, and on a ``server`` node again when it has died."""
+"""Starts a node's graph server, waits until it is ready, and on ``server`` nodes restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
-from launcher.node.describe import describe
+from launcher.node.exit_description import describe
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.spec import NodeSpec

@@ -1,4 +1,4 @@
-"""``node.json``: what one node of a run is to do."""
+"""``node.json``: what the supervisor of one node is to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a node are: Python stacks of all their processes, asked for before a run is stopped.
+"""Python stacks of all ranks of a node, requested before a stalled run is stopped.
 
 ``site/sitecustomize.py`` has them write on a signal; only a process that has registered is sent one.
 What cannot answer is described by what /proc says.

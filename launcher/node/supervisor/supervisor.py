@@ -21,17 +21,17 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
-from launcher.node.describe import asked, describe
+from launcher.node.exit_description import asked, describe
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Alone, Cause, Order, Peers, make_cause, sentence
-from launcher.node.supervisor.health import Departed, Finding, Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, conflicts, who_holds
 from launcher.node.supervisor.processes import Runners, end_processes
 from launcher.node.supervisor.server_keeper import Keeper
 from launcher.node.supervisor.spec import NodeSpec
+from launcher.node.supervisor.stall_detector import Departed, Finding, Health
 
 HEARTBEAT = 1.0  #: seconds between two state.json
 

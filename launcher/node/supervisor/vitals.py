@@ -1,4 +1,4 @@
-"""What the ranks of a node tell of themselves: their last metrics lines, and losses that are no numbers.
+"""Vital signs of a node's ranks: their last metrics lines, and losses that are not finite.
 
 Reads ``metrics-rank<r>.jsonl`` and ``progress-rank<r>`` (docs/ARCHITECTURE.md, "Metrics lines") as they grow.
 """

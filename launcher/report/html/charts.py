@@ -1,4 +1,4 @@
-"""The charts of a report, as plotly figures: losses, accuracies, speeds, where the time goes, bytes between nodes."""
+"""Charts of a report as plotly figures: loss, accuracy, speed, time by kind, bytes between nodes."""
 
 from __future__ import annotations
 

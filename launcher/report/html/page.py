@@ -1,4 +1,4 @@
-"""The parts of a report, before they are HTML. Every text in them is plain: the template escapes it."""
+"""The parts of a report page before they become HTML. All their text is plain; the template escapes it."""
 
 from __future__ import annotations
 

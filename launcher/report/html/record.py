@@ -1,4 +1,4 @@
-"""All that a report tells of a run, read from its folder on this machine."""
+"""Reads everything that a report shows from a run's folder on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report page as one self-contained HTML file: nothing in it is loaded from anywhere.
+"""Renders a report page as one self-contained HTML file that loads nothing.
 
 Texts of logs, hosts and configs are escaped, by the template or, where plotly draws them, here; and the page's own
 policy (Content-Security-Policy) forbids every request, so that a text that slipped through can fetch and send nothing.

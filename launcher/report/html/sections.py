@@ -1,4 +1,4 @@
-"""From what is known of a run to the sections of its report."""
+"""Builds the sections of a report from the record of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the metrics lines of all ranks to the curves of a report, in one pass and in bounded memory."""
+"""Builds the curves of a report from the metrics lines of all ranks, in one pass and in bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened when: stages of the launch, life of each process, and what was told meanwhile."""
+"""The timeline of a run: stages of the launch, lifetime of each process, events."""
 
 from __future__ import annotations
 

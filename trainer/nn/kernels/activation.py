@@ -1,4 +1,4 @@
-"""What stands between two layers, in one pass over the rows: bias, ReLU and dropout."""
+"""Bias, ReLU and dropout between two layers, in one pass over the rows."""
 
 from __future__ import annotations
 

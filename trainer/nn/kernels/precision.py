@@ -1,4 +1,4 @@
-"""What layers compute in: float32, or bfloat16 with sums in float32. Weights stay float32 in either case."""
+"""Precision of layers: float32, or bfloat16 with sums in float32. Weights stay float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole batches: the work asked for and what came of it, to and from wire messages.
+"""Requests for whole batches and their replies, to and from frames.
 
 Both are a run of int64 in the records, in the order in which they are written and read here, that refers to the
 message's tables of names and arrays. A request begins with the keys of the batch and of the client (2 × u64) and

@@ -1,4 +1,4 @@
-"""Requests for hops and their answers, to and from wire messages.
+"""Hop requests and replies, to and from frames.
 
 A request is a record of places in the message's tables and numbers: edge type, nodes, trees, times, attribute of the
 time, weight, targets and sources to exclude, sources (9 × i32, -1: not given) · flags u32 · fanout i64 · shuffle i64 ·

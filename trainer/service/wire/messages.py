@@ -1,4 +1,4 @@
-"""Requests and replies as typed values, to and from wire messages; those of hops are in ``hops``.
+"""Requests and replies of the graph service as typed values, to and from frames.
 
 An array of rows goes with a *mark* of one byte: how it was rounded, and from which dtype. float16 rows are one array,
 int8 rows two: codes [n, …] and scales float32 [n, 1] (``trainer.core.rounding``). Mark 0: the array as it is.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trainer.core import rounding
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, WireError
-from trainer.core.remote_access import WireRows
+from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.request_split import EDGES_AT_ONCE
 from trainer.sampler.types import EdgeList, RowRequest

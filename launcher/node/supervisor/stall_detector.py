@@ -1,4 +1,4 @@
-"""Whether the ranks get on: their vital signs here, judged over all nodes on the lead node; stacks when they do not."""
+"""Finds ranks that stall or are slow, compared over all nodes on the lead node, and collects their stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph whose parts are all elsewhere, as a ``PartStore`` that holds none."""
+"""The ``PartStore`` of a client: it has the manifest and holds no part."""
 
 from __future__ import annotations
 

@@ -1,0 +1,272 @@
+"""Numba kernels of sampling and relabelling. They run without the GIL, on arrays that the caller owns.
+
+``nodes`` below are global ids; less ``first_node``, the part's first, they are rows of the part's CSC arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numba.extending import intrinsic
+
+from trainer.core.compiled import njit
+from trainer.core.rng import draw, node_key, tree_key
+
+_READ, _EVERY_CACHE, _DATA = 0, 3, 1
+
+
+def _prefetch(_typing: Any, array: Any, at: Any) -> Any:
+    """``prefetch(array, at)``: ``array[at]``, of a contiguous 1-d array, is read soon. Any ``at`` does no harm."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        line = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        flag = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [line.type, flag, flag, flag])
+        hint = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        builder.call(hint, [line, flag(_READ), flag(_EVERY_CACHE), flag(_DATA)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), emit
+
+
+prefetch: Any = intrinsic(_prefetch)
+
+_jit = njit(boundscheck=False)
+
+#: Up to this many picks from a row longer than that, displaced positions are kept in a list and searched.
+_LIST_PICKS, _LONG = 64, 4096
+
+_AT_ONCE = 256  #: slots drawn before the first of them is read
+
+_IDS_AHEAD = 16  #: how far ahead of its use an id's entry of a table is fetched
+
+_ROWS_AHEAD = 16  #: how far ahead of the draws the rows' own lines are fetched
+
+
+@_jit
+def count_picks(indptr: Any, nodes: Any, first_node: int, fanout: int, replace: bool, counts: Any) -> int:
+    """Fill ``counts`` int32 [n] with the neighbours each of the ``nodes`` will give; return the longest row."""
+    longest = 0
+    for i in range(len(nodes)):
+        row = nodes[i] - first_node
+        degree = indptr[row + 1] - indptr[row]
+        longest = max(longest, degree)
+        if fanout < 0 or (degree <= fanout and not replace):
+            counts[i] = degree
+        else:
+            counts[i] = fanout if degree > 0 else 0
+    return longest
+
+
+@_jit
+def draw_edges(
+    indptr: Any, indices: Any, nodes: Any, first_node: int, orig_id: Any, trees: Any, counts: Any, replace: bool,
+    fanout: int, shuffle: int, key: Any, longest: int, first_edge: int, src: Any, edge: Any,
+) -> None:  # fmt: skip
+    """Fill ``src`` [counts.sum()] with sources drawn for ``nodes`` and, unless empty, ``edge`` with edge ids.
+
+    Without replacement the picks of a row are the first ``counts[i]`` steps of one
+    Fisher-Yates shuffle of its edges, so fewer picks are a prefix of more. A row taken whole
+    is shuffled in its first ``shuffle`` places only. ``trees`` int64 [n] is empty unless disjoint.
+
+    Slots are drawn some hundred ahead of the reads, which then find their lines in the cache.
+    """
+    slots = np.empty(_AT_ONCE + (max(longest, fanout) if replace else longest), np.int64)
+    order, moved = np.empty(longest, np.int32), np.empty(longest, np.int32)
+    where, what = np.empty(_LIST_PICKS, np.int64), np.empty(_LIST_PICKS, np.int64)
+    ordered, waiting, done = 0, 0, 0  # ``order`` is 0, 1, 2, … up to ``ordered``
+    for i in range(len(nodes)):
+        if i + _ROWS_AHEAD < len(nodes):
+            prefetch(indptr, nodes[i + _ROWS_AHEAD] - first_node)
+            prefetch(orig_id, nodes[i + _ROWS_AHEAD] - first_node)
+        count, row = counts[i], nodes[i] - first_node
+        begin = indptr[row]
+        degree = indptr[row + 1] - begin
+        picks = slots[waiting : waiting + count]
+        drawn = node_key(key, orig_id[row])
+        if len(trees):
+            drawn = tree_key(drawn, trees[i])
+        if replace and fanout >= 0:
+            for j in range(count):
+                picks[j] = begin + draw(drawn, j, degree)
+        elif count < degree and count <= _LIST_PICKS and degree > _LONG:
+            _shuffle_listed(picks, begin, degree, drawn, where, what)
+        elif count > 0:
+            while ordered < degree:
+                order[ordered] = ordered
+                ordered += 1
+            _shuffle(picks, begin, degree, count if count < degree else min(shuffle, degree - 1), drawn, order, moved)
+        for j in range(count):
+            prefetch(indices, picks[j])
+        waiting += count
+        if waiting >= _AT_ONCE or i == len(nodes) - 1:
+            for k in range(waiting):
+                src[done + k] = indices[slots[k]]
+            if len(edge):
+                for k in range(waiting):
+                    edge[done + k] = first_edge + slots[k]
+            done += waiting
+            waiting = 0
+
+
+@_jit
+def _shuffle(picks: Any, begin: int, degree: int, steps: int, drawn: Any, order: Any, moved: Any) -> None:
+    """The first ``len(picks)`` of begin, begin + 1, … after that many steps of a Fisher-Yates shuffle.
+
+    ``order`` int32 holds 0, 1, 2, …, and does so again afterwards: what a step moved is put back.
+    """
+    for j in range(steps):
+        other = j + draw(drawn, j, degree - j)
+        picks[j] = begin + order[other]
+        order[other] = order[j]
+        moved[j] = other
+    for j in range(steps, len(picks)):
+        picks[j] = begin + order[j]
+    for j in range(steps):
+        order[moved[j]] = moved[j]
+
+
+@_jit
+def _shuffle_listed(picks: Any, begin: int, degree: int, drawn: Any, where: Any, what: Any) -> None:
+    """The same shuffle without writing the whole row: only displaced places are remembered."""
+    for j in range(len(picks)):
+        other = j + draw(drawn, j, degree - j)
+        chosen, here = other, j
+        slot = j
+        for k in range(j):
+            if where[k] == other:
+                chosen = what[k]
+                slot = k
+            if where[k] == j:
+                here = what[k]
+        where[j] = -1
+        where[slot], what[slot] = other, here
+        picks[j] = begin + chosen
+
+
+@_jit
+def relabel(src: Any, table: Any, first_new: int, local: Any, new: Any) -> int:
+    """Map global ids to batch positions, giving unseen ones the next; return how many were new.
+
+    ``table`` int32 [num_nodes] holds position + 1, 0 for unseen. Fills ``local`` int32 [len(src)] and ``new``.
+    """
+    found = 0
+    for i in range(len(src)):
+        if i + _IDS_AHEAD < len(src):
+            prefetch(table, np.int64(src[i + _IDS_AHEAD]))
+        position = table[src[i]]
+        unseen = position == 0  # written either way: whether a node is new cannot be foretold
+        position += np.int32(unseen) * np.int32(first_new + found + 1)
+        table[src[i]] = position
+        new[found] = src[i]
+        found += int(unseen)
+        local[i] = position - 1
+    return found
+
+
+@_jit
+def enter_seeds(seeds: Any, table: Any) -> None:
+    """Give each seed its position; a repeated seed keeps its first."""
+    for i in range(len(seeds)):
+        if table[seeds[i]] == 0:
+            table[seeds[i]] = i + 1
+
+
+@_jit
+def forget(nodes: Any, table: Any) -> None:
+    """Mark ``nodes`` unseen again."""
+    for i in range(len(nodes)):
+        if i + _IDS_AHEAD < len(nodes):
+            prefetch(table, nodes[i + _IDS_AHEAD])
+        table[nodes[i]] = 0
+
+
+@_jit
+def find_edges(indptr: Any, indices: Any, rows: Any, sources: Any, order: Any, found: Any) -> None:
+    """Set ``found[order[i]]`` where the row ``rows[i]`` holds ``sources[i]``; pairs sorted by (row, source).
+
+    Every row asked for is read once, however many pairs ask for it.
+    """
+    begin = 0
+    while begin < len(rows):
+        end = begin + 1
+        while end < len(rows) and rows[end] == rows[begin]:
+            end += 1
+        for slot in range(indptr[rows[begin]], indptr[rows[begin] + 1]):
+            at = first_at_least(sources, begin, end, indices[slot])
+            while at < end and sources[at] == indices[slot] and not found[order[at]]:
+                found[order[at]] = True
+                at += 1
+        begin = end
+
+
+@_jit
+def first_at_least(values: Any, low: int, high: int, wanted: int) -> int:
+    """First place in ``values[low:high]``, ascending, that holds ``wanted`` or more; ``high`` if none."""
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@_jit
+def block_rows(row_begin: Any, row_count: Any, fanout: int, edges: Any, indptr: Any) -> Any:
+    """CSR of the first ``fanout`` (-1: all) edges of every row; fills ``indptr``, returns indices."""
+    total = 0
+    for i in range(len(row_begin)):
+        indptr[i] = total
+        total += row_count[i] if fanout < 0 else min(fanout, row_count[i])
+    indptr[len(row_begin)] = total
+    indices = np.empty(total, np.int32)
+    for i in range(len(row_begin)):
+        begin, width = row_begin[i], indptr[i + 1] - indptr[i]
+        for j in range(width):
+            indices[indptr[i] + j] = edges[begin + j]
+    return indices
+
+
+@_jit
+def write_ends(src: Any, counts: Any, ends: Any) -> None:
+    """Fill ``ends`` [2, e] with source and target of each edge; edges are grouped by target, ``counts`` of each."""
+    cursor = 0
+    for target in range(len(counts)):
+        for _ in range(counts[target]):
+            ends[0, cursor] = src[cursor]
+            ends[1, cursor] = target
+            cursor += 1
+
+
+@_jit
+def scatter_runs(values: Any, counts: Any, positions: Any, begins: Any, out: Any) -> None:
+    """Put the k-th run of ``values`` (``counts[k]`` long) at ``out[begins[positions[k]]:]``."""
+    cursor = 0
+    for k in range(len(positions)):
+        begin = begins[positions[k]]
+        for j in range(counts[k]):
+            out[begin + j] = values[cursor + j]
+        cursor += counts[k]
+
+
+@_jit
+def take_numbers(source: Any, rows: Any, positions: Any, out: Any) -> None:
+    """``out[positions[i]] = source[rows[i]]`` for 1-d arrays; ``out`` may be wider whole numbers than ``source``."""
+    last = len(rows) - 1
+    for i in range(len(rows)):
+        prefetch(source, np.int64(rows[min(i + _IDS_AHEAD, last)]))
+        out[positions[i]] = source[rows[i]]
+
+
+@_jit
+def take_rows(source: Any, rows: Any, positions: Any, out: Any) -> None:
+    """``out[positions[i]] = source[rows[i]]`` for 2-d arrays of one dtype."""
+    for i in range(len(rows)):
+        row, position = rows[i], positions[i]
+        for j in range(source.shape[1]):
+            out[position, j] = source[row, j]

@@ -26,8 +26,9 @@ def host() -> Iterator[Host]:
     """A machine with a graph server."""
     with NetCluster(1) as cluster:
         (host,) = cluster.hosts
-        kit = REPOSITORY / "tests/trainer/service_kit.py"
-        serve = f"PYTHONPATH={REPOSITORY} setsid {sys.executable} {kit} tcp://0.0.0.0:{_PORT} >/tmp/serve.log 2>&1 &"
+        path = f"{REPOSITORY}:{REPOSITORY}/tests/trainer"
+        code = f"from service_kit import _serve; _serve('tcp://0.0.0.0:{_PORT}')"
+        serve = f'PYTHONPATH={path} setsid {sys.executable} -c "{code}" >/tmp/serve.log 2>&1 &'
         host.run(["bash", "-c", serve])
         yield host
 

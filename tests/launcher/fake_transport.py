@@ -54,8 +54,8 @@ class FakeTransport(Transport):
     """A node that exists in memory only.
 
     ``on("tmux new-session", printed())`` answers each command whose argv, joined by blanks,
-    contains the text. ``on_program("probe", lambda request: {...})`` answers node programs
-    (``rpc.call``) whose source contains the text. Rules added later win. A command
+    contains the text. ``on_program("probe", lambda request: {...})`` answers the node program
+    of that name. Rules added later win. A command
     without a rule raises ``AssertionError``. ``files`` maps paths to contents, ``modes`` to
     modes; ``~/`` stays as it is. ``fail`` (an exception) breaks every method from then on.
     """
@@ -78,9 +78,10 @@ class FakeTransport(Transport):
         self._rules.append(Rule(lambda line, stdin: text in line, list(answers)))
         return self
 
-    def on_program(self, text: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
-        """Answer node programs whose source contains ``text`` by a function of the request."""
-        self._rules.append(Rule(lambda line, stdin: text.encode() in stdin, [_program(reply) for reply in replies]))
+    def on_program(self, name: str, *replies: Callable[[dict[str, Any]], dict[str, Any]] | Exception) -> FakeTransport:
+        """Answer ``launcher/node/programs/<name>.py`` by a function of the request."""
+        called = f'["{name}", '.encode()
+        self._rules.append(Rule(lambda line, stdin: stdin.startswith(called), [_program(reply) for reply in replies]))
         return self
 
     def on_stream(self, text: str, lines: list[str], returncode: int | None = 0) -> FakeTransport:
@@ -172,7 +173,6 @@ class FakeTalk(Talk):
 
     def __init__(self, node: FakeTransport, command: Command):
         self._node, self._command = node, command
-        self._sources: dict[str, str] = {}
         self._answers: deque[str] = deque()
         self._ended = Completed(0, b"", b"")
         self._lost: TransportError | None = None
@@ -185,10 +185,9 @@ class FakeTalk(Talk):
             now = time.time() + self._node.clock
             self._answers.append(MARKER + repr({"times": [now, now]}))
             return
-        self._sources |= asked["sources"]
-        program = self._sources["programs." + asked["program"]]
+        called = json.dumps([asked["program"], asked["request"]]).encode()
         try:
-            done = self._node.run(self._command, stdin=json.dumps([program, asked["request"]]).encode(), timeout=1.0)
+            done = self._node.run(self._command, stdin=called, timeout=1.0)
         except TransportError as error:
             self._lost = error
             raise

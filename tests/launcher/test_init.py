@@ -42,15 +42,11 @@ def machine(*there: dict[str, Any], shares: tuple[str, ...] = (), one: bool = Tr
     """A host with these environments; ``one``: its folders of ``shares`` are those of the other hosts."""
     k = next(_serial)
     addresses = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
-    fake = FakeTransport(target="host").on_program("can reach a port", wire())
-    fake.on_program(
-        "what this machine is and has", lambda request: probe_of(k, addresses=addresses, boot_id=f"b{k}", **facts)
-    )
-    fake.on_program(
-        "which Pythons of this machine have torch", lambda request: {"environments": there, "shares": shares}
-    )
+    fake = FakeTransport(target="host").on_program("network", wire())
+    fake.on_program("probe", lambda request: probe_of(k, addresses=addresses, boot_id=f"b{k}", **facts))
+    fake.on_program("environments", lambda request: {"environments": there, "shares": shares})
     return fake.on_program(
-        "is a folder the same one", lambda request: {"written": True, "seen": one, "identity": [], "op": request["op"]}
+        "folders", lambda request: {"written": True, "seen": one, "identity": [], "op": request["op"]}
     )
 
 

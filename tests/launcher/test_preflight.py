@@ -22,8 +22,8 @@ from launcher.transport.base import Transport
 def machine(k: int, **facts: Any) -> FakeTransport:
     """A healthy node, changed by ``facts``."""
     there = [["lo", "127.0.0.1"], ["eth0", f"10.0.0.{k}"]]
-    fake = FakeTransport(target=f"host{k}", node_rank=k).on_program("can reach a port", wire())
-    return fake.on_program("what this machine is and has", lambda request: probe_of(k, addresses=there, **facts))
+    fake = FakeTransport(target=f"host{k}", node_rank=k).on_program("network", wire())
+    return fake.on_program("probe", lambda request: probe_of(k, addresses=there, **facts))
 
 
 def problems(report: PreflightReport) -> list[tuple[int, str, str]]:

@@ -64,14 +64,14 @@ def of_the_wire() -> Iterator[tuple[str, str]]:
     wrong = replace(config, nodes=(replace(config.nodes[0], interface="ib7"), config.nodes[1]))
     yield "an interface that is not there", said(wrong, {k: machine(k) for k in range(2)}, ("interface",))
     taken = machine(0).on_program(
-        "can reach a port",
+        "network",
         lambda request: {"refused": {"29500": "Address already in use"}, "free": 1, "blocked": []},
     )
     yield "a port taken between two looks", said(config, {0: taken, 1: machine(1)}, ("master port",))
     there = [["eth0", "10.0.0.1"], ["ib0", "10.9.0.1"]]
     other = {0: machine(0), 1: machine(1, addresses=there)}
     for one in other.values():
-        one.on_program("can reach a port", _only("10.9.0.1"))
+        one.on_program("network", _only("10.9.0.1"))
     report = run_preflight(config, other)
     yield (
         "another address is taken",
@@ -98,7 +98,7 @@ def of_folders() -> Iterator[tuple[str, str]]:
         machines: dict[int, Transport] = {}
         for k in range(3):
             reply = {"written": written, "seen": k > 0 and seen[k - 1], "identity": [sizes[k]]}
-            machines[k] = machine(k, manifest=True).on_program("is a folder the same one", lambda request, r=reply: r)
+            machines[k] = machine(k, manifest=True).on_program("folders", lambda request, r=reply: r)
         yield how, said(config, machines, ("shared folder",))
 
 

@@ -105,14 +105,14 @@ def test_a_node_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = wire()(request)
         return {**answer, "refused": {"29500": "Address already in use"}} if request["op"] == "open" else answer
 
-    first = machine(0).on_program("can reach a port", reply)
+    first = machine(0).on_program("network", reply)
     report = run_preflight(cluster(2), {0: first, 1: machine(1)})
     assert blocked(report) == [(0, "cannot listen on its master port: Address already in use")]
     assert "run.master_port" in remedy(report)
 
 
 def test_a_line_lost_during_the_test_is_a_finding() -> None:
-    broken = machine(1).on_program("can reach a port", ConnectionLost("connection lost", node_rank=1))
+    broken = machine(1).on_program("network", ConnectionLost("connection lost", node_rank=1))
     report = run_preflight(cluster(2), {0: machine(0), 1: broken})
     assert [(f.node_rank, f.check) for f in report.findings if f.severity == "block"] == [(1, "connect")]
 

@@ -111,12 +111,11 @@ def test_a_rank_that_raises_is_named_with_its_exception(start: Callable[..., Lau
     run = start("raise")
     output = run.output()
     assert run.process.returncode == 1, output
-    for rank in (0, 1):
-        assert f"node0/rank{rank} | rank {rank} of 2, local {rank}, parts 0" in output
+    assert "node0/rank1 | rank 1 of 2, local 1, parts 0" in output  # rank 0 may be stopped before it says anything
     assert {path.name for path in (run.folder / "runs/r1/logs/node0").iterdir()} >= {"rank0.log", "rank1.log"}
     assert "The run failed: rank 1 on node0 (local) raised ValueError: rank 1 does not like this" in output
     report = output[output.index("The run failed:") :]
-    assert report.count("ValueError: rank 1") == 2, "once in the headline, once in the traceback"
+    assert report.count("Traceback") == 1, "the others' are folded"
     assert "Connection closed by peer" not in output, "what followed is folded"
     assert "stopped after it: 1 rank" in output or "1 follow-up error" in output
     assert run.result["first_failure"]["rank"] == 1

@@ -34,4 +34,4 @@ def machine(k: int, closed: Closed | None = None, **facts: Any) -> FakeTransport
         return {**this_machine(), **own, "addresses": there, "busy_ports": {}, **facts}
 
     fake = FakeTransport(target=f"host{k}", node_rank=k)
-    return fake.on_program("what this machine is and has", probe).on_program("can reach a port", wire(closed))
+    return fake.on_program("probe", probe).on_program("network", wire(closed))

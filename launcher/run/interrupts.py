@@ -160,7 +160,9 @@ class Keys:
 
     def pressed(self) -> str:
         """What has been typed by now; '' for nothing. End of file counts as Enter."""
-        if not select.select([self.stream], [], [], 0.0)[0]:
+        poll = select.poll()  # select() refuses descriptors from 1024 on
+        poll.register(self.stream, select.POLLIN)
+        if not poll.poll(0):
             return ""
         return os.read(self.stream, 64).decode(errors="replace") or "\n"
 
@@ -171,7 +173,7 @@ _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": Non
 
 
 class Talking:
-    """Turns signals and keys into wishes; within its context the terminal is as it was before, at the end."""
+    """Maps signals and key presses to stop, detach or continue. A context manager that restores the terminal."""
 
     def __init__(
         self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False

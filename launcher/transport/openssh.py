@@ -231,7 +231,9 @@ class _SftpPipe:
         self.send, self.recv = sock.send, sock.recv
 
     def recv_ready(self) -> bool:
-        return bool(select.select([self._sock], [], [], 0)[0])
+        poll = select.poll()  # select() refuses descriptors from 1024 on
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def get_name(self) -> str:
         return "sftp"

@@ -271,3 +271,23 @@ def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run()
 def test_a_terminal_closed_while_collecting_changes_nothing() -> None:
     process = program("interrupts.keeps_on = True; signal.raise_signal(signal.SIGHUP); time.sleep(0.1); sys.exit(7)")
     assert process.wait(5) == 7
+
+
+def test_keys_are_read_where_many_files_are_open(terminal: Terminal) -> None:
+    import fcntl
+    import resource
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] <= 1100:
+        pytest.skip(f"only {limits[1]} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    high = fcntl.fcntl(terminal.far, fcntl.F_DUPFD, 1100)
+    try:
+        with Keys(high) as keys:
+            assert keys.pressed() == ""
+            terminal.type("s")
+            time.sleep(0.05)
+            assert keys.pressed() == "s"
+    finally:
+        os.close(high)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -81,7 +81,7 @@ def test_a_full_disk_does_not_hide_the_first_cause(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_during_sync_leaves_only_what_the_next_sync_takes_up(scene: Scene) -> None:
-    earlier = scene.running("--", "python", "waits.py").await_line("here is rank 1")  # so that our code is there already
+    earlier = scene.running("--", "python", "waits.py").await_line("here is rank 1")  # our code is there then
     shutil.rmtree(earlier.send(signal.SIGINT).end().run_dir)
     scene.parts = scene.folder / "parts"
     scene.data = {"options": {"num_nodes": 3000, "avg_degree": 12, "num_classes": 5, "num_features": 500}}

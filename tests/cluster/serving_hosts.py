@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +99,3 @@ class ServingHosts:
         lines = map(json.loads, (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
         epochs = {line["epoch"]: line["step_loss"] for line in lines if line["kind"] == "epoch" and "step_loss" in line}
         return [loss for epoch in sorted(epochs) for loss in epochs[epoch]]
-
-
-def wait_until(true: Callable[[], object], seconds: float) -> float:
-    """Seconds it took."""
-    start = time.monotonic()
-    while not true():
-        assert time.monotonic() < start + seconds
-        time.sleep(0.2)
-    return time.monotonic() - start

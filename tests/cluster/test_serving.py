@@ -16,7 +16,7 @@ import trainer
 from launching import SYNTHETIC, Running
 from netns import NetCluster
 from operator_kit import end_processes, run_processes
-from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts, wait_until
+from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts
 from terminal import Terminal
 from trainer.core.errors import ServiceError
 from trainer.loader.block_loader import BatchLoader
@@ -24,6 +24,7 @@ from trainer.service.curve_keys import CurveKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import loader_settings, trained_model
 from trainer.train.settings import TrainSettings
+from waiting import wait_until
 
 LONG = 5000  # epochs
 #: On this machine: tests/launcher/test_serving_local.py.

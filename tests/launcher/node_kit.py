@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import procs
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = ROOT / "launcher" / "node"
@@ -22,15 +22,6 @@ SUPERVISOR = NODE / "supervisor" / "supervisor.py"
 RANK_RUNNER = NODE / "supervisor" / "rank_runner.py"
 PYTHON = sys.executable
 GRACE = 1.0
-
-
-def wait_until(true: Callable[[], Any], timeout: float = 15.0) -> Any:
-    """The first true value of ``true()``; the test fails when none comes in time."""
-    deadline = time.monotonic() + timeout
-    while not (value := true()):
-        assert time.monotonic() < deadline, f"did not come true within {timeout} s"
-        time.sleep(0.02)
-    return value
 
 
 def free_port() -> int:

@@ -14,8 +14,9 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.run_folder import LaunchFile, Stage, register
-from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, wait_until
+from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder
 from run_kit import make_launch, make_node
+from waiting import wait_until
 
 #: Prints its rank, writes metrics as the trainer does, and waits to be ended.
 TRAINS = """

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from node_kit import python, wait_until
+from node_kit import python
 from peers_kit import SERVE, Run
+from waiting import wait_until
 
 MakeRun = Callable[..., Run]
 WAIT = "import os, time; print('up', flush=True)\nwhile not os.path.exists('../go'): time.sleep(0.05)"

@@ -21,8 +21,9 @@ from launcher.node.child_process import Loop
 from launcher.node.log_lines import LineLog
 from launcher.node.supervisor.journal import Journal, Latest
 from launcher.node.supervisor.outcomes import Book, Mailbox
-from node_kit import ROOT, wait_until
+from node_kit import ROOT
 from peers_kit import Run
+from waiting import wait_until
 
 
 @pytest.fixture

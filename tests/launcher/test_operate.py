@@ -19,8 +19,8 @@ from launcher.manage.resume import prepare
 from launcher.manage.select import Choice, chosen
 from launcher.manage.show_logs import since_when
 from launcher.run.options import LaunchOptions
-from node_kit import wait_until
 from operate_kit import MadeRun
+from waiting import wait_until
 
 IGNORES_TERM = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"

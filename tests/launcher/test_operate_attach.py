@@ -13,8 +13,8 @@ from launcher.cli.main import run
 from launcher.config.schema import NodeConfig
 from launcher.manage.attach import Pane, attach_argv, make_session, panes_of
 from launcher.manage.select import Choice, chosen
-from node_kit import wait_until
 from operate_kit import MadeRun
+from waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,10 @@ import pytest
 from launcher.cli.main import run
 from launcher.command import Command
 from launcher.plan.serialize import run_json
-from node_kit import PYTHON, wait_until
+from node_kit import PYTHON
 from operate_kit import TRAINS, MadeRun
 from peers_kit import SERVE, free_port
+from waiting import wait_until
 
 SERVER = Command((PYTHON, "-c", SERVE))
 

@@ -11,8 +11,8 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.manage import status
-from node_kit import wait_until
 from operate_kit import MadeRun
+from waiting import wait_until
 
 
 @pytest.fixture

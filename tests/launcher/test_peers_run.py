@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from launcher.node import leases
-from node_kit import python, wait_until
+from node_kit import python
 from peers_kit import SERVE, SLEEP, Run, wire
+from waiting import wait_until
 
 MakeRun = Callable[..., Run]
 

@@ -24,7 +24,7 @@ from launcher.node import leases, procs
 from launcher.node.programs import folders, machine, packages, probe
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent
-from node_kit import wait_until
+from waiting import wait_until
 
 SMI = """#!/bin/bash
 echo "$1" >>"$0.asked"

@@ -21,7 +21,8 @@ from launcher.node.exit_description import describe, size
 from launcher.node.log_lines import LineLog, TracebackFinder
 from launcher.node.supervisor import oom
 from launcher.node.supervisor.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
-from node_kit import PYTHON, RANK_RUNNER, python, wait_until
+from node_kit import PYTHON, RANK_RUNNER, python
+from waiting import runs, wait_until
 
 ENVIRONMENT = {**os.environ, "RANK": "5", "LOCAL_RANK": "1", "NODE_RANK": "2", "GNNFLEET_GRACE": "0.5"}
 
@@ -156,7 +157,7 @@ def test_what_the_rank_leaves_behind_is_ended(tmp_path: Path) -> None:
         "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid); raise SystemExit(1)"
     )
     assert run_rank(tmp_path, code) == 1
-    assert not Path(f"/proc/{logged(tmp_path)[0]}").exists()
+    assert not runs(int(logged(tmp_path)[0]))
 
 
 def test_full_disk_does_not_stop_the_rank(tmp_path: Path) -> None:

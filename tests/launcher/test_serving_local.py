@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.node.procs import look
+from launcher.node.procs import alive
 from launching import Launched
-from node_kit import wait_until
 from serving_kit import ServingKit
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,14 +177,10 @@ def test_a_server_that_cannot_start_is_the_reason_and_nothing_is_left(kit: Servi
     told = kit.gnnfleet("serve", "--config", str(config))
     assert told.status == 1
     assert "(local): " in told.err and "run.start_timeout" in told.err
-    until = time.monotonic() + 60  # a supervisor that came up late ends by itself
-    while any(process_is_there(kit, k) for k in range(2)):
-        assert time.monotonic() < until
-        time.sleep(0.1)
+    wait_until(lambda: not any(supervisor_runs(kit, k) for k in range(2)))  # one that came up late ends by itself
 
 
-def process_is_there(kit: ServingKit, server: int) -> bool:
+def supervisor_runs(kit: ServingKit, server: int) -> bool:
     path = kit.run_dir("broken", server) / "state.json"
     state = json.loads(path.read_text()) if path.exists() else {}
-    process = look(state["pid"]) if state else None
-    return process is not None and process.start_ticks == state["start_ticks"]
+    return bool(state) and alive(state["pid"], state["start_ticks"])

@@ -16,7 +16,8 @@ from launcher.errors import SessionError
 from launcher.plan.model import NodePlan
 from launcher.run.tmux_session import session_status, start_session, stop_session
 from launcher.transport.local import LocalTransport
-from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, python, wait_until
+from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, python
+from waiting import wait_until
 
 TMUX = shutil.which("tmux")
 pytestmark = pytest.mark.skipif(TMUX is None, reason="needs tmux")

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from launcher.node.supervisor import stacks
-from node_kit import NODE, PYTHON, ROOT, RunFolder, python, wait_until
+from node_kit import NODE, PYTHON, ROOT, RunFolder, python
+from waiting import wait_until
 
 SITE = f"{NODE}/site"
 STUCK = """

@@ -6,11 +6,11 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from node_kit import GRACE, MakeFolder, RunFolder, python, wait_until
+from node_kit import GRACE, MakeFolder, RunFolder, python
+from waiting import runs, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 SERVE = "import pathlib, time; pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
@@ -29,10 +29,6 @@ if os.fork() == 0:
 while not os.path.exists("escaped") or not open("escaped").read():
     time.sleep(0.01)
 """
-
-
-def running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists() and ") Z " not in Path(f"/proc/{pid}/stat").read_text()
 
 
 def stop(run: RunFolder) -> None:
@@ -105,7 +101,7 @@ def test_rank_killed_together_with_its_runner(folder: MakeFolder) -> None:
     os.kill(run.json("procs/rank0.json")["runner"]["pid"], signal.SIGKILL)
     assert run.end()["state"] == "failed"
     assert run.outcome("rank0")["signal"] == "SIGKILL" and run.outcome("rank0")["failed"]
-    assert not running(child)
+    assert not runs(child)
 
 
 def test_raising_rank_is_the_failure_and_the_others_are_stopped(folder: MakeFolder) -> None:
@@ -232,14 +228,14 @@ def test_process_that_left_group_and_session_is_found(folder: MakeFolder, enviro
     code = ESCAPE.replace("        open(", f"        import sys; REST = {rest!r}; {environment}\n        open(")
     run = folder().rank(python(code))
     assert run.run()["state"] == "done"
-    assert not running(int((run.path / "escaped").read_text()))
+    assert not runs(int((run.path / "escaped").read_text()))
 
 
 def test_supervisor_killed_takes_everything_along(folder: MakeFolder) -> None:
     run = folder(server=python(SERVE)).ranks(python(SLEEP), nproc=2).start()
     pids = [run.pid(name) for name in ("server", "runner0", "runner1", "rank0", "rank1")]
     run.supervisor.kill()  # type: ignore[union-attr]
-    wait_until(lambda: not run.processes() and not any(map(running, pids)), timeout=2.0)
+    wait_until(lambda: not run.processes() and not any(map(runs, pids)), timeout=2.0)
 
 
 def test_two_nodes_on_one_machine_do_not_touch_each_other(folder: MakeFolder) -> None:
@@ -249,7 +245,7 @@ def test_two_nodes_on_one_machine_do_not_touch_each_other(folder: MakeFolder) ->
     wait_until(second.says("rank0", "up"))
     first.rank(python("print('trained')"))
     assert first.run()["state"] == "done"
-    assert running(second.pid("rank0"))
+    assert runs(second.pid("rank0"))
     stop(second)
     assert second.end()["state"] == "stopped"
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from launcher.node import leases, procs
-from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python, wait_until
+from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python
 from peers_kit import SERVE, SLEEP, Run
+from waiting import wait_until
 
 
 def test_control_status_and_stop(folder: MakeFolder) -> None:

@@ -17,8 +17,9 @@ import pytest
 from golden_kit import GOLDEN, check_text
 from launcher.files import write_whole
 from launcher.node import leases
-from node_kit import PYTHON, SUPERVISOR, python, wait_until
+from node_kit import PYTHON, SUPERVISOR, python
 from peers_kit import SERVE, SLEEP, Run
+from waiting import wait_until
 
 STEPS = """
 import json, os, select, time

@@ -20,6 +20,7 @@ from launcher.transport.base import Completed, Transport
 from launcher.transport.local import LocalTransport
 from sshd_inprocess import Sshd, serving
 from transport_kit import know, new_key, openssh_to, save_key, sh, ssh_threads, ssh_to
+from waiting import runs, wait_until
 
 
 @pytest.fixture
@@ -220,17 +221,7 @@ def test_close_twice_and_open_again(node: Transport) -> None:
 def assert_gone(pid_file: Path) -> None:
     """The process whose id the file holds is gone, or goes within two seconds."""
     pid = int(pid_file.read_text())
-    deadline = time.monotonic() + 2
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _runs(pid)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_until(lambda: not runs(pid), 2)
 
 
 # -- talking -------------------------------------------------------------
@@ -276,7 +267,5 @@ def test_a_silent_talk_runs_into_its_deadline_and_goes_on(node: Transport) -> No
 def test_leaving_a_talk_ends_its_command(node: Transport, home: Path) -> None:
     with node.talk(sh("trap 'touch ended; exit' TERM; echo $$; while :; do sleep 0.05; done")) as talk:
         pid = int(talk.receive(10) or 0)
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert (home / "ended").exists() and not Path(f"/proc/{pid}").exists()
+    wait_until(lambda: not runs(pid), 5)
+    assert (home / "ended").exists()

@@ -24,6 +24,7 @@ from launcher.transport import Transport, close_all, connect_all
 from launcher.transport.auth import Credentials
 from launcher.transport.ssh import SshTransport
 from transport_kit import sh, ssh_threads
+from waiting import runs, wait_until
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 pytestmark = [
@@ -150,20 +151,13 @@ def test_stop_ends_a_remote_command_that_is_silent(node: SshTransport, tmp_path:
         stop.set()
         assert stream.result(5) == -1
         assert time.monotonic() - asked < 2
-    assert gone(int((tmp_path / "pid").read_text()))
+    wait_until(lambda: not runs(int((tmp_path / "pid").read_text())), 2)
 
 
 def test_a_timeout_ends_the_remote_command(node: SshTransport, tmp_path: Path) -> None:
     with pytest.raises(CommandTimeout):
         node.run(sh(f"echo $$ > {tmp_path}/pid; exec sleep 60"), timeout=0.5)
-    assert gone(int((tmp_path / "pid").read_text()))
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 2
-    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not os.path.exists(f"/proc/{pid}")
+    wait_until(lambda: not runs(int((tmp_path / "pid").read_text())), 2)
 
 
 def test_preflight_over_ssh_tells_one_machine_under_two_names(sshd: RealSshd, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from typing import IO, Any
 import pytest
 
 from launcher.node.record import stamp, write_json
-from node_kit import NODE, PYTHON, RunFolder, python, wait_until
+from node_kit import NODE, PYTHON, RunFolder, python
+from waiting import wait_until
 
 LINES = 20_000
 TALK = f"import time\nfor i in range({LINES}):\n    print(i, 'x' * 100)\n    if i % 200 == 0: time.sleep(0.02)"

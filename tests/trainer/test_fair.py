@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 from fair_kit import Asks, Crowd, Got, crowd_of, shares
 from partitions import random_graph, store_of, write_store
 from service_kit import serve_process, wait_for, write_cluster
+from waiting import wait_until
 
 NODES, EDGES = 20_000, 300_000
 COLUMNS = {"x": 64, "wide": 512}  # float32
@@ -71,15 +72,6 @@ def server_of(parts: Path, folder: Path) -> Iterator[Server]:
 def server(parts: Path, tmp_path: Path) -> Iterator[Server]:
     with server_of(parts, tmp_path) as made:
         yield made
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> float:
-    """Seconds it took."""
-    start = time.monotonic()
-    while not true():
-        assert time.monotonic() < start + seconds
-        time.sleep(0.1)
-    return time.monotonic() - start
 
 
 def window(crowd: Crowd, batches: int, seconds: float = 120.0) -> list[Got]:

@@ -26,6 +26,7 @@ from trainer.service.client import HostClient
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import ClientName, ServerAddress, SharedSlice
+from waiting import wait_until
 
 WORK = HOMO["attributes and labels"]
 
@@ -68,13 +69,6 @@ def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
         if message.kind == kind:
             return message
     raise AssertionError("no answer")
-
-
-def wait_until(true, seconds=30.0):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def same_batch(there, here) -> bool:

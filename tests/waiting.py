@@ -1,0 +1,25 @@
+"""Waiting for what other processes do, and whether they still run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def wait_until(true: Callable[[], Any], timeout: float = 60.0) -> Any:
+    """The first true value of ``true()``; the test fails when none comes in ``timeout`` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"did not come true within {timeout} s"
+        time.sleep(0.02)
+    return value
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; a zombie, which the init of a container may keep for good, does not run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

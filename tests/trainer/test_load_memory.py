@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.distributed import LocalFeatureStore, LocalGraphStore
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data
@@ -67,6 +68,20 @@ def test_custom_cls_makes_the_batch_of_stores():
     data = homo_data()
     batch = DistNeighborLoader(stores_of(data), [2], [4, 5], custom_cls=Mine)([0, 1])
     assert isinstance(batch, Mine) and torch.equal(batch.x, data.x[batch.n_id])
+
+
+def test_stores_that_hold_one_partition_are_refused_by_name():
+    data = homo_data()
+    edges = LocalGraphStore.from_data(torch.arange(data.num_edges), data.edge_index, data.num_nodes)
+    local = LocalFeatureStore(), edges
+        LocalFeatureStore(),
+        LocalGraphStore.from_data(torch.arange(data.num_edges), data.edge_index, data.num_nodes),
+    )
+    local[0].put_tensor(data.x, group_name=None, attr_name="x")
+    whole = stores_of(data)
+    for pair, name in ((local, "LocalFeatureStore"), ((whole[0], local[1]), "LocalGraphStore")):
+        with pytest.raises(SettingsError, match=f"{name} .* holds one partition"):
+            DistNeighborLoader(pair, [2])
 
 
 def test_what_stores_cannot_do_is_refused():

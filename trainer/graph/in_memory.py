@@ -110,6 +110,7 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
         times = () if time_attr is None else (time_attr,)
         return graph_of(dataset_of(data, type(data).__name__, times), data)
     if _is_stores(data):
+        _check_whole(data)
         if weight_attr is not None:
             raise SettingsError(
                 "weight_attr: a (feature store, graph store) pair has no edge weights (torch_geometric refuses it too)"
@@ -126,6 +127,17 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
 def _is_stores(data: Any) -> bool:
     pair = isinstance(data, (tuple, list)) and len(data) == 2
     return pair and isinstance(data[0], FeatureStore) and isinstance(data[1], GraphStore)
+
+
+def _check_whole(stores: Any) -> None:
+    """Refuse the stores of torch_geometric.distributed, in which ids and rows are those of one partition."""
+    for store in stores:
+        if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
+            raise SettingsError(
+                f"data: {type(store).__name__} of torch_geometric.distributed holds one partition of a graph, and the"
+                " loader would take it for the whole; partition the graph by `partition make` and open that"
+                " (gnnfleet.open), or give stores that hold all of it"
+            )
 
 
 def graph_of(dataset: Dataset, source: Any = None) -> Graph:

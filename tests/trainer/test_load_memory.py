@@ -74,9 +74,6 @@ def test_stores_that_hold_one_partition_are_refused_by_name():
     data = homo_data()
     edges = LocalGraphStore.from_data(torch.arange(data.num_edges), data.edge_index, data.num_nodes)
     local = LocalFeatureStore(), edges
-        LocalFeatureStore(),
-        LocalGraphStore.from_data(torch.arange(data.num_edges), data.edge_index, data.num_nodes),
-    )
     local[0].put_tensor(data.x, group_name=None, attr_name="x")
     whole = stores_of(data)
     for pair, name in ((local, "LocalFeatureStore"), ((whole[0], local[1]), "LocalGraphStore")):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.core.collectives import broadcast_value, gather_values
 from trainer.core.errors import PeerError, SettingsError, TrainerError
 
 T = TypeVar("T")
@@ -107,20 +108,14 @@ class RankGroup:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank, on every rank."""
+        """Every rank's ``value``, by rank, on every rank: scalars, texts, and lists, tuples and dicts of them."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_values(value, self.group)
 
     def from_first(self, value: T) -> T:
-        """Rank 0's ``value``, on every rank."""
-        values: list[Any] = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values, src=0, group=self.group)
-        result: T = values[0]
-        return result
+        """Rank 0's ``value``, as ``gather`` takes it or with tensors, on every rank."""
+        return value if self.size == 1 else broadcast_value(value, self.group)
 
     def agree(self, work: Callable[[], T]) -> T:
         """Do ``work``, which must not communicate, on every rank; if it fails on one, all raise.
@@ -243,8 +238,7 @@ def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
 
 def gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
     """The process group for gradients: NCCL's where all ranks have CUDA; None: the default one."""
-    kinds: list[Any] = [None] * size
-    dist.all_gather_object(kinds, device.type)
+    kinds = gather_values(device.type) if size > 1 else [device.type]
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=timeout))

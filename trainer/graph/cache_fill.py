@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -96,8 +96,10 @@ def fill_cache(
         made = ranks.agree(
             lambda: _fill(access, store, plan, size, folder, scratch) if leader == ranks.rank else (None, None)
         )
-        prediction, path = ranks.gather(made)[leader]
-        ranks.agree(lambda: _use(access, path))
+        own = (asdict(made[0]) if made[0] else None, str(made[1]) if made[1] else None)
+        told, path = ranks.gather(own)[leader]
+        prediction = Prediction(**told) if told else None
+        ranks.agree(lambda: _use(access, Path(path) if path else None))
     return None if prediction is None else FilledCache(prediction, time.perf_counter() - began)
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer.core.collectives import broadcast_value
 from trainer.core.compiled import njit
 from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, batch_key, fraction, mix, node_key
@@ -172,10 +173,10 @@ def load_embedding_state(
     embedding.weight.data.copy_(scatter_tables(embedding, tables))
     if optimizer is None:
         return
-    plan: list[Any] = [state and (list(state["optimizer_rows"]), dict(state["optimizer_rest"]))]
+    plan: Any = state and (list(state["optimizer_rows"]), dict(state["optimizer_rest"]))
     if embedding.size > 1:
-        dist.broadcast_object_list(plan, group=embedding.group, group_src=0)
-    names, rest = plan[0]
+        plan = broadcast_value(plan, embedding.group)
+    names, rest = plan
     rows = {name: scatter_tables(embedding, state and state["optimizer_rows"][name]) for name in names}
     optimizer.state[embedding.weight] = {**rest, **rows}
 

@@ -62,6 +62,21 @@ class Checkpoint:
         """What every rank needs of it; tables are handed out row by row."""
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
+    def content(self) -> dict[str, Any]:
+        """Dicts, lists, tensors and numbers only, which ``weights_only`` reads and ranks send each other."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        best = self.best
+        values["best"] = best and {entry.name: getattr(best, entry.name) for entry in fields(best)}
+        return {**values, "step_loss": list(self.step_loss)}
+
+    @classmethod
+    def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
+        """The checkpoint that ``content`` describes."""
+        values = {entry.name: content[entry.name] for entry in fields(cls)}
+        best = values.pop("best")
+        values["step_loss"] = tuple(values["step_loss"])
+        return cls(**values, best=BestEpoch(**best) if best else None)
+
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
     """The settings as plain values, ``layers`` filled in."""
@@ -87,7 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     path = folder / f"epoch-{checkpoint.epoch:04d}.pt"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "version": VERSION, **_plain(checkpoint)}
+        content = {"format": FORMAT, "version": VERSION, **checkpoint.content()}
         write_whole(path, lambda file: torch.save(content, file), sync=True)
         _point_to(folder / "last.pt", path)
         _prune(folder, checkpoint)
@@ -106,10 +121,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}; give a file from a checkpoints folder")
-    values = {entry.name: raw[entry.name] for entry in fields(Checkpoint)}
-    best = values.pop("best")
-    values["step_loss"] = tuple(values["step_loss"])
-    return Checkpoint(**values, best=BestEpoch(**best) if best else None)
+    return Checkpoint.of_content(raw)
 
 
 def check_fits(
@@ -126,14 +138,6 @@ def check_fits(
     problems = [f"{name} is {new}, there {old}" for name, old, new in pairs if old != new]
     if problems:
         raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
-
-
-def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Dicts, tensors and numbers only, which ``weights_only`` reads."""
-    values = {entry.name: getattr(checkpoint, entry.name) for entry in fields(checkpoint)}
-    best = checkpoint.best
-    values["best"] = best and {entry.name: getattr(best, entry.name) for entry in fields(best)}
-    return {**values, "step_loss": list(checkpoint.step_loss)}
 
 
 def _point_to(link: Path, target: Path) -> None:

@@ -161,9 +161,9 @@ def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: 
         return checkpoint
 
     own = group.agree(read)
-    checkpoint = group.from_first(own and own.without_tables())
-    assert checkpoint is not None
-    return own or checkpoint
+    content = group.from_first(own.without_tables().content() if own else None)
+    assert content is not None
+    return own or Checkpoint.of_content(content)
 
 
 SPLITS = ("train", "val", "test")

@@ -1,0 +1,87 @@
+"""Values between ranks: data only, never objects."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from train_kit import run_forked
+from trainer.core.collectives import decode, encode
+from trainer.core.errors import PeerError
+from trainer.core.ranks import RankGroup, Ranks
+
+TRAINER = Path(__file__).resolve().parents[2] / "trainer"
+#: Files that unpickle, each with its own test: kernels of a private folder, and arrays through restricted unpicklers.
+UNPICKLE = {"core/compiled.py", "data/ogb.py", "data/pyg.py"}
+
+VALUES = {"none": None, "floats": [math.inf, -0.0, 1e300], "ids": (1, (2, "x"), ()), 7: [True, b"raw"]}
+TENSORS = {
+    "scalar": torch.tensor(2.5, dtype=torch.float64),
+    "none": torch.empty(0, 3),
+    "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+    "bits": torch.tensor([True, False]),
+}
+
+
+def names_used(path: Path) -> set[str]:
+    """Every name and attribute in a module's code."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    return {n.attr for n in nodes if isinstance(n, ast.Attribute)} | {n.id for n in nodes if isinstance(n, ast.Name)}
+
+
+def test_no_module_of_the_trainer_sends_objects_and_few_unpickle() -> None:
+    used = {path.relative_to(TRAINER).as_posix(): names_used(path) for path in TRAINER.rglob("*.py")}
+    objects = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
+    assert {path for path, names in used.items() if names & objects} == set()
+    assert {path for path, names in used.items() if names & {"pickle", "Unpickler"}} == UNPICKLE
+
+
+def exchange_values() -> None:
+    dist.init_process_group("gloo")
+    group = RankGroup.of_process(Ranks.from_env(os.environ))
+    gathered = group.gather((group.rank, VALUES, "x" * 1000 * group.rank))
+    assert gathered == [(rank, VALUES, "x" * 1000 * rank) for rank in range(2)]
+    found = group.from_first({"of": TENSORS, "n": (1, 2)} if group.rank == 0 else None)
+    assert found is not None and found["n"] == (1, 2) and found["of"].keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        there = found["of"][name]
+        assert there.dtype == tensor.dtype and torch.equal(there, tensor), name
+    dist.destroy_process_group()
+
+
+def test_ranks_exchange_values_and_tensors() -> None:
+    for ended in run_forked(exchange_values, (), 2):
+        assert ended.returncode == 0, ended.output
+
+
+def test_numbers_of_numpy_are_sent_as_plain_ones() -> None:
+    found = decode(encode([np.float64(0.5), np.int64(3), np.bool_(True)], []), [])
+    assert found == [0.5, 3, True] and [type(value) for value in found] == [float, int, bool]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps({"rank": 0}),
+        b"",
+        b"\xc7\x00\x05",  # an extension of a kind that there is not
+        b"\x91" * 100_000,  # lists in lists
+        encode(torch.empty(2), []).replace(b"float32", b"no_type"),
+    ],
+)
+def test_what_is_no_value_is_refused(data: bytes) -> None:
+    with pytest.raises(PeerError, match="no value"):
+        decode(data, [])
+
+
+def test_objects_are_not_sent() -> None:
+    with pytest.raises(TypeError, match="Path is not sent"):
+        encode({"path": Path("/tmp")}, [])

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.config.schema import TrainConfig
-from train_kit import REPOSITORY, command_line, write_parts
+from train_kit import REPOSITORY, command_line, free_port, write_parts
 from trainer.cli import cli, main
 from trainer.core.errors import PartitionError, SettingsError
-from trainer.core.ranks import Ranks
+from trainer.core.ranks import Ranks, run_store
 from trainer.store.part_store import open_parts
 from trainer.train.settings import TrainJob, TrainSettings
 
@@ -195,3 +195,19 @@ def test_ranks_come_from_the_environment() -> None:
 def test_an_environment_that_makes_no_sense_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Ranks.from_env(environ)
+
+
+def accepts(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), 5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_rank_0_holds_the_store_on_its_own_address_alone(address: str) -> None:
+    port = free_port()
+    store = run_store(Ranks(0, 2, master_addr=address, master_port=port), 10.0, wait_for_workers=False)
+    store.set("key", "value")
+    assert accepts("127.0.0.1", port) and not accepts("127.0.0.2", port)

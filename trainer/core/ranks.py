@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import socket
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.core.collectives import broadcast_value, gather_values
 from trainer.core.errors import PeerError, SettingsError, TrainerError
@@ -23,6 +25,8 @@ T = TypeVar("T")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _SETTLE = 10.0  #: seconds the ranks of a run that cannot start wait for each other at most
+
+_BACKLOG = 4096  #: connections that may wait for rank 0's store
 
 #: How gloo, NCCL and the store say that another process is gone or silent.
 _PEER_GONE = re.compile(
@@ -218,11 +222,45 @@ def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
 
 def _meet(ranks: Ranks, timeout: float) -> None:
     limit = patience(timeout)
+    store = run_store(ranks, limit, wait_for_workers=True)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=limit), rank=ranks.rank, world_size=ranks.world_size)
+        dist.init_process_group(
+            "gloo", store=store, timeout=timedelta(seconds=limit), rank=ranks.rank, world_size=ranks.world_size
+        )
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise not_met(ranks, limit, error) from error
+
+
+def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
+    """The run's store: torchrun's, which is the lead node's agent's, or else the one that rank 0 holds.
+
+    Rank 0's listens on MASTER_ADDR alone where that is an address of this host: whoever reaches a store may write to
+    it.
+    Raises ``PeerError``.
+    """
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = None if of_agent or ranks.rank else _listener(ranks.master_addr, ranks.master_port)
+    try:
+        return TCPStore(
+            ranks.master_addr, ranks.master_port, ranks.world_size, not of_agent and ranks.rank == 0,
+            timedelta(seconds=timeout), wait_for_workers=wait_for_workers, multi_tenant=not of_agent,
+            master_listen_fd=listener.detach() if listener else None,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise not_met(ranks, timeout, error) from error
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens on ``address`` alone. None, for all addresses, where it is a name, which other hosts may
+    resolve to another of them, stands for this host (NAT), or is in use, which the store itself reports."""
+    try:
+        literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+        return socket.create_server(
+            (str(literal), port), family=socket.AF_INET6 if literal.version == 6 else socket.AF_INET, backlog=_BACKLOG
+        )
+    except (ValueError, OSError):
+        return None
 
 
 def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:

@@ -30,7 +30,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from trainer.core.errors import PeerError, TrainingError
 from trainer.core.ranks import (
@@ -40,8 +40,8 @@ from trainer.core.ranks import (
     gradient_group,
     join_ranks,
     lost_peer,
-    not_met,
     patience,
+    run_store,
     says_peer_gone,
 )
 from trainer.train.checkpoint import BestEpoch
@@ -209,7 +209,8 @@ class _RegroupingRank:
             regroup,
         )
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
-        self.store, self.watch = _run_store(ranks, timeout), _TeamWatch(regroup)
+        self.store: Store = PrefixStore("gnnfleet", run_store(ranks, timeout, wait_for_workers=False))
+        self.watch = _TeamWatch(regroup)
 
     def run(self, work: Callable[[RankGroup], T]) -> T:
         """``work`` with one team after the other, until one has done it."""
@@ -324,19 +325,6 @@ class _WorkResult(Generic[T]):
 def _done(rank: int) -> str:
     """Key of a rank that has done its work."""
     return f"done/{rank}"
-
-
-def _run_store(ranks: Ranks, timeout: float) -> Store:
-    """The run's store: torchrun's, which is the lead node's agent's, or else the one that rank 0 holds."""
-    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = TCPStore(
-            ranks.master_addr, ranks.master_port, None, not of_agent and ranks.rank == 0,
-            timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise not_met(ranks, timeout, error) from error
-    return PrefixStore("gnnfleet", store)
 
 
 def _destroy_groups() -> None:

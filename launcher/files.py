@@ -1,4 +1,4 @@
-"""Atomic writes of local files, and the root folder of our own code."""
+"""Atomic writes of local files, checks of names and bytes that others give, and the root folder of our own code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import hashlib
 import os
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,33 @@ def written_path(path: Path) -> str:
 
 
 CODE_ROOT = Path(__file__).resolve().parents[1]
+
+
+def is_plain_path(path: str) -> bool:
+    """Whether ``path``, which a node or a file gives, names something below the folder it is relative to.
+
+    No absolute path, no empty part, ``.`` or ``..``, no NUL or other control character, nothing that no file can be
+    called.
+    """
+    try:
+        words = os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return min(words, default=0) >= 32 and all(part not in (b"", b".", b"..") for part in words.split(b"/"))
+
+
+def inflated(data: bytes, most: int) -> bytes:
+    """What zlib has packed in ``data``; raises ValueError when it is damaged, or larger than ``most`` bytes."""
+    unpacker = zlib.decompressobj()
+    try:
+        unpacked = unpacker.decompress(data, most + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(unpacked) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    if not unpacker.eof:
+        raise ValueError("it is cut off")
+    return unpacked
 
 
 def file_sha256(path: Path) -> str:

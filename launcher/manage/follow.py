@@ -91,8 +91,8 @@ class LaterTransport(Transport):
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
         self._opened.write(data, dest, mode=mode)
 
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
-        self._opened.download(source, dest, on_bytes=on_bytes)
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
+        self._opened.download(source, dest, most=most, on_bytes=on_bytes)
 
     def close(self) -> None:
         if self._line is not None:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
@@ -20,7 +21,7 @@ from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig, resolve
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, UsageError
-from launcher.files import CODE_ROOT, write_whole
+from launcher.files import CODE_ROOT, is_plain_path, write_whole
 from launcher.plan.model import Partitioning
 
 
@@ -52,6 +53,8 @@ def _method_words(config: ClusterConfig) -> list[str]:
 
 
 _FORMAT, _VERSIONS = "gnnfleet-partition", (2, 3)
+
+MOST_MANIFEST = 1 << 28  #: bytes of a manifest.json; one of a thousand parts has some ten million
 
 
 @dataclass(frozen=True)
@@ -115,33 +118,75 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
     """Read ``folder/manifest.json``; None when there is none. Raises FleetError when it is damaged."""
     path = folder / "manifest.json"
     try:
-        raw = path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MOST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise FleetError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         return parse_manifest(raw, str(folder))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         remedy = "make the parts again in another folder, or remove this one"
-        raise FleetError(f"{path}: not a usable partition manifest ({error!r}); {remedy}") from error
+        raise FleetError(f"{path}: not a usable partition manifest ({error}); {remedy}") from error
 
 
 def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
-    """The files that a manifest lists, and the manifest itself."""
-    manifest = json.loads(raw)
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"its format is {manifest['format']!r}, not {_FORMAT!r}")
-    if manifest["version"] not in _VERSIONS:
-        raise ValueError(f"it has format version {manifest['version']!r}, this program reads version 2 or 3")
-    files = [PartFile(file["path"], file["bytes"], file["sha256"], _is_flat(file)) for file in manifest["files"]]
+    """The files that a manifest lists, and the manifest itself. Raises ValueError for what is none.
+
+    It may come from a node: its paths become paths here and there, its fingerprint the name of a folder.
+    """
+    if len(raw) > MOST_MANIFEST:
+        raise ValueError(f"it is larger than {MOST_MANIFEST:,} bytes")
+    try:
+        kind = msgspec.json.decode(raw, type=_ManifestKind)
+        if kind.format != _FORMAT:
+            raise ValueError(f"its format is {kind.format!r}, not {_FORMAT!r}")
+        if kind.version not in _VERSIONS:
+            raise ValueError(f"it has format version {kind.version!r}, this program reads version 2 or 3")
+        manifest = msgspec.json.decode(raw, type=_Manifest)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    for file in manifest.files:
+        if not is_plain_path(file.path):
+            raise ValueError(f"the path {file.path!r} leads out of the folder")
+    files = [PartFile(file.path, file.bytes, file.sha256, _is_flat(file)) for file in manifest.files]
     files.append(PartFile("manifest.json", len(raw), hashlib.sha256(raw).hexdigest()))
-    seeds = {name: int(spec.get("splits", {}).get("train", 0)) for name, spec in manifest.get("nodes", {}).items()}
-    named = (manifest["dataset"], manifest["fingerprint"], manifest["num_parts"])
-    return PartitionFiles(folder, *named, tuple(files), seeds)
+    seeds = {name: spec.splits.get("train", 0) for name, spec in manifest.nodes.items()}
+    return PartitionFiles(
+        folder, manifest.dataset, manifest.fingerprint, manifest.num_parts, tuple(files), seeds
+    )  # fmt: skip
 
 
-def _is_flat(file: Mapping[str, Any]) -> bool:
+class _ManifestKind(msgspec.Struct):
+    format: str
+    version: int
+
+
+class _ManifestFile(msgspec.Struct):
+    path: Annotated[str, msgspec.Meta(pattern=r"^(shared|part[0-9]+)/")]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    shape: tuple[int, ...] = ()
+
+
+class _ManifestNodes(msgspec.Struct):
+    splits: dict[str, int] = {}
+
+
+class _Manifest(msgspec.Struct):
+    """What the launcher reads of a manifest (docs/ARCHITECTURE.md has all of it)."""
+
+    dataset: str
+    fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
+    num_parts: Annotated[int, msgspec.Meta(ge=1)]
+    files: tuple[_ManifestFile, ...]
+    nodes: dict[str, _ManifestNodes] = {}
+
+
+def _is_flat(file: _ManifestFile) -> bool:
     """Whether a replicated topology has it: a 1-d array of a part (docs/ARCHITECTURE.md, "Replicated topology")."""
-    return file["path"].startswith("part") and len(file.get("shape", ())) == 1
+    return file.path.startswith("part") and len(file.shape) == 1
 
 
 _STAMP = ".gnnfleet-made.json"  #: in the partition folder: what made it, so that torch need not be loaded to know

@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.errors import RemoteFileError, SyncError
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.plan.partition import PartFile, PartitionFiles, parse_manifest
+from launcher.plan.partition import MOST_MANIFEST, PartFile, PartitionFiles, parse_manifest
 from launcher.sync.push import ask_files, hash_time
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -62,7 +62,7 @@ def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder) / "manifest.json"
         try:
-            transport.download(f"{node.data_dir}/manifest.json", here)
+            transport.download(f"{node.data_dir}/manifest.json", here, most=MOST_MANIFEST + 1)
         except RemoteFileError as error:
             if error.errno == errno.ENOENT:
                 return None
@@ -88,8 +88,8 @@ def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) ->
 def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
     try:
         return parse_manifest(raw, node.data_dir)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error!r})") from error
+    except ValueError as error:
+        raise SyncError(f"{node.label}: {node.data_dir}/manifest.json is not usable ({error})") from error
 
 
 def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:

@@ -94,8 +94,8 @@ class Transport(ABC):
         """Write a small file whole: beside it first, then renamed into place."""
 
     @abstractmethod
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
-        """Fetch one file; ``dest`` appears only when it is complete."""
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
+        """Fetch one file, of a larger one its first ``most`` bytes; ``dest`` appears only when it is complete."""
 
     @abstractmethod
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import uuid
@@ -64,11 +65,11 @@ class LocalTransport(ProcessTransport):
             finally:
                 beside.unlink(missing_ok=True)
 
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         with self._file_errors("read", source):
             src = Path(source).expanduser().open("rb")
         with src, appearing(dest) as out:
-            _copy(src, out, on_bytes)
+            _copy(src, out, on_bytes, most)
 
     @contextmanager
     def _file_errors(self, verb: str, path: str) -> Iterator[None]:
@@ -97,8 +98,10 @@ class _LocalProcess(PipeProcess):
         super().close()
 
 
-def _copy(src: BinaryIO, out: BinaryIO, on_bytes: OnBytes | None) -> None:
-    while data := src.read(_CHUNK):
+def _copy(src: BinaryIO, out: BinaryIO, on_bytes: OnBytes | None, most: int | None = None) -> None:
+    left = math.inf if most is None else most
+    while data := src.read(int(min(_CHUNK, left))):
         out.write(data)
+        left -= len(data)
         if on_bytes:
             on_bytes(len(data))

@@ -184,16 +184,17 @@ class RemoteTransport(ProcessTransport):
                     sftp.remove(beside)
                 raise
 
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         with appearing(dest) as out:
-            for data in self._read(source):
+            for data in self._read(source, most):
                 out.write(data)
                 if on_bytes:
                     on_bytes(len(data))
 
-    def _read(self, source: str) -> Iterator[bytes]:
+    def _read(self, source: str, most: int | None) -> Iterator[bytes]:
         with self._sftp("read", source) as sftp, sftp.open(_relative_to_home(source), "rb") as src:
             size = src.stat().st_size or 0
+            size = size if most is None else min(size, most)
             for start in range(0, size, _READ_AHEAD):
                 end = min(start + _READ_AHEAD, size)
                 yield from src.readv([(at, min(_CHUNK, end - at)) for at in range(start, end, _CHUNK)])

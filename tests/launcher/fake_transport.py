@@ -135,14 +135,15 @@ class FakeTransport(Transport):
         self._check()
         self.files[dest], self.modes[dest] = data, mode
 
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         self._check()
         if source not in self.files:
             raise self._missing(source)
         dest.parent.mkdir(parents=True, exist_ok=True)
-        dest.write_bytes(self.files[source])
+        data = self.files[source][:most]
+        dest.write_bytes(data)
         if on_bytes:
-            on_bytes(len(self.files[source]))
+            on_bytes(len(data))
 
     def close(self) -> None:
         self.closed += 1

@@ -30,9 +30,9 @@ class Counting(LocalTransport):
         self.commands += 1
         return super().talk(*args, **more)
 
-    def download(self, source: str, dest: Path, *, on_bytes: OnBytes | None = None) -> None:
+    def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
         self.downloads.append(source)
-        super().download(source, dest, on_bytes=on_bytes)
+        super().download(source, dest, most=most, on_bytes=on_bytes)
 
 
 @pytest.fixture

@@ -57,6 +57,39 @@ def test_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
         read_partition_files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("path", "shared/../../x"),
+        ("path", "/etc/passwd"),
+        ("path", "part0//x"),
+        ("path", "elsewhere/x"),
+        ("path", "part0/a\0b"),
+        ("path", "part0/\ud800"),
+        ("path", 5),
+        ("bytes", -1),
+        ("bytes", 1.5),
+        ("sha256", "../" * 21 + "x"),
+        ("fingerprint", "../../x"),
+        ("num_parts", 0),
+        ("num_parts", [1]),
+        ("nodes", {"a": {"splits": {"train": "many"}}}),
+        ("files", [[[]]]),
+    ],
+)
+def test_a_manifest_names_files_in_its_folder_alone(tmp_path: Path, place: str, value: object) -> None:
+    text = Path(parts_folder(tmp_path, 2).folder, "manifest.json").read_text()
+    manifest = json.loads(text)
+    of = manifest["files"][0] if place in manifest["files"][0] else manifest
+    of[place] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(FleetError, match=f"{tmp_path}/manifest.json: not a usable partition manifest"):
+        read_partition_files(tmp_path)
+    (tmp_path / "manifest.json").write_text(text[:-1] + ', "more": ' + "[" * 100_000)
+    with pytest.raises(FleetError, match="not a usable partition manifest"):
+        read_partition_files(tmp_path)
+
+
 def test_parts_of_another_version_are_refused_with_both_numbers(tmp_path: Path) -> None:
     manifest = json.loads(Path(parts_folder(tmp_path, 2).folder, "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "version": 1}))

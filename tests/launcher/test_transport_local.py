@@ -189,6 +189,8 @@ def test_download(node: Transport, home: Path, tmp_path: Path) -> None:
     node.download("~/log", tmp_path / "new/log", on_bytes=moved.append)
     assert (tmp_path / "new/log").read_bytes() == (home / "log").read_bytes()
     assert sum(moved) == 2_500_000
+    node.download("~/log", tmp_path / "first", most=100_000)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "new/log").read_bytes()[:100_000]
 
 
 def test_a_missing_file_is_named(node: Transport, tmp_path: Path) -> None:

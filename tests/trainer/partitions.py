@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, type_name
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec, write_manifest
+from trainer.store.npy import write_npy
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
@@ -117,27 +119,27 @@ def _classes(attrs):
 
 
 def write_store(folder, store):
-    """A ``PartStore`` of this module as a partition folder (its manifest lists no files)."""
+    """A ``PartStore`` of this module as a partition folder, with a manifest as the real writer's."""
+    entries = []
+
+    def save(path, array):
+        entries.append(write_npy(folder, path, array.dtype, array.shape, [array]))
+
     for of, table in store.global_ids.items():
-        _save(folder / "shared" / "nodes" / of / "global_id.npy", table)
+        save(f"shared/nodes/{of}/global_id.npy", table)
     for (of, split), ids in store.splits.items():
-        _save(folder / "shared" / "nodes" / of / "seeds" / f"{split}.npy", ids)
+        save(f"shared/nodes/{of}/seeds/{split}.npy", ids)
     for part in store.parts.values():
-        own = folder / f"part{part.part_id}"
         for of, nodes in part.nodes.items():
-            _save(own / "nodes" / of / "orig_id.npy", nodes.orig_id)
+            own = f"part{part.part_id}/nodes/{of}"
+            save(f"{own}/orig_id.npy", nodes.orig_id)
             for name, values in nodes.attrs.items():
-                _save(own / "nodes" / of / "attrs" / f"{name}.npy", values)
+                save(f"{own}/attrs/{name}.npy", values)
         for of, edges in part.edges.items():
-            top = own / "edges" / type_name(of)
+            own = f"part{part.part_id}/edges/{type_name(of)}"
             for name in ("indptr", "indices", "orig_id"):
-                _save(top / f"{name}.npy", getattr(edges, name))
+                save(f"{own}/{name}.npy", getattr(edges, name))
             for group in ("attrs", "src_times"):
                 for name, values in getattr(edges, group).items():
-                    _save(top / group / f"{name}.npy", values)
-    write_manifest(folder, store.manifest)
-
-
-def _save(path, array):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, array)
+                    save(f"{own}/{group}/{name}.npy", values)
+    write_manifest(folder, replace(store.manifest, files=tuple(entries)))

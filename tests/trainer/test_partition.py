@@ -133,7 +133,7 @@ def test_some_parts_can_be_opened_without_the_others(tmp_path):
     for path in sorted((folder / "part1").rglob("*.npy")):
         path.unlink()
     assert list(open_parts(folder, [2, 0]).parts) == [2, 0]
-    with pytest.raises(PartitionError, match=r"part1/nodes/node/attrs/x.npy is missing"):
+    with pytest.raises(PartitionError, match=r"part1/nodes/node/orig_id.npy is missing"):
         open_parts(folder)
     with pytest.raises(PartitionError, match="no part 3; the folder has 3 parts"):
         open_parts(folder, [3])

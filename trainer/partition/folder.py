@@ -23,7 +23,7 @@ _RENAME_EXCHANGE = 2
 
 _SYNCS = 8  #: at once: a file system commits together what is waiting
 
-_OUR_NOTES = ".gnnfleet-"  #: begins the names of the launcher's stamp and digest caches
+_OUR_NOTES = "gnnfleet-"  #: begins the names, after dots, of the launcher's caches and of ``PartFiles``'s note
 
 
 def reusable(folder: Path, fingerprint: str) -> Manifest | None:
@@ -93,8 +93,9 @@ def files_below(folder: Path, top: Path) -> Iterator[str]:
 
 
 def is_note(name: str) -> bool:
-    """Whether a file is one of the launcher's notes, which may lie in any partition folder."""
-    return Path(name).name.startswith(_OUR_NOTES)
+    """Whether a file is one of our notes, or one being written, which may lie in any partition folder."""
+    last = Path(name).name
+    return last.startswith(".") and last.lstrip(".").startswith(_OUR_NOTES)
 
 
 def _raw_manifest(folder: Path) -> dict[str, Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from trainer.core.errors import PartitionError
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.edges import first_outside
 from trainer.partition.folder import files_below, is_note
+from trainer.store.digest_check import sha256_of
 from trainer.store.manifest import AttrSpec, EdgeSpec, FileEntry, Manifest, NodeSpec, read_manifest
+from trainer.store.part_files import map_array
 
 
 def new_bitset(size: int) -> npt.NDArray[np.uint64]:
@@ -236,16 +237,13 @@ class Invariants:
     def _map(self, path: str) -> Array | None:
         if path in self.broken:
             return None
-        array: Array = np.load(self.root / path, mmap_mode="r", allow_pickle=False)
-        return array.view(np.ndarray)
+        return map_array(self.root / path)
 
 
 def _count(spec: NodeSpec | EdgeSpec, part_id: int) -> int:
     """Nodes or edges of one part."""
     return spec.offsets[part_id + 1] - spec.offsets[part_id]
 
-
-_BLOCK = 4 << 20
 
 _READERS = 2
 
@@ -322,21 +320,15 @@ def _file_problem(root: Path, entry: FileEntry, digests: bool) -> str | None:
         size = path.stat().st_size
         if size != entry.bytes:
             return f"{size} bytes, the manifest says {entry.bytes}"
-        if digests and _sha256(path) != entry.sha256:
+        if digests and sha256_of(path) != entry.sha256:
             return f"content does not match its sha256 {entry.sha256[:12]}…: damaged or changed"
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = map_array(path)
     except FileNotFoundError:
         return "missing"
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return f"cannot be read: {error}"
+    except PartitionError as error:
+        return str(error).removeprefix(f"{path} ")
     if (array.dtype.name, array.shape) != (entry.dtype, entry.shape):
         return f"holds {array.dtype.name} {list(array.shape)}, the manifest says {entry.dtype} {list(entry.shape)}"
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()

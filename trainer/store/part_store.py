@@ -14,6 +14,7 @@ from trainer.core.errors import PartitionError
 from trainer.core.remote_settings import Topology
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.store.manifest import AttrSpec, Manifest, read_manifest
+from trainer.store.part_files import PartFiles
 from trainer.store.partition_book import PartitionBook
 
 
@@ -72,6 +73,7 @@ class PartStore:
     graph_attrs: Mapping[str, Array] = field(default_factory=dict)
     #: Of the other parts, what all hosts have where topology is replicated: all but attributes of several dimensions.
     replicas: Mapping[int, Part] = field(default_factory=dict)
+    files: tuple[str, ...] = ()  #: that are mapped, relative to ``folder``
 
     @cached_property
     def topology(self) -> Mapping[int, Part]:
@@ -111,33 +113,36 @@ def open_parts(
 ) -> PartStore:
     """Open ``part_ids`` (default: all) of a partition folder; of the others what ``topology`` asks for.
 
-    Raises ``PartitionError`` when the folder, its manifest, a part or a file of it is missing.
+    Raises ``PartitionError`` when the folder, its manifest, a part or a file of it is missing, and for a file that
+    holds something else than the manifest says. Ids and offsets are read through the first time; the outcome is
+    noted in the folder (``PartFiles``).
     """
     root = Path(folder)
     manifest = read_manifest(root)
     wanted = range(manifest.num_parts) if part_ids is None else part_ids
-    shared = root / "shared"
     others = sorted(set(range(manifest.num_parts)) - set(wanted)) if topology == "replicated" else ()
+    files = PartFiles(root, manifest)
+    opener = _Opener(files, manifest)
+    parts = {part_id: opener.part(part_id, light=False) for part_id in wanted}
+    replicas = {part_id: _open_replica(opener, part_id) for part_id in others}
+    global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
+    splits, graph_attrs = opener.splits(), opener.graph_attrs()
+    files.check_ranges()
     return PartStore(
         folder=root,
         manifest=manifest,
-        parts={part_id: _open_part(root, manifest, part_id) for part_id in wanted},
-        global_ids={
-            of: _map(shared / "nodes" / of / "global_id.npy") for of in manifest.nodes if manifest.num_parts > 1
-        },
-        splits={
-            (of, split): _map(shared / "nodes" / of / "seeds" / f"{split}.npy")
-            for of, spec in manifest.nodes.items()
-            for split in spec.splits
-        },
-        graph_attrs={name: _map(shared / "graph" / f"{name}.npy") for name in manifest.graph_attrs},
-        replicas={part_id: _open_replica(root, manifest, part_id) for part_id in others},
+        parts=parts,
+        global_ids=global_ids,
+        splits=splits,
+        graph_attrs=graph_attrs,
+        replicas=replicas,
+        files=tuple(files.opened),
     )
 
 
-def _open_replica(root: Path, manifest: Manifest, part_id: int) -> Part:
+def _open_replica(opener: _Opener, part_id: int) -> Part:
     try:
-        return _open_part(root, manifest, part_id, light=True)
+        return opener.part(part_id, light=True)
     except PartitionError as error:
         raise PartitionError(
             f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} here too;"
@@ -145,52 +150,77 @@ def _open_replica(root: Path, manifest: Manifest, part_id: int) -> Part:
         ) from error
 
 
-def _open_part(root: Path, manifest: Manifest, part_id: int, *, light: bool = False) -> Part:
-    """``light``: without attributes of several dimensions."""
-    if not 0 <= part_id < manifest.num_parts:
-        raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
-    own = root / f"part{part_id}"
-    nodes = {of: _open_nodes(own / "nodes" / of, manifest, of, part_id, light) for of in manifest.nodes}
-    edges = {of: _open_edges(own / "edges" / type_name(of), manifest, of, part_id, light) for of in manifest.edges}
-    return Part(part_id, nodes, edges)
+@dataclass(frozen=True)
+class _Opener:
+    """Opens what the manifest lists. ``light``: without attributes of several dimensions."""
+
+    files: PartFiles
+    manifest: Manifest
+
+    def global_ids(self) -> dict[NodeType, Array]:
+        return {
+            of: self.files.ids(f"shared/nodes/{of}/global_id", spec.num_nodes, spec.num_nodes)
+            for of, spec in self.manifest.nodes.items()
+        }
+
+    def splits(self) -> dict[tuple[NodeType, str], Ids]:
+        return {
+            (of, split): self.files.ids(f"shared/nodes/{of}/seeds/{split}", count, spec.num_nodes, np.dtype(np.int64))
+            for of, spec in self.manifest.nodes.items()
+            for split, count in spec.splits.items()
+        }
+
+    def graph_attrs(self) -> dict[str, Array]:
+        attrs = self.manifest.graph_attrs
+        return {name: self.files.array(f"shared/graph/{name}", spec.stored, spec.shape) for name, spec in attrs.items()}
+
+    def part(self, part_id: int, *, light: bool) -> Part:
+        num_parts = self.manifest.num_parts
+        if not 0 <= part_id < num_parts:
+            raise PartitionError(f"{self.files.root}: no part {part_id}; the folder has {num_parts} parts")
+        return Part(
+            part_id,
+            {of: self._nodes(of, part_id, light) for of in self.manifest.nodes},
+            {of: self._edges(of, part_id, light) for of in self.manifest.edges},
+        )
+
+    def _nodes(self, of: NodeType, part_id: int, light: bool) -> NodePart:
+        spec, top = self.manifest.nodes[of], f"part{part_id}/nodes/{of}"
+        count = _count(spec.offsets, part_id)
+        return NodePart(
+            start=spec.offsets[part_id],
+            orig_id=self.files.ids(f"{top}/orig_id", count, spec.num_nodes),
+            attrs=self._attrs(top, spec.attrs, count, light),
+            scales=self._scales(top, spec.attrs, count, light),
+        )
+
+    def _edges(self, of: EdgeType, part_id: int, light: bool) -> EdgePart:
+        spec, top = self.manifest.edges[of], f"part{part_id}/edges/{type_name(of)}"
+        sources, targets = self.manifest.nodes[of[0]], self.manifest.nodes[of[2]]
+        count, files = _count(spec.offsets, part_id), self.files
+        times = {name: files.array(f"{top}/src_times/{name}", np.dtype(np.int64), (count,)) for name in spec.src_times}
+        return EdgePart(
+            start=spec.offsets[part_id],
+            indptr=files.offsets(f"{top}/indptr", _count(targets.offsets, part_id), count),
+            indices=files.ids(f"{top}/indices", count, sources.num_nodes),
+            orig_id=files.ids(f"{top}/orig_id", count, spec.num_edges),
+            attrs=self._attrs(top, spec.attrs, count, light),
+            src_times=times,
+            scales=self._scales(top, spec.attrs, count, light),
+        )
+
+    def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
+        return {
+            name: self.files.array(f"{top}/attrs/{name}", spec.in_files, (count, *spec.shape[1:]))
+            for name, spec in specs.items()
+            if len(spec.shape) == 1 or not light
+        }
+
+    def _scales(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
+        kept = [name for name, spec in specs.items() if spec.kept and not light]
+        return {name: self.files.array(f"{top}/scales/{name}", np.dtype(np.float32), (count, 1)) for name in kept}
 
 
-def _open_nodes(folder: Path, manifest: Manifest, node_type: NodeType, part_id: int, light: bool) -> NodePart:
-    spec = manifest.nodes[node_type]
-    attrs = _open_attrs(folder / "attrs", spec.attrs, light)
-    scales = _open_scales(folder, spec.attrs, light)
-    return NodePart(spec.offsets[part_id], _map(folder / "orig_id.npy"), attrs, scales)
-
-
-def _open_edges(folder: Path, manifest: Manifest, edge_type: EdgeType, part_id: int, light: bool) -> EdgePart:
-    spec = manifest.edges[edge_type]
-    return EdgePart(
-        start=spec.offsets[part_id],
-        indptr=_map(folder / "indptr.npy"),
-        indices=_map(folder / "indices.npy"),
-        orig_id=_map(folder / "orig_id.npy"),
-        attrs=_open_attrs(folder / "attrs", spec.attrs, light),
-        src_times={name: _map(folder / "src_times" / f"{name}.npy") for name in spec.src_times},
-        scales=_open_scales(folder, spec.attrs, light),
-    )
-
-
-def _open_attrs(folder: Path, specs: Mapping[str, AttrSpec], light: bool) -> dict[str, Array]:
-    return {name: _map(folder / f"{name}.npy") for name, spec in specs.items() if len(spec.shape) == 1 or not light}
-
-
-def _open_scales(folder: Path, specs: Mapping[str, AttrSpec], light: bool) -> dict[str, Array]:
-    kept = [name for name, spec in specs.items() if spec.kept and not light]
-    return {name: _map(folder / "scales" / f"{name}.npy") for name in kept}
-
-
-def _map(path: Path) -> Array:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise PartitionError(f"{path} is missing; send or make the part again (partition verify lists all)") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise PartitionError(
-            f"{path} cannot be read; send or make the part again (partition verify lists all that is wrong): {error}"
-        ) from error
-    return array.view(np.ndarray)  # kernels are compiled for plain arrays
+def _count(offsets: Sequence[int], part_id: int) -> int:
+    """Nodes or edges of one part."""
+    return offsets[part_id + 1] - offsets[part_id]

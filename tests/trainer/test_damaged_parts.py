@@ -1,0 +1,175 @@
+"""Files of a partition folder that are not what the manifest says: a clear error, never a crash or a wrong row."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from damage_kit import all_of, damage, small_folder
+from forked import Forked
+from train_kit import environment
+from trainer.core.errors import PartitionError
+from trainer.store import digest_check, part_files
+from trainer.store.digest_check import checked_digests, sha256_of
+from trainer.store.part_store import open_parts
+
+SECONDS = float(os.environ.get("GNNFLEET_DAMAGE_SECONDS") or 3)  #: longer: `make test` has no time for more
+EDGES = "part0/edges/v-1.0__pre-depends__v-1.0"
+NODES = "part0/nodes"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_folder(tmp_path_factory.mktemp("sound") / "parts")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return small_folder(tmp_path / "parts")
+
+
+def test_whatever_is_damaged_is_an_error_and_never_a_crash_or_a_wrong_row(sound: Path, tmp_path: Path) -> None:
+    seed = time.time_ns() % 2**40
+    process = Forked(damage, (sound, tmp_path / "work", seed, SECONDS), environment())
+    try:
+        status = process.wait(SECONDS + 120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    tail = process.output[-3000:]
+    assert status == 0, f"ended by {status}: {tail}"
+    word, tried, refused = process.output.splitlines()[-1].split()
+    assert word == "done" and int(tried) > 10 and int(refused) > int(tried) / 2, tail
+
+
+def rewrite(path: Path, change) -> None:
+    array = np.load(path)
+    np.save(path, change(array))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("indices", lambda values: values[:-1], "holds int.* expected int.* by the manifest"),
+        ("indices", lambda values: values.astype(np.float32), "holds float32"),
+        (
+            "indices",
+            lambda values: np.where(np.arange(len(values)) == 2, 10**6, values),
+            "position 2: 1000000 is outside",
+        ),
+        ("indices", lambda values: np.where(np.arange(len(values)) == 2, -1, values), "position 2: -1 is outside"),
+        ("indptr", lambda values: np.where(np.arange(len(values)) == 2, 10**6, values), "below the value before it"),
+        ("indptr", lambda values: values + 1, "goes from 1 to"),
+        ("orig_id", lambda values: values + 10**6, "is outside 0 to"),
+    ],
+)
+def test_ids_and_offsets_that_kernels_cannot_index_with_are_refused(folder, file, change, told) -> None:
+    rewrite(folder / EDGES / f"{file}.npy", lambda values: change(values).astype(change(values).dtype))
+    with pytest.raises(PartitionError, match=f"{file}.npy.*{told}"):
+        open_parts(folder)
+
+
+def test_rows_that_are_short_long_or_laid_out_otherwise_are_refused(folder: Path) -> None:
+    path = folder / NODES / "v-1.0" / "attrs" / "half.npy"
+    whole = np.load(path)
+    for change in (whole[:-1], np.concatenate([whole, whole[:1]]), whole.astype(">u2"), whole.astype(np.int16)):
+        np.save(path, change)
+        with pytest.raises(PartitionError, match="half.npy holds .*, expected uint16"):
+            open_parts(folder)
+    np.save(path, np.asfortranarray(whole))
+    with pytest.raises(PartitionError, match=r"half.npy .* C order"):
+        open_parts(folder)
+    np.save(path, whole)
+    with open(path, "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(PartitionError, match=r"half.npy holds .* bytes, not the"):
+        open_parts(folder)
+
+
+def test_ranges_are_looked_at_once_and_again_when_a_file_has_changed(folder, monkeypatch) -> None:
+    monkeypatch.setattr(part_files, "_SETTLED_NS", 0)
+    looked = []
+    look = part_files._Bounds.problem
+    monkeypatch.setattr(part_files._Bounds, "problem", lambda self: looked.append(self.path) or look(self))
+    time.sleep(0.05)  # longer than the kernel's clock of files ticks
+    open_parts(folder)
+    first = set(looked)
+    looked.clear()
+    open_parts(folder)
+    assert not looked and f"{EDGES}/indices.npy" in first
+    path = folder / EDGES / "indices.npy"
+    before = path.stat()
+    values = np.load(path, mmap_mode="r+")
+    values[0] = 10**6
+    values.flush()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(PartitionError, match="position 0: 1000000 is outside"):
+        open_parts(folder)
+    assert looked == [f"{EDGES}/indices.npy"]
+
+
+def test_files_written_just_now_are_looked_at_again(folder, monkeypatch) -> None:
+    """Their times could be those of a later change as well."""
+    looked = []
+    look = part_files._Bounds.problem
+    monkeypatch.setattr(part_files._Bounds, "problem", lambda self: looked.append(self.path) or look(self))
+    open_parts(folder)
+    first = len(looked)
+    open_parts(folder)
+    assert len(looked) == 2 * first > 0
+
+
+def flip_a_byte(path: Path) -> None:
+    """In place, with the times that it had."""
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_flipped_byte_is_found_by_its_digest(folder: Path) -> None:
+    flip_a_byte(folder / NODES / "v-1.0" / "attrs" / "half.npy")
+    store = open_parts(folder)
+    inside = []
+    with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"), checked_digests(store):
+        inside.append("attributes may be compared later")
+    assert inside
+
+
+def test_what_kernels_index_with_is_compared_first(folder: Path) -> None:
+    flip_a_byte(folder / EDGES / "orig_id.npy")
+    store = open_parts(folder)
+    with pytest.raises(PartitionError, match=r"orig_id.npy does not have the sha256"), checked_digests(store):
+        raise AssertionError("entered")
+
+
+def test_a_process_that_is_started_again_in_the_same_run_compares_nothing_twice(folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(part_files, "_SETTLED_NS", 0)
+    time.sleep(0.05)
+    note = tmp_path / "run" / "digests.json"
+    note.parent.mkdir()
+    read = []
+    monkeypatch.setattr(digest_check, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    store = open_parts(folder, (0,))
+    with checked_digests(store, note):
+        pass
+    assert sorted(read) == sorted(folder / path for path in store.files)
+    read.clear()
+    with checked_digests(store, note):
+        pass
+    assert not read
+    flip_a_byte(folder / NODES / "v-1.0" / "attrs" / "half.npy")
+    with pytest.raises(PartitionError, match=r"half.npy"), checked_digests(store, note):
+        pass
+
+
+def test_a_sound_folder_is_opened_alike_with_and_without_digests(sound: Path) -> None:
+    assert all_of(sound, True) == all_of(sound, False)

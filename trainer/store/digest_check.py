@@ -1,0 +1,76 @@
+"""Compares the opened files of a partition folder with the digests in its manifest, once for each run.
+
+That finds what sizes and times of files do not tell: bytes that a disk, a memory or a hand has changed since the parts
+were sent. Files are read one after the other on each thread, so at the speed of the disk or of SHA-256, and are in the
+page cache afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.core.errors import PartitionError
+from trainer.store.part_files import FileNote
+from trainer.store.part_store import PartStore
+
+_BLOCK = 4 << 20
+
+_INDEXING = ("/indptr.npy", "/indices.npy", "/orig_id.npy", "/global_id.npy")  #: ends of names: kernels index with them
+
+
+@contextmanager
+def checked_digests(store: PartStore, note: Path | None = None) -> Iterator[None]:
+    """Compare every opened file with its sha256 in the manifest, on as many threads as there are CPUs.
+
+    Entered once the files are compared that hold ids and offsets, and left once all are, so that what is done inside
+    goes on beside the rest. note: a file of the run that remembers what was compared, for a process that is started
+    again. Raises ``PartitionError`` that names the file, and leaves the block's own exception as it is.
+    """
+    noted = FileNote(note)
+    left = [path for path in store.files if not noted.has(store.folder / path, path)]
+    expected = {entry.path: entry.sha256 for entry in store.manifest.files}
+    first = [path for path in left if path.endswith(_INDEXING)]
+    then = sorted(set(left).difference(first), key=lambda path: -(store.folder / path).stat().st_size)
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="digests")
+    try:
+        begun = {path: pool.submit(_check, store.folder / path, expected.get(path, "")) for path in [*first, *then]}
+        _finish([begun[path] for path in first])
+        yield
+        _finish(list(begun.values()))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    noted.save()
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file, hex. Raises ``OSError``."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        block = memoryview(bytearray(_BLOCK))
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def _finish(checks: list[Future[None]]) -> None:
+    """Wait for all, or for the first that fails."""
+    for check in wait(checks, return_when=FIRST_EXCEPTION).done:
+        check.result()
+
+
+def _check(path: Path, expected: str) -> None:
+    try:
+        found = sha256_of(path)
+    except OSError as error:
+        raise PartitionError(f"{path} cannot be read: {error.strerror}; send or make the part again") from error
+    if found != expected:
+        raise PartitionError(
+            f"{path} does not have the sha256 {expected[:12]}… of the manifest: it was damaged or changed since it was"
+            " made; send or make the part again (partition verify lists all that is wrong)"
+        )

@@ -1,0 +1,202 @@
+"""Opens the files of a partition folder by memory map, and checks what their headers and ids claim.
+
+dtype, shape and size of every file are compared with the manifest each time. Ids and offsets, with which kernels
+index without looking, are read through once for each copy of a part; a note beside the part remembers what was read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.core.arrays import Array
+from trainer.core.errors import PartitionError
+from trainer.core.files import write_whole
+from trainer.store.manifest import FileEntry, Manifest
+
+_NOTE = ".gnnfleet-ranges.json"
+
+_SETTLED_NS = 2_000_000_000  #: age of a change from which a file's times tell it from a later one
+
+_CHUNK = 1 << 20  #: ids that are looked at together
+
+_CURE = "send or make the part again (partition verify lists all that is wrong)"
+
+
+def map_array(path: Path) -> Array:
+    """A .npy file, memory-mapped read-only, in C order.
+
+    Raises ``PartitionError`` for a file that is missing, is none, or is shorter or longer than its header says.
+    """
+    try:
+        size = _regular_size(path)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.memmap):
+            raise ValueError("it is an archive, not an array")
+    except (FileNotFoundError, NotADirectoryError):
+        raise PartitionError(f"{path} is missing; send or make the part again (partition verify lists all)") from None
+    except Exception as error:  # numpy reads headers by Python's parser, which raises all kinds of things
+        raise PartitionError(
+            f"{path} cannot be read; send or make the part again (partition verify lists all that is wrong): {error}"
+        ) from error
+    if array.offset + array.nbytes != size or not array.flags.c_contiguous:
+        raise PartitionError(
+            f"{path} holds {size:,} bytes, not the {array.offset + array.nbytes:,} in C order that its header says;"
+            f" {_CURE}"
+        )
+    return array.view(np.ndarray)  # kernels are compiled for plain arrays
+
+
+def _regular_size(path: Path) -> int:
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        raise ValueError("it is not a regular file")
+    return found.st_size
+
+
+class FileNote:
+    """A small file that remembers of which files something was found out, until they change.
+
+    A change is seen by size, times, i-number. A file that was written within the last seconds is not remembered: times
+    are coarse, and it could be written again in the same tick.
+    """
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self._known = {} if path is None else _read_json(path)
+        self._new: dict[str, str] = {}
+
+    def has(self, path: Path, name: str, found: str = "") -> bool:
+        """Whether ``found`` was noted of the file; it will be by ``save`` if not. Raises ``PartitionError``."""
+        try:
+            now = os.stat(path)
+        except OSError as error:
+            raise PartitionError(f"{path} cannot be read: {error.strerror}; {_CURE}") from error
+        stamp = f"{now.st_size} {now.st_mtime_ns} {now.st_ctime_ns} {now.st_ino} {found}"
+        if self._known.get(name) == stamp:
+            return True
+        if time.time_ns() - now.st_ctime_ns > _SETTLED_NS:
+            self._new[name] = stamp
+        return False
+
+    def save(self) -> None:
+        """Note what ``has`` did not know; a folder that cannot be written to stays without."""
+        if self._path is not None and self._new:
+            with suppress(OSError):
+                write_whole(self._path, json.dumps({**self._known, **self._new}))
+
+
+def _read_json(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """What the values of one file must be."""
+
+    path: str  #: relative to the partition folder
+    values: Array  #: int [n]
+    limit: int  #: ids: 0 <= id < limit; offsets: they ascend from 0 to limit
+    offsets: bool
+
+    def problem(self) -> str | None:
+        """What is wrong with the values, in words."""
+        return self._offsets_problem() if self.offsets else self._ids_problem()
+
+    def _ids_problem(self) -> str | None:
+        for start in range(0, len(self.values), _CHUNK):
+            chunk = self.values[start : start + _CHUNK]
+            if chunk.min() < 0 or chunk.max() >= self.limit:
+                at = int(np.flatnonzero((chunk < 0) | (chunk >= self.limit))[0])
+                return f"position {start + at}: {chunk[at]} is outside 0 to {self.limit - 1}"
+        return None
+
+    def _offsets_problem(self) -> str | None:
+        if self.values[0] != 0 or self.values[-1] != self.limit:
+            return f"goes from {self.values[0]} to {self.values[-1]}, expected 0 to {self.limit}"
+        for start in range(0, len(self.values) - 1, _CHUNK):
+            chunk = self.values[start : start + _CHUNK + 1]
+            descents = np.flatnonzero(chunk[1:] < chunk[:-1])
+            if len(descents):
+                at = int(descents[0]) + 1
+                return f"position {start + at}: {chunk[at]} is below the value before it"
+        return None
+
+
+class PartFiles:
+    """Opens files of one partition folder. Its methods raise ``PartitionError``."""
+
+    def __init__(self, root: Path, manifest: Manifest):
+        self.root = root
+        self.opened: list[str] = []  #: relative paths
+        self._entries: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
+        self._bounds: list[_Bounds] = []
+
+    def array(self, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        """The array in ``<path>.npy``, which must be of this kind."""
+        array = self._mapped(path)
+        self._check_kind(path, array, array.dtype == dtype and array.shape == shape, f"{dtype.name} {list(shape)}")
+        return array
+
+    def ids(self, path: str, count: int, limit: int, dtype: np.dtype[Any] | None = None) -> Array:
+        """Ids ``0 <= id < limit``, [count], int32 or int64 or the given one; see ``check_ranges``."""
+        array = self._mapped(path)
+        kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
+        expected = f"{'int32 or int64' if dtype is None else dtype.name} [{count}]"
+        self._check_kind(path, array, kind and array.shape == (count,), expected)
+        self._bounds.append(_Bounds(f"{path}.npy", array, limit, offsets=False))
+        return array
+
+    def offsets(self, path: str, rows: int, total: int) -> Array:
+        """Where each of ``rows`` rows begins, int64 [rows + 1], from 0 to ``total``; see ``check_ranges``."""
+        array = self.array(path, np.dtype(np.int64), (rows + 1,))
+        self._bounds.append(_Bounds(f"{path}.npy", array, total, offsets=True))
+        return array
+
+    def check_ranges(self) -> None:
+        """Look at all ids and offsets of the opened files that have changed since somebody did."""
+        tops: dict[str, list[_Bounds]] = {}
+        for bounds in self._bounds:
+            tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)
+        for top, of_top in tops.items():
+            note = FileNote(self.root / top / _NOTE)
+            self._look_at([each for each in of_top if not note.has(self.root / each.path, each.path, str(each.limit))])
+            note.save()
+
+    def _look_at(self, all_bounds: list[_Bounds]) -> None:
+        if not all_bounds:
+            return
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for bounds, problem in zip(all_bounds, pool.map(_Bounds.problem, all_bounds), strict=True):
+                if problem is not None:
+                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {_CURE}")
+
+    def _mapped(self, path: str) -> Array:
+        name = f"{path}.npy"
+        array = map_array(self.root / name)
+        entry = self._entries.get(name)
+        if entry is not None and (array.dtype.name, array.shape) != (entry.dtype, entry.shape):
+            self._check_kind(path, array, False, f"{entry.dtype} {list(entry.shape)}")
+        self.opened.append(name)
+        return array
+
+    def _check_kind(self, path: str, array: Array, right: bool, expected: str) -> None:
+        if not right:
+            raise PartitionError(
+                f"{self.root / path}.npy holds {array.dtype.name} {list(array.shape)}, expected {expected} by the"
+                f" manifest; {_CURE}"
+            )

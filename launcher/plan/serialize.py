@@ -16,9 +16,12 @@ import msgspec
 
 from launcher.command import Secret
 from launcher.errors import FleetError
+from launcher.files import inflated
 from launcher.plan.model import LaunchPlan
 
 FORMAT, VERSION = "gnnfleet-run", 3
+
+_MOST = 1 << 28  # characters of a packed plan
 
 _LARGE = 100_000  # characters; every node gets the whole plan, so that of many nodes is packed
 
@@ -44,15 +47,15 @@ def read_run(text: str) -> LaunchPlan:
     try:
         values = json.loads(text)
         kind = values.get("format"), values.get("version")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
     if kind != (FORMAT, VERSION):
         raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
     try:
         packed = values.get("packed")
-        plan = json.loads(zlib.decompress(base64.b64decode(packed))) if packed else values.get("plan")
+        plan = json.loads(inflated(base64.b64decode(packed), _MOST)) if packed else values.get("plan")
         return msgspec.convert(plan, LaunchPlan)
-    except (ValueError, TypeError, zlib.error) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
 
 

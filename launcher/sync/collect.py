@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import os
-import zlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from launcher.errors import TransportError, reason_of
-from launcher.files import appearing
+import msgspec
+
+from launcher.errors import NodeCallError, TransportError, reason_of
+from launcher.files import appearing, inflated, is_plain_path
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
@@ -54,24 +56,54 @@ def _collect_node(node: NodePlan, line: Transport | TransportError, folder: Path
     """All wanted files of a node, the small ones in one answer; what could not be read there."""
     if isinstance(line, TransportError):
         raise line
-    answer = _pack(node, line, folder)
-    for path, file in answer["files"].items():
-        if ".." in path.split("/"):
-            continue
+    answer, room = _pack(node, line, folder), _ROOM
+    notes = [f"{node.label}: {node.run_dir}/{path} could not be read ({why})" for path, why in answer.errors.items()]
+    for path, file in answer.files.items():
         here = folder / _place(node.node_rank, path)
-        if file["data"] is None:
-            line.download(f"{node.run_dir}/{path}", here)
+        if not _is_wanted(path) or not here.parent.resolve().is_relative_to(folder.resolve()):
+            notes.append(f"{node.label}: a file that was not asked for is left there: {path}")
+            continue
+        if file.data is None:
+            line.download(f"{node.run_dir}/{path}", here, most=file.bytes)
         else:
+            try:
+                content = inflated(base64.b64decode(file.data), min(file.bytes, _SMALL, room))
+            except ValueError as error:
+                notes.append(f"{node.label}: {node.run_dir}/{path} came damaged ({error}); it stays there")
+                continue
+            room -= len(content)
             with appearing(here) as out:
-                out.write(zlib.decompress(base64.b64decode(file["data"])))
-        os.utime(here, ns=(file["mtime_ns"], file["mtime_ns"]))
-    return [f"{node.label}: {node.run_dir}/{path} could not be read ({why})" for path, why in answer["errors"].items()]
+                out.write(content)
+        os.utime(here, ns=(file.mtime_ns, file.mtime_ns))
+    return notes
 
 
-def _pack(node: NodePlan, transport: Transport, folder: Path) -> dict[str, Any]:
+class _File(msgspec.Struct):
+    """One file as ``node/programs/collect_files.py`` tells of it."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    mtime_ns: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    data: str | None  #: base64 of zlib; None: to be fetched by itself
+
+
+class _Files(msgspec.Struct):
+    files: dict[str, _File]
+    errors: dict[str, str]
+
+
+def _pack(node: NodePlan, transport: Transport, folder: Path) -> _Files:
     request = {"path": node.run_dir, "wanted": _WANTED, "have": _have(node.node_rank, folder), "small": _SMALL}
-    answer: dict[str, Any] = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
-    return answer
+    answer = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
+    try:
+        return msgspec.convert(answer, _Files)
+    except ValueError as error:
+        message = f"what it answers is no list of files: {error}"
+        raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None
+
+
+def _is_wanted(path: str) -> bool:
+    """Whether a path that a node gives is one that it was asked for."""
+    return is_plain_path(path) and re.fullmatch(_WANTED, path) is not None
 
 
 def _have(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:

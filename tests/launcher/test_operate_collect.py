@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
 
+from fake_transport import FakeTransport
 from launcher.errors import UnreachableError
 from launcher.sync.collect import collect
 from launcher.transport.base import OnBytes
@@ -97,3 +101,44 @@ def test_a_node_out_of_reach_is_noted_and_the_rest_comes(plan, tmp_path) -> None
         "node1 (local): its files could not be fetched (no answer); they stay there in " + plan.nodes[1].run_dir
     )
     assert (tmp_path / "here/logs/node0/rank0.log").exists()
+
+
+def packed(content: bytes, size: int | None = None) -> dict[str, object]:
+    data = base64.b64encode(zlib.compress(content)).decode()
+    return {"bytes": len(content) if size is None else size, "mtime_ns": 0, "data": data}
+
+
+def test_a_node_puts_nothing_elsewhere_and_no_more_than_it_announced(plan, tmp_path) -> None:
+    here, outside = tmp_path / "top/here", tmp_path / "outside"
+    (here / "output").mkdir(parents=True)
+    (here / "output/node0").symlink_to(outside)
+    outside.mkdir()
+    files = {
+        f"{tmp_path}/absolute": packed(b"x"),
+        "output/../../../../escaped": packed(b"x"),
+        "output/x": packed(b"through a link"),
+        "logs/rank0.log\0.log": packed(b"x"),
+        "service.key": packed(b"x"),
+        "logs/bomb.log": packed(bytes(200 << 20), 10),
+        "logs/short.log": {**packed(os.urandom(100)), "data": str(packed(os.urandom(100))["data"])[:40]},
+        "logs/good.log": packed(b"as announced"),
+        "checkpoints/last.pt": {"bytes": 1000, "mtime_ns": 0, "data": None},
+    }
+    node, first = FakeTransport(), plan.nodes[0]
+    node.files[f"{first.run_dir}/checkpoints/last.pt"] = bytes(1 << 20)
+    node.on_program("collect_files", lambda request: {"files": files, "errors": {}})
+    tracemalloc.start()
+    collected = collect(make_launch([first]), {0: node}, here)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()
+    assert {path.name for path in (tmp_path / "top").rglob("*") if path.is_file()} == {"good.log", "last.pt"}
+    assert (here / "checkpoints/last.pt").stat().st_size == 1000
+    assert not any(outside.iterdir()) and not (tmp_path / "escaped").exists() and not (tmp_path / "absolute").exists()
+    assert len(collected.notes) == 7, collected.notes
+
+
+@pytest.mark.parametrize("answer", [[], {"files": []}, {"files": {"a": 1}, "errors": {}}, {"files": {}, "errors": [1]}])
+def test_an_answer_of_another_shape_is_that_nodes_failure(plan, tmp_path, answer) -> None:
+    node = FakeTransport().on_program("collect_files", lambda request: answer)
+    (note,) = collect(make_launch([plan.nodes[0]]), {0: node}, tmp_path / "here").notes
+    assert "its files could not be fetched" in note and "no list of files" in note

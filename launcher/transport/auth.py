@@ -26,7 +26,7 @@ from paramiko.pkey import PublicBlob, UnknownKeyType
 
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig, NodeConfig
-from launcher.errors import TransportError, UsageError
+from launcher.errors import HostKeyError, TransportError, UsageError
 from launcher.transport.ssh_config import SshHost, find_route
 
 AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
@@ -71,11 +71,17 @@ class Offer(AuthSource):
 
 
 class Login(AuthStrategy):
-    """One login. ``authenticate`` raises ``LoginRefused``, or ``SSHException`` when the host hangs up."""
+    """One login. ``authenticate`` raises ``LoginRefused``, or ``SSHException`` when the host hangs up.
 
-    def __init__(self, host: SshHost, credentials: Credentials):
+    ``doubt`` says why the host's key was not to be trusted, if it was not: then no password is sent, and the error is
+    raised in place of ``LoginRefused`` where there was one to send, or the host wants one.
+    """
+
+    def __init__(
+        self, host: SshHost, credentials: Credentials, doubt: Callable[[], HostKeyError | None] = lambda: None
+    ):  # fmt: skip
         super().__init__(ssh_config=paramiko.SSHConfig())
-        self.host, self.credentials = host, credentials
+        self.host, self.credentials, self._doubt = host, credentials, doubt
         self.files = (credentials.key,) if credentials.key else host.identity_files
         self._agent_keys: Sequence[AgentKey] = ()
 
@@ -89,9 +95,16 @@ class Login(AuthStrategy):
         yield from passwords if self.credentials.key else ()
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
+        doubt = self._doubt()
         with closing(Agent(self.host.agent)) as agent:  # open as long as it may have to sign
             self._agent_keys = agent.get_keys()
-            offer = self._accepted(transport, list(self.get_sources()))
+            offers = [each for each in self.get_sources() if doubt is None or each.method == "publickey"]
+            try:
+                offer = self._accepted(transport, offers)
+            except LoginRefused as refused:
+                if doubt is not None and (self.credentials.password is not None or refused.wants_password):
+                    raise doubt from refused
+                raise
         result = AuthResult(self)
         result.append(SourceResult(offer, []))
         return result

@@ -85,6 +85,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         self.name = self.host if self.port == 22 else f"[{self.host}]:{self.port}"
         self.files = host.known_hosts
         lines = list(read_known_hosts(self.files)) if self.mode != "insecure" else []
+        self.doubt: HostKeyError | None = None  #: why no password is to be sent
         self.known = [line for line in lines if line.names(self.name) and not line.authority]
         self._portless = [line for line in lines if line.names(self.host) and not line.authority]
         self._authorities = [line for line in lines if line.authority and line.names(self.name)]
@@ -102,22 +103,27 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         return list(dict.fromkeys(types))
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Raises ``HostKeyError`` for a key that is not to be trusted."""
+        """Raises ``HostKeyError`` for a key that is not to be trusted; with mode ``no`` it is kept in ``doubt``, as
+        ssh goes on then, without passwords: who is in between could not use a signature, but a password."""
         if self.mode == "insecure":
             return
         blob = key.asbytes()
         same = [line for line in (*self.known, *self._portless) if line.blob == blob]
-        if self.mode != "no" and any(line.revoked for line in same):
-            raise HostKeyError(f"{_shown(key)} is marked as revoked in {same[0].where}", remedy="do not use this host")
+        if revoked := [line for line in same if line.revoked]:
+            what = f"{_shown(key)} is marked as revoked in {revoked[0].where}"
+            return self._refuse(HostKeyError(what, remedy="do not use this host"))
         if same:
             return
         if others := [line for line in self.known if not line.revoked]:
-            if self.mode == "no":
-                return
-            raise self._changed(key, others[0])
+            return self._refuse(self._changed(key, others[0]))
         if self.mode in ("yes", "ask"):
             raise self._unknown(key)
         self._learn(key)
+
+    def _refuse(self, error: HostKeyError) -> None:
+        if self.mode != "no":
+            raise error
+        self.doubt = HostKeyError(f"{error.message}; no password was sent to it", remedy=error.remedy)
 
     def _learn(self, key: paramiko.PKey) -> None:
         try:

@@ -59,6 +59,8 @@ _NOBODY_ASKED = {"ControlMaster": "no", "BatchMode": "yes", "LogLevel": "ERROR"}
 # without a proxy that works, a client that is refused a session cannot open a connection of its own
 _THROUGH = {**_NOBODY_ASKED, "ProxyCommand": "false"}
 
+_UNTRUSTED = ("ost key verification failed", "IDENTIFICATION HAS CHANGED", "REVOKED HOST KEY", "No ED25519")
+
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
 
 # A password reaches ssh through a pipe in a private folder, never by arguments or environment. The parent keeps the
@@ -158,11 +160,12 @@ class OpenSshTransport(RemoteTransport):
     def _explained(self, said: str, host: SshHost, timeout: float) -> TransportError:
         last = said.splitlines()[-1] if said else f"no answer within {timeout:g} s"
         by_hand = f"see what `ssh -v {self.node.login}` says"
+        if any(words in said for words in _UNTRUSTED):
+            words = next(line for line in (each.strip("@ ") for each in said.splitlines()) if line)
+            return self._error(HostKeyError, f"ssh does not trust this host's key: {words}", by_hand)
         if "Permission denied" in said:
             kind = PasswordRefused if self.credentials.password is not None else AuthError
             return self._error(kind, f"ssh was not let in as {host.user}: {last}", by_hand)
-        if "ost key verification failed" in said or "IDENTIFICATION HAS CHANGED" in said or "No ED25519" in said:
-            return self._error(HostKeyError, f"ssh does not trust this host's key: {said.splitlines()[0]}", by_hand)
         return self._error(UnreachableError, f"ssh could not connect: {last}", by_hand)
 
     def _error(self, kind: type[TransportError], message: str, remedy: str) -> TransportError:

@@ -162,7 +162,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     if check.needs_certificate:
         raise NeedsOpenSsh("@cert-authority", host)
     options = {
-        "auth_strategy": Login(host, credentials),
+        "auth_strategy": Login(host, credentials, lambda: check.doubt),
         "auth_timeout": timeout,
         "banner_timeout": 0.8 * timeout,  # shorter than the handshake's, so that it is the one that speaks
         "channel_timeout": timeout,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import paramiko
@@ -22,10 +22,11 @@ from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportEr
 from launcher.transport import close_all, connect_all, ssh_config
 from launcher.transport.auth import Credentials
 from launcher.transport.host_keys import read_known_hosts
+from launcher.transport.remote import RemoteTransport
 from launcher.transport.ssh import SshTransport
 from launcher.transport.ssh_config import find_route
 from sshd_inprocess import Sshd, serving
-from transport_kit import know, new_key, save_key, sh, ssh_threads, ssh_to
+from transport_kit import know, new_key, openssh_to, save_key, sh, ssh_threads, ssh_to
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def sshd(home: Path, client: paramiko.PKey) -> Iterator[Sshd]:
     assert ssh_threads() == []
 
 
-def whoami(transport: SshTransport) -> bytes:
+def whoami(transport: RemoteTransport) -> bytes:
     """Connect, run one command, close."""
     transport.connect(10)
     try:
@@ -175,6 +176,26 @@ def test_a_changed_host_key_is_refused(sshd: Sshd, key: Path, home: Path, mode: 
     assert f"{home}/.ssh/known_hosts:1" in str(caught.value)
     assert f"ssh-keygen -f {home}/.ssh/known_hosts -R '[127.0.0.1]:{sshd.port}'" in str(caught.value)
     assert sshd.logins == []
+
+
+@pytest.mark.parametrize("connect", [ssh_to, openssh_to])
+@pytest.mark.parametrize("line", ["changed", "revoked"])
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_host_with_another_key_than_the_known_one_gets_no_password(
+    sshd: Sshd, key: Path, home: Path, connect: Callable[..., RemoteTransport], line: str, interactive: bool
+) -> None:
+    """StrictHostKeyChecking no goes on with keys alone, which nobody in between can use; so does OpenSSH."""
+    (home / ".ssh/config").write_text("Host *\n  StrictHostKeyChecking no\n")
+    known = home / ".ssh/known_hosts"
+    known.unlink()
+    know(home, sshd.port, new_key() if line == "changed" else sshd.host_key)
+    known.write_text(known.read_text() if line == "changed" else f"@revoked {known.read_text()}")
+    sshd.interactive = interactive
+    with pytest.raises(HostKeyError):
+        connect(sshd, password="right", host_keys="auto").connect(10)
+    assert sshd.logins == []
+    assert whoami(connect(sshd, key=key, password="right", host_keys="auto")) == b"hello\n"
+    assert "password ok" not in sshd.logins and "interactive ok" not in sshd.logins
 
 
 def test_insecure_takes_any_key(sshd: Sshd, key: Path, home: Path) -> None:

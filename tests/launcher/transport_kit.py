@@ -59,10 +59,12 @@ def credentials_of(node: NodeConfig, secret: str | None) -> Credentials:
     return Credentials(node.key, password=given)
 
 
-def openssh_to(sshd: Sshd, *, key: Path | None = None, password: str | None = None) -> OpenSshTransport:
+def openssh_to(
+    sshd: Sshd, *, key: Path | None = None, password: str | None = None, host_keys: HostKeys = "strict"
+) -> OpenSshTransport:
     node = NodeConfig(host="127.0.0.1", port=sshd.port, user="ann", key=str(key) if key else None)
     secret = Secret(password) if password is not None else None
-    return OpenSshTransport(node, "strict", Credentials(node.key, password=secret), 3)
+    return OpenSshTransport(node, host_keys, Credentials(node.key, password=secret), 3)
 
 
 def ssh_threads() -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -83,17 +85,49 @@ def spans(numbers: Iterable[int], name: str = "") -> str:
     return ", ".join(f"{name}{run[0]}" if len(run) == 1 else f"{name}{run[0]}–{name}{run[-1]}" for run in runs)
 
 
+# Escape sequences (ECMA-48, with xterm's end of one by BEL), control characters other than tab and line end, and halves
+# of UTF-16 pairs, which JSON may hold but no file takes
+_UNPRINTABLE = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
+    r"|\x1b[ -/]*[0-~]?|[\x00-\x08\x0b-\x1f\x7f-\x9f]|[\ud800-\udfff]"
+)
+
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+
+
+def printable(text: str, *, colours: bool = False) -> str:
+    """``text`` without terminal escapes and control characters; ``colours``: those that set colours stay."""
+
+    def instead(found: re.Match[str]) -> str:
+        if "\ud800" <= found[0] <= "\udfff":
+            return "\ufffd"
+        return found[0] if colours and _COLOUR.fullmatch(found[0]) else ""
+
+    return _UNPRINTABLE.sub(instead, text)
+
+
+class PlainConsole(Console):
+    """Shows no terminal escapes but its own: what nodes, logs and files tell may hold any."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Segments of the renderable, their texts printable."""
+        for segment in super().render(renderable, options):
+            if segment.control or not _UNPRINTABLE.search(segment.text):
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
 UNBOUNDED = 100_000  #: columns of what is no terminal: a file or a pipe has lines as long as they need to be
 
 
 def console_for(*, stderr: bool) -> Console:
     """For stdout, or ``stderr``. Into a file or a pipe tables are as wide as what they hold, with nothing cut or
     folded, unless COLUMNS says how wide they may be."""
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
     bounded = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)
+    return PlainConsole(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)
 
 
 OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 from launcher.command import Command, render
 from launcher.errors import FleetError, TransportError, reason_of
+from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
@@ -91,17 +91,19 @@ def was_absent(done: Completed) -> bool:
 
 
 def _view(node: NodePlan, done: Completed) -> NodeView:
-    """What ``watch.py --once`` has told."""
+    """What ``watch.py --once`` has told; raises FleetError unless that is whole."""
     lines: dict[str, list[str]] = {}
     told: dict[str, Any] = {}
-    for text in done.stdout.decode("utf-8", "replace").splitlines():
-        if text.startswith("{"):  # else a profile that prints
-            message = json.loads(text)
-            lines.setdefault(message["file"], []).extend(message["lines"]) if "file" in message else told.update(
-                message
-            )
+    said = done.stdout.decode("utf-8", "replace").split("\n")
+    try:
+        for message in filter(None, map(message_in, said)):  # other lines are a profile's that prints
+            if "file" in message:
+                lines.setdefault(message["file"], []).extend(message["lines"])
+            told |= message
+    except Damaged as error:
+        raise FleetError(f"it could not say how it is: {error}") from None
     if "now" not in told:
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise FleetError(f"it could not say how it is: {said[-1] if said else f'exit status {done.returncode}'}")
+        words = done.stderr.decode("utf-8", "replace").strip().splitlines() or [word for word in said if word.strip()]
+        raise FleetError(f"it could not say how it is: {words[-1] if words else f'exit status {done.returncode}'}")
     lost = told.get("lost", {}).get("reason", "")
     return NodeView(node, told.get("state"), told.get("result"), lost, now=told["now"], lines=lines)

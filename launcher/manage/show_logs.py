@@ -19,14 +19,14 @@ from rich.text import Text
 from launcher.command import Command
 from launcher.errors import TransportError, UsageError
 from launcher.manage.node_views import OpenRun, if_there
+from launcher.node.json_reader import RESULT, Damaged, message_in, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
+from launcher.text import printable
 from launcher.transport.base import Transport
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3})Z ?")
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
@@ -37,6 +37,8 @@ _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_
 _FIRST_LINES = 10  # of each log, where following begins
 
 _RETRY = 2.0  # seconds
+
+_NO_PROGRAM = (126, 127)  # a shell's statuses of a program that cannot be started
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,14 @@ class _Follower(threading.Thread):
             return
         while not self._over and not self.stop.is_set():
             try:
-                self.line.stream(self._command(), self._take, self.stop)
-                return
-            except TransportError as error:
-                self.lost = error.message
+                status = self.line.stream(self._command(), self._take, self.stop)
+                if self._over or self.stop.is_set() or status == 0:
+                    return
+                self.lost = f"following it ended with status {status}"
+                if status in _NO_PROGRAM:
+                    return
+            except (TransportError, Damaged) as error:
+                self.lost = str(error)
             if self.stop.wait(_RETRY):
                 return
             try:
@@ -181,9 +187,9 @@ class _Follower(threading.Thread):
         return if_there(self.node, self.node.program("watch", self.node.run_dir, *self.options, *words))
 
     def _take(self, text: str) -> None:
-        if not text.startswith("{"):
+        message = message_in(text)
+        if message is None:
             return
-        message = json.loads(text)
         self._over = "result" in message or "lost" in message
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]
@@ -230,7 +236,7 @@ def _lines_of(view: NodeView, hub: NodeView | None) -> list[Iterator[Line]]:
 
 def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[Line]]:
     """The same from collected files; by the lead node's clock, which is the best that is known of it later."""
-    result = json.loads((folder / "result.json").read_text())
+    result = record_in(RESULT, str(folder / "result.json")) or {}
     offset = float(result.get("clock_offset") or 0.0)
     files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
     sources = []
@@ -275,9 +281,9 @@ class LinePrinter:
         with self._lock:
             if self.console.is_terminal:
                 text = Text(prefix, _COLOURS[line.node_rank % len(_COLOURS)])
-                self.console.print(text + Text.from_ansi(_CONTROL.sub("", line.text)), soft_wrap=True)
+                self.console.print(text + Text.from_ansi(printable(line.text, colours=True)), soft_wrap=True)
             else:
-                self.console.file.write(f"{prefix}{line.text}\n")
+                self.console.file.write(f"{prefix}{printable(line.text)}\n")
                 self.console.file.flush()
 
 

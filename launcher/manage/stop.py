@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
@@ -20,7 +19,7 @@ from launcher.manage.node_views import OpenRun, if_there, was_absent
 from launcher.plan.model import NodePlan
 from launcher.report.run_folder import FoundRun, LaunchFile, user_at_host
 from launcher.report.verdict import NodeView, from_here, known_without_nodes
-from launcher.run.tmux_session import how_to_stop
+from launcher.run.tmux_session import how_to_stop, stop_report
 from launcher.text import count
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
@@ -94,15 +93,8 @@ def _stop_node(
     done = line.run(command, timeout=timeout + _ANSWER)
     if was_absent(done):
         return NodeStopResult(node, "not started")
-    try:
-        answer = json.loads(done.stdout.splitlines()[-1])
-        killed, left = (
-            tuple(f"{one['pid']} {one['command']}" for one in answer[name]) for name in ("killed", "leftovers")
-        )
-    except (IndexError, ValueError, KeyError):
-        said = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise FleetError(said[-1] if said else f"its stop program ended with status {done.returncode}") from None
-    return NodeStopResult(node, view.word, killed, left)
+    report = stop_report(done, node)
+    return NodeStopResult(node, view.word, report.killed, report.leftovers)
 
 
 def stop_launcher(launch: LaunchFile) -> bool:

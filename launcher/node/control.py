@@ -21,6 +21,7 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import leases, procs
+from launcher.node.json_reader import RESULT, STATE, record_in
 from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds
@@ -41,12 +42,12 @@ class NodeFolder:
         self.mark = f"GNNFLEET_RUN_DIR={self.run_dir}"  # what the run's processes have in their environment
         try:
             self._read_spec()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             self.damage = f"{self.path('node.json')} is damaged ({error!r}); going by the folder instead"
 
     def _read_spec(self) -> None:
         spec = read_json(self.path("node.json"))
-        if spec is None:
+        if spec is None and not os.path.exists(self.path("node.json")):
             raise SystemExit(f"control: no run in {self.run_dir} (it has no node.json)")
         self.mark = f"{procs.TOKEN}={procs.node_token(spec['token'], spec['node_rank'])}"
         self.grace = float(spec["grace"])
@@ -57,11 +58,7 @@ class NodeFolder:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        try:
-            state = read_json(self.path("state.json"))
-        except (OSError, ValueError):
-            return None
-        return state if isinstance(state, dict) else None
+        return record_in(STATE, self.path("state.json"))
 
     def supervisor(self) -> int | None:
         """The pid of the living supervisor."""
@@ -157,11 +154,7 @@ def status(folder: NodeFolder) -> dict[str, Any]:
 
 def result(folder: NodeFolder) -> dict[str, Any] | None:
     """``result.json``; None while there is none, or it is damaged."""
-    try:
-        value = read_json(folder.path("result.json"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+    return record_in(RESULT, folder.path("result.json"))
 
 
 def main() -> int:

@@ -56,6 +56,14 @@ def append_json(path: str, value: Any) -> None:
     line = json.dumps(value).encode() + b"\n"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, line)
+        write_line(descriptor, line)
     finally:
         os.close(descriptor)
+
+
+def write_line(descriptor: int, line: bytes) -> None:
+    """Append a line to an open file; of one that a full disk takes in part nothing stays. Raises OSError."""
+    written = os.write(descriptor, line)
+    if written < len(line):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -27,11 +27,14 @@ if not __package__:  # run as a file: make the package above importable
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from launcher.node import procs
-from launcher.node.record import read_json, stamp
+from launcher.node.json_reader import METRIC, RESULT, STATE, checked, json_object, record_in
+from launcher.node.record import stamp
 
 LOST = 3  #: exit status when the supervisor is gone without a result
 
 _CHUNK = 1 << 18  # bytes of one file at once
+
+_LONGEST = 1 << 23  # bytes of a line; of a longer one each piece of that size is told as a line
 
 _FASTEST, _SLOWEST = 0.2, 1.0  # seconds between two looks
 
@@ -95,7 +98,7 @@ class Watcher:
     def end(self) -> dict[str, Any] | None:
         """The last thing to tell, once there is nothing more to come."""
         reason = self.lost()
-        result = read_json(self._path("result.json"))  # after looking whether the supervisor is gone
+        result = record_in(RESULT, self._path("result.json"))  # after looking whether the supervisor is gone
         if result is not None:
             return {"result": result}
         return {"lost": {"reason": reason, "state": self._state}} if reason else None
@@ -113,7 +116,7 @@ class Watcher:
 
     def tell_state(self) -> None:
         """Tell ``state.json`` when it has changed."""
-        state = read_json(self._path("state.json"))
+        state = record_in(STATE, self._path("state.json"))
         if state is not None and state != self._state:
             self._state = state
             self.tell({"state": state})
@@ -143,7 +146,8 @@ class Watcher:
         data = complete_lines(self._path(name), offset)
         if data:
             self.offsets[name] = offset + len(data)
-            lines = data[:-1].decode("utf-8", "replace").split("\n")
+            whole = data[:-1] if data.endswith(b"\n") else data
+            lines = whole.decode("utf-8", "replace").split("\n")
             self.tell({"file": name, "offset": self.offsets[name], "lines": lines})
         return bool(data)
 
@@ -178,12 +182,14 @@ def disk_full(path: str) -> bool:
 
 
 def complete_lines(path: str, offset: int) -> bytes:
-    """What stands in ``path`` from ``offset`` to the last line end in reach; whole lines, however long."""
+    """What stands in ``path`` from ``offset`` to the last line end in reach; a piece of a line that is too long."""
     with open(path, "rb") as file:
         file.seek(offset)
         data = file.read(_CHUNK)
         if b"\n" not in data:
-            data += file.readline()
+            data += file.readline(_LONGEST)
+            if len(data) >= _LONGEST and not data.endswith(b"\n"):
+                return data
     return data[: data.rfind(b"\n") + 1]
 
 
@@ -217,10 +223,8 @@ def _line_from(file: BinaryIO, offset: int) -> tuple[int, bytes]:
 
 
 def _time_of(line: bytes) -> float:
-    try:
-        return float(json.loads(line)["t"])
-    except (ValueError, KeyError, TypeError):
-        return 0.0
+    event = checked(METRIC, json_object(line)) or {}
+    return float(event.get("t", 0.0))
 
 
 def last_lines(path: str, count: int) -> int:

@@ -22,6 +22,7 @@ from rich.text import Text
 from launcher.config.loader import to_yaml
 from launcher.config.schema import ClusterConfig
 from launcher.hostlist import fold
+from launcher.node.json_reader import EVENT, records
 from launcher.plan.model import LaunchPlan
 from launcher.report.metrics import Metrics, read_metrics
 from launcher.report.profile import milliseconds
@@ -58,12 +59,14 @@ class RunFigures:
     def by_epoch(self, what: Literal["seconds", "loss"]) -> dict[int, float]:
         """As rank 0 tells it; the loss is that of all ranks."""
         lines = (line for line in self.metrics.of_kind("epoch") if line.get("rank") == 0)
-        return {line["epoch"]: line[what] for line in lines if what in line and "epoch" in line}
+        return _values_by_epoch(lines, what)
 
     def accuracy_by_epoch(self) -> dict[int, float]:
         """On the val split."""
         lines = (line for line in self.metrics.of_kind("eval") if line.get("split") == "val")
-        return {line["epoch"]: line["accuracy"] for line in lines if "accuracy" in line and "epoch" in line}
+        return {
+            line["epoch"]: line["accuracy"] for line in lines if line.get("accuracy") is not None and "epoch" in line
+        }
 
 
 @dataclass(frozen=True)
@@ -271,20 +274,15 @@ def _parts_of(plan: LaunchPlan | None) -> str:
 def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
     """As preflight has found them; several of one package where nodes differ."""
     found: dict[str, list[str]] = {}
-    for line in events.read_text(encoding="utf-8").splitlines() if events.is_file() else ():
-        event = _parsed(line)
+    for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
         for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
             found.setdefault(name, []).append(str(version))
     told = {name: ", ".join(dict.fromkeys(filter(None, versions))) for name, versions in sorted(found.items())}
     return {name: text for name, text in told.items() if text} | ({"code": plan.code_digest[:12]} if plan else {})
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        event = json.loads(line)
-    except ValueError:  # cut short by a killed launcher
-        return {}
-    return event if isinstance(event, dict) else {}
+def _values_by_epoch(lines: Iterable[Mapping[str, Any]], what: str) -> dict[int, float]:
+    return {line["epoch"]: line[what] for line in lines if line.get(what) is not None and "epoch" in line}
 
 
 def _mean_of(by_epoch: Mapping[int, float]) -> float | None:

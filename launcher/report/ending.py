@@ -215,7 +215,8 @@ class Ending:
             for outcome in self._outcomes_of(node, lost.get(k)):
                 yield replace(outcome, done_without=True) if k in gone else self._with_parts(outcome)
         for finding in self._stopping:
-            host = self.plan.nodes[finding["node_rank"]].target
+            k = finding["node_rank"]
+            host = self.plan.nodes[k].target if k < len(self.plan.nodes) else "unknown"
             when = finding["t"] - self.clock_offset(finding["node_rank"])
             yield Outcome.of_finding(finding, host, when)
 

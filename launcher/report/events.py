@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from launcher.node.record import write_line
+
 
 class EventLog:
     """Appends events as JSON lines; safe to call from several threads. ``stream`` gets them too, and more.
@@ -21,7 +23,7 @@ class EventLog:
 
     def __init__(self, path: Path, stream: TextIO | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+", encoding="utf-8")
+        self._file = path.open("a+b", buffering=0)
         self._lock = threading.Lock()
         self.path, self.stream = path, stream
         self._known: set[str] = set()  # lines of nodes that are in the file
@@ -57,8 +59,7 @@ class EventLog:
             with self._alone():
                 if once and line in self._lines_there():
                     return
-                self._file.write(line)
-                self._file.flush()
+                write_line(self._file.fileno(), line.encode())
         except OSError as error:
             if not self._failed:
                 print(f"events are not kept any more: {self.path}: {error.strerror}", file=sys.stderr)
@@ -81,6 +82,7 @@ class EventLog:
     def _lines_there(self) -> set[str]:
         """Those of nodes, read up to the end of the file."""
         self._file.seek(self._read_to)
-        self._known |= {line for line in self._file if '"node_rank"' in line}
+        for line in self._file:
+            self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()
         self._read_to = self._file.tell()
         return self._known

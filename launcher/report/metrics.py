@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from launcher.node.json_reader import METRIC, records
 from launcher.report.outcome import Outcome
 from launcher.report.profile import Profile, analyse
 
@@ -53,7 +53,7 @@ class Metrics:
         """
         by_rank: dict[int, list[Mapping[str, Any]]] = {}
         lasted: dict[int, float] = {}
-        for line in self.of_kind("epoch"):
+        for line in self._timed_epochs():
             by_rank.setdefault(line["rank"], []).append(line)
             lasted[line["epoch"]] = min(line["seconds"], lasted.get(line["epoch"], line["seconds"]))
         found = {}
@@ -65,8 +65,12 @@ class Metrics:
 
     def counted_epochs(self) -> list[int]:
         """Those that ``throughput`` goes by, ascending."""
-        epochs = sorted({line["epoch"] for line in self.of_kind("epoch")})
+        epochs = sorted({line["epoch"] for line in self._timed_epochs()})
         return epochs[1:] or epochs
+
+    def _timed_epochs(self) -> list[Mapping[str, Any]]:
+        """Epoch lines that say how many seeds took how long; an own script's need not."""
+        return [line for line in self.of_kind("epoch") if {"rank", "epoch", "seconds", "seeds"} <= line.keys()]
 
 
 def _by_node(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
@@ -103,11 +107,8 @@ def _merged(files: Iterable[Path]) -> Iterator[_Line]:
 
 def _lines_of(file: Path) -> Iterator[_Line]:
     for text in _texts(file):
-        try:
-            values = json.loads(text)
+        for values in records(METRIC, [text]):  # none: cut short, or an own script's
             yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values)
-        except (ValueError, TypeError, AttributeError):  # cut short, or an own script's
-            continue
 
 
 def _texts(file: Path) -> Iterator[bytes]:

@@ -61,6 +61,7 @@ class Outcome:
             note=record.get("note", ""),
             traceback=tuple(record["traceback"]),
             tail=tuple(record["tail"]),
+            done_without=record.get("done_without") is True,
         )
 
     @classmethod

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from launcher.errors import FleetError
 from launcher.files import appearing, write_whole
+from launcher.node.json_reader import METRIC, checked, json_object
 from launcher.plan.model import NodePlan
 from launcher.report.first_failure import aftermath_of
 from launcher.report.metrics import Metrics, _by_node, _merged
@@ -62,16 +63,10 @@ def _last_step(file: Path) -> Mapping[str, Any]:
 
 
 def _step(text: bytes) -> Mapping[str, Any]:
-    try:
-        line = json.loads(text)
-    except ValueError:  # cut short, or not from its beginning
-        return {}
-    known = isinstance(line, dict) and line.get("kind") == "step"
-    return line if known and all(_is_number(line.get(name)) for name in ("epoch", "step", "loss")) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """{} of a line that is cut short, not from its beginning, or no step's with a loss."""
+    line = checked(METRIC, json_object(text)) or {}
+    known = line.get("kind") == "step" and {"epoch", "step"} <= line.keys() and line.get("loss") is not None
+    return line if known else {}
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
@@ -187,7 +182,7 @@ def print_report(report: RunReport, console: Console) -> None:
 
 def _print_done(report: RunReport, console: Console) -> None:
     console.print(Text(f"\nDone in {report.seconds:.1f} s.", "bold green"))
-    epochs = [line for line in report.metrics.of_kind("epoch") if line["rank"] == 0]
+    epochs = [line for line in report.metrics.of_kind("epoch") if line.get("rank") == 0 and "epoch" in line]
     if epochs:
         console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
     elif last := last_loss(report.metrics.files):
@@ -207,7 +202,7 @@ def _print_done(report: RunReport, console: Console) -> None:
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
-    val = {line["epoch"]: line["accuracy"] for line in evals if line["split"] == "val"}
+    val = {line["epoch"]: line.get("accuracy") for line in evals if line.get("split") == "val" and "epoch" in line}
     table = Table("epoch", "seconds", "loss", "val accuracy", title=None, box=None, pad_edge=False)
     for column in table.columns:
         column.justify = "right"
@@ -220,10 +215,10 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[st
     return table
 
 
-def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float]) -> tuple[str, str, str, str]:
-    accuracy = val.get(line["epoch"])
-    shown = f"{accuracy:.4f}" if accuracy is not None else "–"
-    return str(line["epoch"]), f"{line['seconds']:.2f}", f"{line['loss']:.4f}", shown
+def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tuple[str, str, str, str]:
+    values = ((line.get("seconds"), ".2f"), (line.get("loss"), ".4f"), (val.get(line["epoch"]), ".4f"))
+    seconds, loss, accuracy = ("–" if value is None else format(value, form) for value, form in values)
+    return str(line["epoch"]), seconds, loss, accuracy
 
 
 def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:

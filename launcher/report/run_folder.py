@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from launcher.config.loader import load_config
 from launcher.config.resolve import ResolvedConfig, resolve_saved
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import write_whole
 from launcher.node import procs
+from launcher.node.json_reader import EVENT, REPORT, Record, flag, items, moment, none_or, one_of, place, records, text
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import read_run
 
@@ -107,7 +108,7 @@ class LaunchFile:
             return None
         try:
             return _from_json(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
             raise FleetError(
                 f"{folder / NAME} is damaged ({error}); delete it, the run's other files do without"
             ) from None
@@ -222,8 +223,22 @@ def _registered_folder(entry: Path) -> Path | None:
         return None
 
 
-def _from_json(values: dict[str, Any]) -> LaunchFile:
+_LAUNCH = Record(
+    {
+        **dict.fromkeys(("run_id", "name", "config", "cwd", "host", "user", "boot_id"), text),
+        **dict.fromkeys(("argv", "own_command", "overrides"), items(text)),
+        **dict.fromkeys(("pid", "start_ticks"), place),
+        **dict.fromkeys(("started", "since"), moment),
+        "stage": one_of(*get_args(Stage)),
+    },
+    {"detached": (flag, False), "resumed_from": (none_or(text), None)},
+    {},
+)
+
+
+def _from_json(value: Any) -> LaunchFile:
     """Of what a newer version has added, nothing is taken."""
+    values = _LAUNCH(value)
     lists = {name: tuple(values[name]) for name in ("argv", "own_command", "overrides")}
     known = {field.name for field in fields(LaunchFile)}
     return LaunchFile(**{name: value for name, value in {**values, **lists}.items() if name in known})
@@ -231,8 +246,8 @@ def _from_json(values: dict[str, Any]) -> LaunchFile:
 
 def _given_up_at(folder: Path) -> str:
     """The stage at which the launch was given up; '' when it was not."""
-    events = (json.loads(line) for line in (_text_of(folder / "events.jsonl") or "").splitlines())
-    return next((str(event["stage"]) for event in events if event["kind"] == "given-up"), "")
+    events = records(EVENT, (_text_of(folder / "events.jsonl") or "").splitlines())
+    return next((str(event.get("stage", "")) for event in events if event["kind"] == "given-up"), "")
 
 
 def _mtimes(folder: Path) -> list[float]:
@@ -247,7 +262,7 @@ def _start_ticks(pid: int) -> int:
 
 def _text_of(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
 
@@ -342,9 +357,8 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     if not text:
         return None
     try:
-        values = json.loads(text)
-        return {"nodes": [], "notes": [], "seconds": 0.0, **values, "state": str(values["state"])}
-    except (ValueError, KeyError, TypeError) as error:
+        return REPORT(json.loads(text))
+    except (ValueError, RecursionError) as error:
         raise FleetError(
             f"{folder / 'result.json'} is damaged ({error}); delete it, `gnnfleet collect {folder.name}` makes it anew"
         ) from None
@@ -369,4 +383,4 @@ def _given_folder(folder: Path) -> Path:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""

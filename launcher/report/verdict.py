@@ -285,7 +285,7 @@ def progress_words(found: FoundRun, views: Sequence[NodeView]) -> str:
 
 def place_of(rank: Mapping[str, Any]) -> tuple[int, ...]:
     """(epoch, step) a rank is at; () before its first step. ``at`` is newer than the last metrics line."""
-    if rank.get("steps") is None or rank.get("step") is None:
+    if any(rank.get(name) is None for name in ("epoch", "step", "steps")):
         return ()
     at = rank.get("at")
     return (at[0], at[1]) if at else (rank["epoch"], rank["step"])
@@ -331,7 +331,7 @@ def result_words(result: Mapping[str, Any]) -> str:
     """A finished run in a few words: its accuracy, or its first failure."""
     first = result.get("first_failure")
     if first:
-        return str(first.get("sentence") or first["reason"])  # older folders have no sentence
+        return str(first.get("sentence") or first.get("reason", ""))  # older folders have no sentence
     told = {split: result.get("metrics", {}).get(f"{split}_accuracy") for split in ("test", "val")}
     return next((f"{split} accuracy {value:.4f}" for split, value in told.items() if value is not None), "")
 

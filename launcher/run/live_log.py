@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -15,13 +14,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from launcher.node.json_reader import METRIC, records
 from launcher.plan.model import LaunchPlan
 from launcher.run.live_state import Board
 from launcher.run.live_table import render
+from launcher.text import printable
 
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]")
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
@@ -164,11 +163,11 @@ class LiveLog:
         node_rank, name = source
         prefix = f"node{node_rank}/{name}".ljust(self._width) + " | "
         if not self.console.is_terminal:
-            self.console.file.write("".join(f"{prefix}{line}\n" for line in lines))
+            self.console.file.write("".join(f"{prefix}{printable(line)}\n" for line in lines))
             self.console.file.flush()
             return
         colour = _COLOURS[node_rank % len(_COLOURS)]
-        self._waiting += [Text(prefix, colour) + Text.from_ansi(_CONTROL.sub("", line)) for line in lines]
+        self._waiting += [Text(prefix, colour) + Text.from_ansi(printable(line, colours=True)) for line in lines]
         if not self.alive:
             self._print_waiting()
 
@@ -199,12 +198,4 @@ class _Held:
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
     """Metrics lines that are JSON objects; an own script may have written others."""
-    found: list[Metric] = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    return list(records(METRIC, lines))

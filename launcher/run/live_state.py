@@ -112,9 +112,10 @@ class Board:
     def finding(self, finding: Mapping[str, Any]) -> None:
         """One of the supervisors' findings."""
         self.findings.append(f"{finding['kind']}: {finding['text']}")
-        self.suspects.add(finding["node_rank"])
-        if finding["kind"] in ("client-lost", "server-lost"):
-            self.nodes[finding["node_rank"]].left = True
+        k = finding["node_rank"]
+        self.suspects.add(k)
+        if finding["kind"] in ("client-lost", "server-lost") and k in self.nodes:
+            self.nodes[k].left = True
 
     def line_lost(self, node_rank: int, why: str) -> None:
         """The line to a node is down."""

@@ -6,7 +6,6 @@ have not managed after a few seconds, told what a person wants, and swept when a
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from launcher.errors import FleetError
+from launcher.node.json_reader import EVENT, records
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import Detached, Followed, Limits, Lost, Spares, missed_by
 from launcher.report.events import EventLog
@@ -304,7 +304,7 @@ class RunFollower:
 
     def _take_lines(self, k: int, file: str, lines: list[str]) -> None:
         if file == "events.jsonl":
-            for event in map(json.loads, lines):
+            for event in records(EVENT, lines):
                 self._take_event(k, event)
             return
         if self.events.stream is not None:
@@ -323,7 +323,7 @@ class RunFollower:
         if event.get("rank") in self.live.board.ranks:
             self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
         if event.get("failed") and not self._failing and not self._stop_reason:
-            name = event["name"]
+            name = event.get("name", "a process")
             self._fails(k, f"a process failed: {name} of {self._where(k)}", f"{name} of node{k} failed")
 
     def _fails(self, k: int, told: str, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import FleetError, TransportError
+from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import NodePlan
 from launcher.run.live_log import parsed, without_stamp
 from launcher.run.tmux_session import watch_command
@@ -123,14 +123,16 @@ class NodeLine(threading.Thread):
             status = self.transport.stream(command, self._line, self.enough)
         except TransportError as error:
             return error.message
+        except Damaged as error:
+            return str(error)
         finally:
             self._streaming = False
         return f"following it ended with status {status}"
 
     def _line(self, line: str) -> None:
-        if not line.startswith("{"):
+        message = message_in(line)
+        if message is None:
             return  # a profile or a setup line of the node that prints
-        message = json.loads(line)
         self._spoken, self._has_spoken = time.monotonic(), True
         self._sound()
         if "file" in message:

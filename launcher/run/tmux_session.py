@@ -6,13 +6,12 @@ tmux keeps the supervisor alive when the launcher goes away, and lets a person a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from launcher.command import Command, quote
 from launcher.config.schema import login_text
 from launcher.errors import FleetError, SessionError
+from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Limits
 from launcher.report.run_folder import user_at_host
@@ -99,16 +98,24 @@ def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: st
     """
     options = ["--timeout", f"{timeout:g}", "--session", node.session]
     options += [word for name, value in (("--by", by), ("--why", why)) if value for word in (name, value)]
-    answer = _control(transport, node, ["stop", node.run_dir, *options], timeout + _STOP_SLACK)
+    done = transport.run(node.program("control", "stop", node.run_dir, *options), timeout=timeout + _STOP_SLACK)
+    return stop_report(done, node)
+
+
+def stop_report(done: Completed, node: NodePlan) -> StopReport:
+    """What control.py has answered to ``stop``; raises SessionError when that is no answer."""
+    said = done.stdout.decode("utf-8", "replace").split("\n")
+    try:
+        answers = [message for message in map(message_in, said) if message and "stopped" in message]
+        answer = answers[-1]
+    except (Damaged, IndexError) as error:
+        damage = str(error) if isinstance(error, Damaged) else ""
+        reason = _text(done.stderr) or damage or f"exit status {done.returncode}"
+        raise SessionError(f"{node.label}: could not stop the run there: {reason}") from None
     killed, leftovers = (
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
     )
-    return StopReport(answer["stopped"], killed, leftovers)
-
-
-def session_status(transport: Transport, node: NodePlan) -> dict[str, Any]:
-    """How the node is doing: ``control.py status`` (state, alive, heartbeat_age, processes, result)."""
-    return _control(transport, node, ["status", node.run_dir], _TMUX_TIMEOUT)
+    return StopReport(answer["stopped"] is True, killed, leftovers)
 
 
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
@@ -117,16 +124,6 @@ def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None =
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
     return node.program("watch", node.run_dir, *words)
-
-
-def _control(transport: Transport, node: NodePlan, arguments: Sequence[str], timeout: float) -> dict[str, Any]:
-    done = transport.run(node.program("control", *arguments), timeout=timeout)
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        reason = _text(done.stderr) or f"exit status {done.returncode}"
-        raise SessionError(f"{node.label}: could not {arguments[0]} the run there: {reason}") from None
-    return answer
 
 
 def _already(transport: Transport, node: NodePlan) -> str:

@@ -21,6 +21,7 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, TransportError, UsageError, node_label
 from launcher.manage.node_views import OpenRun, opened
 from launcher.manage.select import Choice, chosen, discovered
+from launcher.node.json_reader import STATS, checked, json_object
 from launcher.plan.model import LaunchPlan
 from launcher.plan.serialize import run_json
 from launcher.report.events import EventLog
@@ -113,11 +114,7 @@ class ServerState:
     @property
     def stats(self) -> Mapping[str, Any]:
         """What its graph server has last written of itself; empty when that is nothing."""
-        try:
-            value = json.loads(self.files.get("server_stats.json", "{}"))
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
+        return checked(STATS, json_object(self.files.get("server_stats.json", ""))) or {}
 
 
 FILES = ("cluster.json", "server_stats.json")
@@ -146,8 +143,9 @@ def read_files(line: Transport, patterns: Sequence[str]) -> dict[str, str]:
     done = line.run(Command(("bash", "-c", _READ, "bash", *patterns)), timeout=_TIMEOUT)
     texts = {}
     for told in done.stdout.decode("utf-8", "replace").splitlines():
-        if told.startswith(_MARK):  # else a profile that prints
-            data, _, path = told[len(_MARK) :].partition(" ")
+        _, mark, rest = told.partition(_MARK)  # a profile may have printed before it
+        if mark:
+            data, _, path = rest.partition(" ")
             texts[path] = base64.b64decode(data).decode("utf-8", "replace")
     return texts
 

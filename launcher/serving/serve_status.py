@@ -204,7 +204,7 @@ def _clients(node: ServerState) -> list[Mapping[str, Any]]:
 
 
 def _buffer(stats: Mapping[str, Any]) -> str:
-    if "buffer_bytes" not in stats:
+    if not {"buffer_bytes", "buffer_limit"} <= stats.keys():
         return "–"
     return f"{_size(stats['buffer_bytes'])} of {_size(stats['buffer_limit'])}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import msgspec
 
 from launcher.errors import NodeCallError, TransportError, reason_of
 from launcher.files import appearing, inflated, is_plain_path
+from launcher.node.json_reader import OUTCOME, record_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.ending import Collected
 from launcher.report.metrics import read_metrics
@@ -137,4 +137,6 @@ def _place(node_rank: int, path: str) -> str:
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    return tuple(json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
+    """What became of a node's processes; damaged files are left out."""
+    found = (record_in(OUTCOME, str(file)) for file in sorted(folder.glob("*.json")))
+    return tuple(one for one in found if one is not None)

@@ -19,6 +19,7 @@ from typing import Any
 
 from launcher.command import Command, shell_line
 from launcher.errors import CommandTimeout, TransportError
+from launcher.node.json_reader import MAX_LINE
 from launcher.transport.base import Completed, OnLine, Talk, Transport
 
 READ_SIZE = 1 << 16
@@ -103,10 +104,13 @@ class Process(ABC):
         return self.await_status(max(0.0, deadline - time.monotonic()))
 
     def take_lines(self) -> list[str]:
-        """Complete lines of stdout, taken out. A line that is cut off stays behind: half a line is none."""
+        """Complete lines of stdout, taken out. A line that is cut off stays behind: half a line is none. Raises
+        TransportError for one that is too long."""
         end = self.stdout.rfind(b"\n") + 1
         lines = self.stdout[:end].split(b"\n")[:-1]
         del self.stdout[:end]
+        if len(self.stdout) > MAX_LINE:
+            raise TransportError(f"a line of more than {MAX_LINE >> 20} MiB came")
         return [line.rstrip(b"\r").decode("utf-8", "replace") for line in lines]
 
     def await_pid(self, deadline: float) -> int:

@@ -11,8 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from fake_transport import FakeTransport, printed
 from launcher.command import Command
 from launcher.errors import ConnectionLost
@@ -21,6 +19,7 @@ from launcher.report.ending import Followed, Limits
 from launcher.report.events import EventLog
 from launcher.run.live_log import LiveLog
 from launcher.run.monitor import RunFollower
+from launcher.text import PlainConsole
 from launcher.transport.base import OnLine
 from run_kit import make_launch, make_node
 
@@ -105,7 +104,7 @@ class Scene:
         plan = make_launch([make_node(Path("/w"), node.node_rank or 0, []) for node in nodes])
         self.plan: LaunchPlan = replace(plan, own_command=own_command)
         self.events = tmp_path / "events.jsonl"
-        self.console = Console(file=io.StringIO(), width=200)
+        self.console = PlainConsole(file=io.StringIO(), width=200)
         lines = {node.node_rank or 0: node for node in nodes}
         self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
         limits = Limits(lost_after, 1.0, 1.0, 1.0, peer_timeout=0.1)

@@ -48,7 +48,7 @@ def plan(tmp_path: Path):
         for name, text in {
             f"logs/rank{node.node_rank}.log": f"2026-11-20T21:00:00.000Z hello of {node.node_rank}\n",
             f"metrics-rank{node.node_rank}.jsonl": '{"t": 1.0, "kind": "result", "test_accuracy": 0.5}\n',
-            f"outcomes/rank{node.node_rank}.json": f'{{"name": "rank{node.node_rank}"}}',
+            f"outcomes/rank{node.node_rank}.json": f'{{"name": "rank{node.node_rank}", "node_rank": 1}}',
             f"tensorboard/rank{node.node_rank}/events.out.tfevents.1": "scalars",
             "result.json": '{"state": "done"}',
             "node.json": '{"token": "secret"}',
@@ -75,7 +75,7 @@ def test_everything_comes_in_one_call_per_node_and_large_files_alone(plan, tmp_p
     assert (here / "output/node0/deep/299.txt").read_text() == "299"
     assert (here / "tensorboard/rank1/events.out.tfevents.1").read_text() == "scalars"
     assert collected.metrics.result["test_accuracy"] == 0.5
-    assert collected.outcomes[1] == ({"name": "rank1"},)
+    assert [record["name"] for record in collected.outcomes[1]] == ["rank1"]
     assert "secret" not in "".join(path.read_text() for path in here.rglob("*.*") if path.suffix != ".pt")
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from launcher.command import Command, render
 from launcher.errors import SessionError
+from launcher.node import control
 from launcher.plan.model import NodePlan
-from launcher.run.tmux_session import session_status, start_session, stop_session
+from launcher.run.tmux_session import start_session, stop_session
 from launcher.transport.local import LocalTransport
 from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, python
 from waiting import wait_until
@@ -93,7 +94,7 @@ def test_start_runs_the_node_and_stop_leaves_nothing(make: Make) -> None:
     start_session(LOCAL, plan, start_timeout=10)
     assert sessions() == [plan.session]
     wait_until(folder.says("rank0", "up"))
-    assert session_status(LOCAL, plan)["state"] == "training"
+    assert control.status(control.NodeFolder(plan.run_dir))["state"] == "training"
     report = stop_session(LOCAL, plan, timeout=10)
     assert report.stopped and report.killed == () == report.leftovers
     assert folder.json("result.json")["state"] == "stopped"
@@ -107,7 +108,7 @@ def test_two_nodes_on_one_machine_have_two_sessions(make: Make) -> None:
     wait_until(second.says("rank0", "up"))
     stop_session(LOCAL, plan0, timeout=10)
     assert first.processes() == [] and sessions() == [plan1.session]
-    assert session_status(LOCAL, plan1)["alive"]
+    assert control.status(control.NodeFolder(plan1.run_dir))["alive"]
     stop_session(LOCAL, plan1, timeout=10)
 
 
@@ -125,7 +126,7 @@ def test_session_that_exists_already(make: Make) -> None:
     start_session(LOCAL, plan, start_timeout=10)
     with pytest.raises(SessionError, match=r"node0 \(local\): tmux session \S+ exists already; end it with `tmux kill"):
         start_session(LOCAL, plan, start_timeout=10)
-    assert session_status(LOCAL, plan)["alive"]
+    assert control.status(control.NodeFolder(plan.run_dir))["alive"]
     stop_session(LOCAL, plan, timeout=10)
 
 

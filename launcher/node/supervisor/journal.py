@@ -155,14 +155,6 @@ class Journal:
             self.free_reserve()
             self.put(name, value)
 
-    def read(self, name: str) -> Any:
-        """A file of the run folder; None while it is not there, or damaged."""
-        try:
-            return read_json(self.path(name))
-        except (OSError, ValueError) as error:
-            self._say_once(f"cannot read {self.path(name)}: {error}")
-            return None
-
     def say(self, text: str) -> None:
         """Log, and show whoever attaches to the session."""
         line = f"{text}\n".encode("utf-8", "replace")

@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.json_reader import OUTCOME, STARTED, record_in
 from launcher.node.peers.model import Cause
 from launcher.node.record import why_unwritten, write_json
 from launcher.node.supervisor.journal import Journal
@@ -42,14 +43,16 @@ class Book:
     def _look_at(self, rank: int) -> None:
         name = f"rank{rank}"
         if rank not in self.runners:
-            started = self.journal.read(f"procs/{name}.json")
+            started = record_in(STARTED, self.journal.path(f"procs/{name}.json"))
             if started is not None:
                 self._started(rank, started)
         if name in self.outcomes:
             return
         runner = self.runners.get(rank, {}).get("runner")
         gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
-        ended = self.journal.read(f"outcomes/{name}.json")  # after looking whether the runner is gone
+        ended = record_in(
+            OUTCOME, self.journal.path(f"outcomes/{name}.json")
+        )  # after looking whether the runner is gone
         if ended is not None:
             self.take(ended)
         elif gone:
@@ -81,6 +84,8 @@ class Book:
         self.take(record)
 
     def take(self, record: dict[str, Any]) -> None:
+        failed = bool(record.get("failed", record["returncode"] not in (0, None)))
+        record = {**record, "failed": failed, "ended": record["ended"] or time.time()}
         self.outcomes[record["name"]] = record
         told = {key: record[key] for key in ("name", "rank", "pid", "returncode", "signal", "stopped", "failed")}
         self.journal.event("process-exit", **told)
@@ -93,11 +98,11 @@ class Book:
             raise ValueError(f"no rank {rank} here")
         if "runner" in mail:
             if rank not in self.runners:
-                self._started(rank, mail)
+                self._started(rank, STARTED(mail))
         elif name not in self.outcomes:
             trouble = str(mail.pop("trouble"))
             self.journal.trouble = self.journal.trouble or trouble
-            self.take({**mail, "name": name, "node_rank": self.node_rank})
+            self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
         """How others find what runs: the node's own processes and its ranks."""

@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import FleetError
+from launcher.node.json_reader import EVENT, OUTCOME, checked, records
 from launcher.report.html.series import Series, read_series
 from launcher.report.metrics import metrics_lines
 from launcher.report.outcome import Outcome
@@ -115,26 +116,15 @@ def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tupl
 
 def _outcome(values: Any) -> Outcome | None:
     """From result.json; None where it is none, or of another version."""
-    if not isinstance(values, Mapping):
-        return None
-    known = {one.name: values[one.name] for one in fields(Outcome) if one.name in values}
-    try:
-        return Outcome(**{**known, "traceback": tuple(known["traceback"]), "tail": tuple(known["tail"])})
-    except (KeyError, TypeError):
-        return None
+    known = checked(OUTCOME, values)
+    return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
 
 
 def _events(path: Path) -> Iterator[Event]:
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-                float(event["t"])
-            except (ValueError, KeyError, TypeError):  # cut short
-                continue
-            yield event
+    with path.open("rb") as lines:
+        yield from records(EVENT, lines)
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:

@@ -1,0 +1,418 @@
+"""What nodes and files say may be cut, joined, of another kind or hostile: no command crashes, no run is stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fake_transport import FakeTransport, printed
+from follow_kit import FakeNode, Scene, ended, event, line, state, step
+from launcher.command import Command
+from launcher.errors import FleetError, TransportError
+from launcher.manage.node_views import OpenRun, node_view
+from launcher.manage.show_logs import LinePrinter, Wanted, print_logs
+from launcher.manage.status import Status, rendered
+from launcher.node import control, json_reader, watch
+from launcher.node.control import NodeFolder
+from launcher.node.record import append_json
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.outcomes import Book
+from launcher.node.watch import Watcher
+from launcher.report import metrics
+from launcher.report.compare import compare, figures_of, print_comparison
+from launcher.report.ending import Collected, Ending, Followed, Lost
+from launcher.report.events import EventLog
+from launcher.report.html import record
+from launcher.report.html.render import render
+from launcher.report.html.sections import report_page
+from launcher.report.metrics import Metrics, read_metrics
+from launcher.report.profile import Analysis
+from launcher.report.report import RunReport, print_report
+from launcher.report.run_folder import FoundRun, never_ran, read_folder
+from launcher.report.run_history import entry_of
+from launcher.report.verdict import NodeView, from_here, judge, known_without_nodes
+from launcher.run import node_stream
+from launcher.run.tmux_session import stop_session
+from launcher.serving.cluster_state import ClusterDescription, ServerState
+from launcher.serving.serve_status import ServeStatus
+from launcher.sync import collect
+from launcher.text import console_for
+from launcher.transport import process
+from launcher.transport.local import LocalTransport
+from run_kit import make_launch, make_node
+from test_html import made_run
+
+EXAMPLES = int(os.environ.get("GNNFLEET_FUZZ", "25"))  #: of each fuzz test
+
+TITLE = "\x1b]0;me@gnn1\x07"  #: what a .bashrc prints without a line end
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.02)
+
+
+def log(text: str, offset: int) -> str:
+    return line(file="logs/rank0.log", offset=offset, lines=[text])
+
+
+# What a node tells while it is followed
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '{"file": "logs/rank0.log", "offset": 90, "lines": ["cut in the midd',
+        '{"state": 5}',
+        '{"state": {"state": "training", "time": "now", "pid": 7, "start_ticks": 1}}',
+        '{"result": {"state": "done", "outcomes": [1]}, "result": []}',
+        '{"result": {"state": "gone"}}',
+        '{"lost": true}',
+        '{"file": "logs/rank0.log", "offset": "90", "lines": ["x"]}',
+        '{"file": 1, "offset": 90, "lines": ["x"]}',
+        '{"file": "logs/\\u0000.log", "offset": 90, "lines": ["x"]}',
+        '{"file": "logs/rank0.log", "lines": ["x"]}',
+    ],
+)
+def test_a_damaged_line_is_a_broken_line_that_is_taken_up_again(tmp_path: Path, damage: str) -> None:
+    node = FakeNode(0, [state(), log("first", 40), damage, log("told twice", 50)], [log("second", 50), ended(0)])
+    scene = Scene(tmp_path, node)
+    followed = scene.follow()
+    assert followed.results[0]["state"] == "done" and not followed.lost
+    assert node.offsets == [{}, {"logs/rank0.log": 40}], "from the last line that was whole"
+    assert node.stops == 1 and "told twice" not in scene.said and "second" in scene.said
+    assert "line lost (a damaged line" in scene.said or "came with something else" in scene.said
+
+
+def test_a_line_after_what_a_profile_prints_without_a_line_end_is_heard(tmp_path: Path) -> None:
+    node = FakeNode(0, [TITLE + log("hello", 40), "welcome " + state(), ended(0)])
+    scene = Scene(tmp_path, node)
+    assert scene.follow().results[0]["state"] == "done"
+    assert "| hello" in scene.said
+
+
+def test_joined_and_odd_events_of_a_node_end_nothing(tmp_path: Path) -> None:
+    joined = '{"t": 1.0, "kind": "proc{"t": 2.0, "kind": "process-start", "node_rank": 0, "name": "rank0", "rank": 0}'
+    odd = ['{"kind": 5}', "[]", '{"t": 1, "kind": "process-exit", "failed": true, "rank": []}', '{"t": 1}', "{", joined]
+    scene = Scene(tmp_path, FakeNode(0, [line(file="events.jsonl", offset=9, lines=odd), ended(0)]))
+    assert scene.follow().results[0]["state"] == "done"
+    assert "all ranks have started: 1" in scene.said, "of two joined lines the second is whole"
+
+
+def test_findings_and_causes_that_name_nodes_of_another_run_are_shown_and_no_more(tmp_path: Path) -> None:
+    finding = {"t": 1.0, "kind": "server-lost", "node_rank": 99, "rank": 7, "text": "node99 is gone", "stop": True}
+    cause = {"node_rank": 99, "name": "rank3", "rank": 3, "kind": "failure", "reason": "raised", "t": 1.0, "asked": 5}
+    more = {"cause": cause, "lost": {"98": {"since": 1.0, "why": "silent"}}, "findings": [finding]}
+    scene = Scene(tmp_path, FakeNode(0, [state(findings=[finding], spare=["x"]), ended(0, "failed", more)]))
+    followed = scene.follow()
+    assert followed.results[0]["state"] == "failed" and "node99 is gone" in scene.said
+
+
+def test_terminal_escapes_and_lone_surrogates_of_a_node_are_not_shown(tmp_path: Path) -> None:
+    evil = "\x1b[2J\x1b]52;c;aGk=\x07\x9b31mred\ud800"
+    reason = {"reason": f"{evil} reason"}
+    node = FakeNode(0, [state(), log(f"{evil} text", 40), ended(0, "failed", reason)])
+    scene = Scene(tmp_path, node)
+    scene.follow()
+    assert "| red? text" in scene.said and "reason" in scene.said
+    assert not set(scene.said) & {"\x1b", "\x07", "\x9b"}
+
+
+def test_the_console_of_all_commands_shows_no_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    console_for(stderr=False).print("\x1b[2J\x1bc[bold]\x9b2Jtext[/] end")
+    assert capsys.readouterr().out == "text end\n"
+
+
+def test_a_line_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
+    with pytest.raises(TransportError, match="a line of more than 1 MiB came"):
+        LocalTransport().stream(Command(("cat", "/dev/zero")), print, threading.Event())
+
+
+def test_a_log_line_that_is_too_long_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_LONGEST", 1 << 20)
+    path = tmp_path / "logs/rank0.log"
+    path.parent.mkdir()
+    path.write_bytes(b"a" * (3 << 20) + b"\nend\n")
+    watcher, told = Watcher(str(tmp_path), {}), []
+    monkeypatch.setattr(watcher, "tell", told.append)
+    while watcher.tell_lines():
+        pass
+    lines = [text for message in told for text in message["lines"]]
+    assert "".join(lines) == "a" * (3 << 20) + "end" and lines[-1] == "end" and max(map(len, lines)) < 2 << 20
+
+
+# What nodes answer to commands
+
+
+def answering(text: str) -> FakeTransport:
+    return FakeTransport(target="gnn1", node_rank=0).on("", printed(text))
+
+
+def test_a_profile_that_prints_a_window_title_hides_no_run(tmp_path: Path) -> None:
+    told = TITLE + state() + "\n" + line(now=5.0) + "\n"
+    view = node_view(make_node(tmp_path, 0, []), answering(told), ())
+    assert view.word == "training" and view.alive
+
+
+@pytest.mark.parametrize("told", ["", TITLE, "{}\n", '{"state": {"sta\n{"now": 5.0}\n', '{"state": 5}\n{"now": 5.0}\n'])
+def test_without_a_whole_answer_nothing_is_said_of_a_node(tmp_path: Path, told: str) -> None:
+    with pytest.raises(FleetError):
+        node_view(make_node(tmp_path, 0, []), answering(told), ())
+
+
+def test_a_profile_that_prints_a_window_title_does_not_make_stop_fail(tmp_path: Path) -> None:
+    told = TITLE + '{"stopped": true, "killed": [{"pid": 3, "command": "x"}], "leftovers": [], "notes": []}\nbye'
+    assert stop_session(answering(told), make_node(tmp_path, 0, []), timeout=1.0).killed == ("3 x",)
+    with pytest.raises(FleetError, match="could not stop the run there"):
+        stop_session(answering('{"stopped": true'), make_node(tmp_path, 0, []), timeout=1.0)
+
+
+# What files say
+
+
+def test_epoch_lines_of_an_own_script_need_no_seconds_or_seeds(tmp_path: Path) -> None:
+    lines = [{"kind": "epoch", "rank": 0, "epoch": 1, "loss": 0.5}, {"kind": "epoch", "rank": 0, "epoch": 2}]
+    lines += [{"kind": "epoch", "epoch": "last"}, {"kind": "eval"}, {"kind": "result", "test_accuracy": "good"}]
+    file = tmp_path / "metrics-rank0.jsonl"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in lines) + "[]\n5\n")
+    console = Console(file=io.StringIO(), width=100)
+    report = RunReport("r1", "done", (), None, read_metrics([file]), 12.5, tmp_path)
+    print_report(report, console)
+    report.write()
+    assert isinstance(console.file, io.StringIO) and "0.5000" in console.file.getvalue()
+
+
+def test_an_event_that_a_full_disk_cuts_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "events.jsonl", os.write
+    append_json(str(path), {"t": 1.0, "kind": "one"})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda to, data: write(to, data[: len(data) // 2]))
+        with pytest.raises(OSError, match="No space"):
+            append_json(str(path), {"t": 2.0, "kind": "cut"})
+        log = EventLog(path)
+        log.add("cut")
+        log.close()
+    append_json(str(path), {"t": 3.0, "kind": "two"})
+    assert [json.loads(text)["kind"] for text in path.read_text().splitlines()] == ["one", "two"]
+
+
+# Fuzz: real files of a run and real messages, damaged
+
+
+def damaged_value(draw: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with one thing in it replaced by something of another kind, or taken away."""
+    odd = draw(
+        st.sampled_from([None, True, -1, 1 << 70, 1e400, float("nan"), "", "\0\x1b\ud800", [], {}, [None], "9" * 20])
+    )
+    spots = [()]
+    todo: list[tuple[tuple[Any, ...], Any]] = [((), value)]
+    while todo:
+        path, at = todo.pop()
+        below = at.items() if isinstance(at, dict) else enumerate(at) if isinstance(at, list) else ()
+        todo += [((*path, key), one) for key, one in below]
+        spots += [(*path, key) for key, _ in below]
+    *above, last = draw(st.sampled_from(spots)) or (None,)
+    if last is None:
+        return odd
+    changed = copy.deepcopy(value)
+    holder = changed
+    for key in above:
+        holder = holder[key]
+    if draw(st.booleans()):
+        holder[last] = odd
+    else:
+        del holder[last]
+    return changed
+
+
+@st.composite
+def damaged_text(draw: Any, text: str) -> str:
+    """The text of a JSON file, or of lines of JSON, damaged once."""
+    lines = text.splitlines()
+    how = draw(st.sampled_from(["value", "value", "cut", "join", "noise"]))
+    i = draw(st.integers(0, len(lines) - 1))
+    if how == "value":
+        try:
+            lines[i] = json.dumps(damaged_value(draw, json.loads(lines[i])))
+        except ValueError:  # indented, or cut already
+            return json.dumps(damaged_value(draw, json.loads(text))) if text.startswith("{\n") else text
+    elif how == "cut":
+        return text[: draw(st.integers(0, len(text)))]
+    elif how == "join":
+        return "".join([*lines[:i], *(f"{each}\n" for each in lines[i:])])
+    else:
+        lines[i] = draw(st.text(max_size=20).map(lambda noise: noise.encode("utf-8", "replace").decode()))
+    return "".join(f"{each}\n" for each in lines)
+
+
+FINDING = {"t": 1.0, "kind": "nan", "node_rank": 0, "rank": 0, "text": "the loss is NaN", "stop": False}
+CAUSE = {"node_rank": 0, "name": "rank0", "rank": 0, "kind": "failure", "reason": "raised", "t": 1.0, "asked": None}
+GONE = {"1": {"since": 1.0, "why": "silent", "t": 1.0, "how": "lost", "kind": "server-lost", "text": "node1 was lost"}}
+RANKS = {"0": {"epoch": 1, "step": 2, "steps": 9, "loss": 0.5, "at": [1, 2, "load"], "most": ["load", 0.4]}}
+MESSAGES = [
+    state(findings=[FINDING], spare=[1], gone=GONE, ranks=RANKS, peers={"1": {"state": "x", "age": 0.1}}),
+    event("process-start", 0, name="rank0", rank=0, pid=7, pgid=7),
+    event("process-exit", 0, name="rank0", rank=0, failed=True, returncode=1, signal=None),
+    event("finding", 0, finding=FINDING),
+    step(0, 3, spent={"load": 0.1, "forward": 0.2}),
+    log("2026-11-20T21:00:00.123Z hello", 50),
+    line(lost={"reason": "gone", "state": json.loads(state())["state"]}),
+    ended(0, "failed", {"cause": CAUSE, "reason": "raised", "gone": GONE, "lost": GONE, "findings": [FINDING]}),
+]
+
+FUZZ = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For all examples of a test."""
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@FUZZ
+@given(data=st.data())
+def test_no_message_of_a_node_is_a_bug_of_ours(place: Path, data: st.DataObject) -> None:
+    said = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
+    scene = Scene(place, FakeNode(0))
+    for text in [*said, *MESSAGES]:
+        if message := message_or_none(text):
+            scene.follower._take(0, message)
+            scene.live.tick(all_of_them=True)
+    followed = scene.follower.followed
+    report = Ending(scene.plan, followed, Collected(Metrics(), {0: ()}, ()), {}).report(place, 1.0)
+    print_report(report, scene.console)
+    json.dumps(report.to_json())
+    view = NodeView(scene.plan.nodes[0], result=followed.results[0], now=1.0)
+    found = FoundRun("r1", None, None, scene.plan, None, None)
+    console_for(stderr=False).print(rendered(Status(found, judge(found, {0: view}), {0: view})))
+
+
+@FUZZ
+@given(data=st.data())
+def test_no_answer_of_a_node_crashes_status(place: Path, data: st.DataObject) -> None:
+    texts = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
+    node = make_node(place, 0, [])
+    try:
+        view = node_view(node, answering("\n".join([*texts, line(now=5.0), ""])), ())
+    except FleetError:
+        return
+    found = FoundRun("r1", None, None, make_launch([node]), None, None)
+    status = Status(found, judge(found, {0: view}), {0: view})
+    json.dumps(status.to_json())
+    console_for(stderr=False).print(rendered(status))
+    server = ServerState(view, {"server_stats.json": data.draw(damaged_text(STATS))})
+    console_for(stderr=False).print(ServeStatus(ClusterDescription("r1", 1, 1, ()), (server,)).rendered())
+
+
+def message_or_none(text: str) -> dict[str, Any] | None:
+    try:
+        return json_reader.message_in(text)
+    except json_reader.Damaged:
+        return None
+
+
+STATS = json.dumps(
+    {"time": 5.0, "busy": 0.5, "queue": 3, "memory": 7, "buffer_bytes": 1, "buffer_limit": 9}
+    | {"clients": [{"name": "a", "batches": 3, "bytes": 9, "seconds_since": 0.1}], "malformed": 1, "refused": 0}
+)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A collected run."""
+    top = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(top / "state"))
+        folder = made_run(top, "r1", range(1, 4), state="failed")
+    (folder / "outcomes/node0").mkdir(parents=True)
+    for name in ("state", "result"):
+        message = json.loads(next(text for text in MESSAGES if text.startswith(f'{{"{name}"')))
+        (folder / f"logs/node0/{name}.json").write_text(json.dumps(message[name]))
+    (folder / "outcomes/node0/rank0.json").write_text(json.dumps(message["result"]["outcomes"][0]))
+    return folder
+
+
+FILES = ("events.jsonl", "result.json", "launch.json", "logs/node0/metrics-rank0.jsonl", "outcomes/node0/rank0.json")
+
+
+@FUZZ
+@given(data=st.data())
+def test_no_file_of_a_run_crashes_what_reads_it(run_folder: Path, data: st.DataObject) -> None:
+    file = run_folder / data.draw(st.sampled_from((*FILES, "logs/node0/result.json")))
+    whole = file.read_text()
+    file.write_text(data.draw(damaged_text(whole)))
+    try:
+        read_all(run_folder)
+    finally:
+        file.write_text(whole)
+
+
+def read_all(folder: Path) -> None:
+    """As `runs`, `status`, `logs`, `compare`, `report` and `collect` do, but the trainer's analysis of metrics."""
+    console = Console(file=io.StringIO(), width=200)
+    entry_of(folder)
+    never_ran(folder)
+    try:
+        found = read_folder(folder)
+        if known_without_nodes(found):
+            from_here(found)
+    except FleetError:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (record, metrics):
+            patch.setattr(module, "analyse", lambda *_, **__: Analysis())
+        render(report_page(record.read_record(folder)))
+        print_comparison(compare([figures_of(found)] * 2), console)
+    plan = make_launch([make_node(folder, 0, [])])
+    print_logs(OpenRun(replace(found, plan=plan), {}), Wanted(), LinePrinter(console, plan, times=True, every=True))
+    merged = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
+    collected = Collected(merged, {0: collect._outcomes(folder / "outcomes/node0")}, ())
+    for followed in (Followed(), Followed(lost={0: Lost("gone", 1.0)})):
+        report = Ending(plan, followed, collected, {}).report(folder, 1.0)
+        print_report(replace(report, state="done"), console)
+        print_report(report, console)
+        json.dumps(report.to_json())
+
+
+@FUZZ
+@given(data=st.data())
+def test_no_file_on_a_node_crashes_what_reads_it_there(place: Path, data: st.DataObject) -> None:
+    for name in ("state", "result"):
+        message = json.loads(next(text for text in MESSAGES if text.startswith(f'{{"{name}"')))
+        text = data.draw(damaged_text(json.dumps(message[name])))
+        (place / f"{name}.json").write_text(text)
+    (place / "node.json").write_text(data.draw(damaged_text(NODE)))
+    told: list[dict[str, Any]] = []
+    watcher = Watcher(str(place), {}, [""])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watcher, "tell", told.append)
+        watcher.look()
+    assert all(json_reader.message_in(json.dumps(one)) for one in told), "what is told is whole"
+    folder = NodeFolder(str(place))
+    json.dumps(control.status(folder))
+    folder.recorded()
+
+
+NODE = json.dumps({"run_id": "r1", "token": "t", "node_rank": 0, "grace": 1.0})
+
+
+def test_an_outcome_file_or_a_started_file_of_another_kind_is_as_none(tmp_path: Path) -> None:
+    book = Book(Journal(str(tmp_path), 0), 0, (0,))
+    for folder in ("procs", "outcomes"):
+        for text in ("5", '{"pid": "x"}', '{"name": "rank0", "node_rank": "0"}'):
+            (tmp_path / folder / "rank0.json").write_text(text)
+            book.look()
+    assert not book.outcomes and not book.runners

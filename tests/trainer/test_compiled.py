@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def call_outer() -> None:
 def call(code: Path, kernels: Path) -> list[int]:
     process = start(code, kernels)
     assert process.wait() == 0, process.output
-    return [int(word) for word in process.output.split()]
+    return [int(word) for word in process.output.splitlines()[-1].split()]
 
 
 def test_what_was_compiled_is_found_until_it_is_damaged(code: Path, tmp_path: Path) -> None:
@@ -99,6 +100,43 @@ def test_without_a_folder_of_its_own_it_lies_beside_the_code(code: Path, tmp_pat
     assert call(code, tmp_path / "file" / "kernels") == [41, 0]
     assert call(code, tmp_path / "file" / "kernels") == [41, 1]
     assert list((code / "trainer" / "__pycache__").glob("*.nbc"))
+
+
+class Planted:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("writable", ["folder", "file", "file of another"])
+def test_what_others_may_have_written_is_not_loaded(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
+) -> None:
+    """Where the folder is open to others, a private one takes its place, with a warning."""
+    kernels, temporary = tmp_path / "kernels", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert call(code, kernels) == [41, 0]
+    assert kernels.stat().st_mode & 0o077 == 0
+    (compiled,) = kernels.glob("trainer.outer.outer-*.nbc")
+    compiled.write_bytes(pickle.dumps(Planted(tmp_path / "ran")))
+    if writable == "folder":
+        kernels.chmod(0o777)
+    elif writable == "file":
+        compiled.chmod(0o666)
+    elif os.geteuid():
+        pytest.skip("only root gives files away")
+    else:
+        os.chown(compiled, 12345, 12345)
+    process = start(code, kernels)
+    assert process.wait() == 0 and process.output.splitlines()[-1] == "41 0"
+    assert process.output.count("others may write to it") == (writable == "folder"), process.output
+    assert not (tmp_path / "ran").exists()
+    assert call(code, kernels) == [41, 1]
 
 
 def test_kernels_of_the_trainer_lie_there() -> None:

@@ -8,13 +8,16 @@ it was compiled from: the sources, the signature, the processor, the versions of
 from __future__ import annotations
 
 import contextlib
+import grp
 import hashlib
 import os
 import pickle
+import pwd
 import re
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -78,10 +81,13 @@ class KernelFiles:
         self._folder, self._name, self._source = folder, name.replace("<locals>.", ""), source
 
     def load(self, key: tuple[Any, ...]) -> Any:
-        """What was saved; None where nothing was, or it is damaged."""
+        """What was saved; None where nothing was, or it is damaged, or others may have written it."""
         try:
             path = self._path(key)
-            loaded = pickle.loads(path.read_bytes())
+            with path.open("rb") as file:
+                if others_may_write(os.fstat(file.fileno())):
+                    return None
+                loaded = pickle.loads(file.read())
         except (OSError, pickle.UnpicklingError, EOFError):
             return None
         with contextlib.suppress(OSError):
@@ -153,16 +159,51 @@ def _file_of(module: str) -> str:
 
 @cache
 def _usable_folder() -> Path | None:
-    """The folder, made; what nobody has used for long is removed. None where it cannot be written."""
+    """The folder, made; what nobody has used for long is removed. None where it cannot be written.
+
+    Compiled kernels are code, so a folder that others may write to is not used, but one below the temporary folder.
+    """
     folder = kernels_folder()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if others_may_write(folder.stat()):
+            private = _private_folder()
+            warnings.warn(
+                f"{folder} belongs to another user, or others may write to it: compiled kernels are kept in {private} "
+                f"instead; `chmod go-w` it where it is yours, or set GNNFLEET_KERNELS to another folder",
+                stacklevel=2,
+            )
+            folder = private
         if not os.access(folder, os.W_OK):
             return None
         _remove_unused(folder)
     except OSError:
         return None
     return folder
+
+
+def _private_folder() -> Path:
+    """A folder of this user's alone below the temporary folder, the same for all processes where it is not taken."""
+    folder = Path(tempfile.gettempdir(), f"gnnfleet-kernels-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    taken = folder.is_symlink() or others_may_write(folder.stat())
+    return Path(tempfile.mkdtemp(prefix="gnnfleet-kernels-")) if taken else folder
+
+
+def others_may_write(found: os.stat_result) -> bool:
+    """Whether another user than this one and root owns it, or may write to it.
+
+    A group that is the user's own, of the same name and with nobody else in it, counts as the user.
+    """
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
+        return True
+    if not found.st_mode & 0o020:
+        return False
+    try:
+        group, user = grp.getgrgid(found.st_gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return True
+    return group.gr_name != user.pw_name or not {user.pw_name}.issuperset(group.gr_mem)
 
 
 def _remove_unused(folder: Path) -> None:

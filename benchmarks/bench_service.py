@@ -19,15 +19,15 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-import zmq
 from torch.distributed import rpc
 
+from launcher.plan.service_key import new_key_pair
 from table import Row, median_seconds, show
 from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
-from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import GraphServer
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 DIM = 100
@@ -47,7 +47,7 @@ class Rows:
 def run(small: bool) -> list[Row]:
     num_nodes = 20_000 if small else 200_000
     few, many = np.arange(8), np.random.default_rng(1).integers(0, num_nodes, num_nodes // 4)
-    keys = CurveKeys(*zmq.curve_keypair())
+    keys = ServiceKeys(**new_key_pair())
     with our_server(num_nodes, None) as gather:
         ours = measure(gather, few, many)
     with our_server(num_nodes, keys) as gather:
@@ -87,7 +87,7 @@ def measure(gather: Callable[[np.ndarray], object], few: np.ndarray, many: np.nd
 
 
 @contextmanager
-def our_server(num_nodes: int, keys: CurveKeys | None) -> Iterator[Callable[[np.ndarray], object]]:
+def our_server(num_nodes: int, keys: ServiceKeys | None) -> Iterator[Callable[[np.ndarray], object]]:
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=_serve, args=(num_nodes, keys, there), daemon=True)
     process.start()
@@ -100,7 +100,7 @@ def our_server(num_nodes: int, keys: CurveKeys | None) -> Iterator[Callable[[np.
         process.join()
 
 
-def _serve(num_nodes: int, keys: CurveKeys | None, out: Connection) -> None:
+def _serve(num_nodes: int, keys: ServiceKeys | None, out: Connection) -> None:
     server = GraphServer(Rows(num_nodes), "tcp://127.0.0.1:0", HelloInfo(1, "loopback", (0,), ""), 2, keys)
     server.start()
     out.send(server.endpoint)

@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from graphs import BATCH, FANOUTS, partitioned
+from launcher.plan.service_key import new_key_pair
 from peers.envs import GLT, peer_python
 from peers.jobs import Done, Job, private_loopback, run_job
 from peers.plain import plain_graph
 from table import Row, show
-from trainer.service.curve_keys import CurveKeys, write_key_file
+from trainer.service.service_keys import ServiceKeys, write_key_file
 
 HERE = Path(__file__).resolve().parent
 GLT_JOB = HERE / "peers/glt_job.py"
@@ -112,10 +111,10 @@ def rows(way: Way, best: Way | None) -> list[Row]:
 def our_ways(small: bool) -> list[Way]:
     plain, parts = plain_graph(small), partitioned(small, 2)
 
-    def way(name: str, keys: CurveKeys | None = None, **settings: Any) -> Way:
+    def way(name: str, keys: ServiceKeys | None = None, **settings: Any) -> Way:
         return Way(f"gnnfleet, {name}", lambda port, folder: our_job(plain, parts, keys, settings, port, folder))
 
-    keys = CurveKeys(*zmq.curve_keypair())
+    keys = ServiceKeys(**new_key_pair())
     return [
         way("Data"),
         way("Data, encrypted", keys),
@@ -125,7 +124,7 @@ def our_ways(small: bool) -> list[Way]:
     ]
 
 
-def our_job(plain: Path, parts: Path, keys: CurveKeys | None, more: dict[str, Any], port: int, folder: Path) -> Job:
+def our_job(plain: Path, parts: Path, keys: ServiceKeys | None, more: dict[str, Any], port: int, folder: Path) -> Job:
     endpoint, ready, key_file = f"tcp://127.0.0.1:{port}", folder / "ready", folder / "service.key"
     node = {"node_rank": 0, "host": "loopback", "role": "server", "endpoint": endpoint, "parts": [0, 1], "ranks": []}
     cluster = folder / "cluster.json"

@@ -36,7 +36,7 @@ PYTHON = sys.executable  # every host sees it
 PROGRAM = """
 import socket, sys
 from importlib import metadata
-for name in ("torch", "torch_geometric", "numba", "numpy", "pyzmq"):
+for name in ("torch", "torch_geometric", "numba", "numpy", "msgspec"):
     print(name, metadata.version(name))
 with socket.socket() as sock:
     sock.bind(("", 29500))

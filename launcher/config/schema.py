@@ -311,7 +311,7 @@ class RunConfig:
         "stored",
     )
     encrypt: Literal["auto", "on", "off"] = setting(
-        "Encrypt the graph service (CURVE); auto: on, except with `transport: local`.", "auto"
+        "Encrypt the graph service (TLS 1.3); auto: on, except with `transport: local`.", "auto"
     )
     files: tuple[str, ...] = setting("Files and folders of this machine that your own script needs beside it.", ())
 

@@ -26,6 +26,7 @@ from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated,
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
 from launcher.plan.serialize import run_json
+from launcher.plan.service_key import new_key_pair
 from launcher.plan.topology import decide
 from launcher.text import count, spans
 
@@ -298,11 +299,3 @@ def _source_is_here(config: ResolvedConfig) -> None:
     source = config.data.source
     if config.makes_parts and config.data.dataset == "file" and source and not Path(source).expanduser().exists():
         raise UsageError(f"data.source: {source} does not exist on this machine, where the graph is partitioned")
-
-
-def new_key_pair() -> dict[str, str]:
-    """``{"public", "secret"}`` in z85."""
-    import zmq
-
-    public, secret = zmq.curve_keypair()
-    return {"public": public.decode(), "secret": secret.decode()}

@@ -184,7 +184,7 @@ def at_home(path: str, fact: NodeFacts | None) -> str:
 
 
 def endpoint(address: str, port: int) -> str:
-    """A ZeroMQ endpoint; IPv6 addresses in brackets."""
+    """``tcp://address:port``; IPv6 addresses in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 

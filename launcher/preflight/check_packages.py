@@ -12,7 +12,7 @@ A version counts up to as many of its numbers as must agree:
 - numba and numpy, their minor version: rules of integer promotion have changed between some (NEP 50), and one wrong
   bit in the hash that draws neighbours gives nodes different samples for the same seed.
 
-The rest does no harm: pyzmq speaks ZMTP with any other pyzmq; the driver only has to be new enough; glibc and the
+The rest does no harm: msgspec reads the JSON of any other msgspec; the driver only has to be new enough; glibc and the
 processor may round the logarithm of weighted sampling differently, but a vertex is always drawn by its one owner.
 """
 
@@ -47,7 +47,7 @@ RULES = (
     Rule("torch_geometric", 2, "bundled"),
     Rule("numba", 2, "bundled"),
     Rule("numpy", 2, "bundled"),
-    Rule("pyzmq", 0, "bundled"),
+    Rule("msgspec", 0, "bundled"),
     Rule("cuda", 1, devices=True),
     Rule("nccl", ALL, devices=True),
     Rule("driver", 0, devices=True),
@@ -103,7 +103,7 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     return found
 
 
-PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "pyzmq")
+PACKAGES = ("torch", "torch_geometric", "numba", "numpy", "msgspec")
 
 OLDEST_PYTHON = (3, 10)
 

@@ -15,11 +15,11 @@ from launcher.config.resolve import resolve_run
 from launcher.config.roles import GraphServer, ServingCluster
 from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, OutOfReach, PreflightRefused, UsageError
-from launcher.plan.build import new_key_pair
 from launcher.plan.files import code_digest
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.placement import endpoint
 from launcher.plan.serialize import read_run
+from launcher.plan.service_key import new_key_pair
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.run.launch import Attach, Attachment
 from launcher.serving.client_keys import admit, server_key, withdraw

@@ -12,7 +12,7 @@ from pathlib import Path
 from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.manage.node_views import OpenRun
-from launcher.plan.build import new_key_pair
+from launcher.plan.service_key import new_key_pair
 from launcher.report.run_folder import user_name
 from launcher.serving.cluster_state import FILES, ServerState, newest, on_lines, remove_files, server_states
 from launcher.transport.base import Transport

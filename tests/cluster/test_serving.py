@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 import trainer
+from launcher.plan.service_key import new_key_pair
 from launching import SYNTHETIC, Running
 from netns import NetCluster
 from operator_kit import end_processes, run_processes
@@ -20,7 +20,7 @@ from serving_hosts import CLIENTS, NAME, SERVERS, SPARE, ServingHosts
 from terminal import Terminal
 from trainer.core.errors import ServiceError
 from trainer.loader.block_loader import BatchLoader
-from trainer.service.curve_keys import CurveKeys, read_key_file, write_key_file
+from trainer.service.service_keys import ServiceKeys, read_key_file, write_key_file
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import loader_settings, trained_model
 from trainer.train.settings import TrainSettings
@@ -164,7 +164,7 @@ def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Pa
     assert told.status == 0, told.output
     keys = read_key_file(tmp_path / "bob.key")
     write_key_file(
-        tmp_path / "wrong.key", CurveKeys(*zmq.curve_keypair(), server=keys.server, endpoints=keys.endpoints)
+        tmp_path / "wrong.key", ServiceKeys(**new_key_pair(), server=keys.server, endpoints=keys.endpoints)
     )
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:

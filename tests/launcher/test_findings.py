@@ -54,7 +54,7 @@ def test_another_python_needs_another_interpreter() -> None:
 
 
 def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
-    other = versions(python="3.11.9", torch="2.13.0+cu126", cuda="12.6", numpy="2.4.5", pyzmq="26.0", glibc="2.31")
+    other = versions(python="3.11.9", torch="2.13.0+cu126", cuda="12.6", numpy="2.4.5", msgspec="0.18", glibc="2.31")
     assert found(3, {1: other}) == []
     said = next(
         f.message for f in all_findings(survey_of(cluster(3), {1: other})) if f.check == "versions" and f.node_rank
@@ -71,10 +71,10 @@ def test_differences_without_harm_are_listed_and_stop_nothing() -> None:
 
 def test_one_command_repairs_all_packages_of_a_host() -> None:
     """Builds are as on nodes of the same kind; what differs without harm is left alone."""
-    odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", pyzmq="")}
+    odd = {"python": "/e/bin/python", **versions(torch="", numba="0.60", numpy="2.4.5", msgspec="")}
     finding = the_one(3, {2: odd})
-    assert finding.message.startswith("torch, pyzmq not installed for /e/bin/python; numba 0.60, but 0.68.1 on")
-    words = "torch==2.13.0+cpu pyzmq==27.3.0 numba==0.68.1 --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert finding.message.startswith("torch, msgspec not installed for /e/bin/python; numba 0.60, but 0.68.1 on")
+    words = "torch==2.13.0+cpu msgspec==0.22.0 numba==0.68.1 --extra-index-url https://download.pytorch.org/whl/cpu"
     assert finding.paste() == f"ssh host2 '/e/bin/python -m pip install {words}'"
 
 
@@ -84,7 +84,7 @@ def test_a_system_python_without_torch_is_left_alone(monkeypatch: pytest.MonkeyP
         "launcher.preflight.check_packages._own", lambda: {**VERSIONS, "torch": "2.12.1", "cuda": "12.6"}
     )
     bare = versions(**dict.fromkeys(PACKAGES, ""))
-    new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "pyzmq==27.3.0"
+    new, rest = "python3 -m venv ~/gnnfleet-venv && ~/gnnfleet-venv/bin/pip install torch==", "msgspec==0.22.0"
     cpu = "--extra-index-url https://download.pytorch.org/whl/cpu"
     finding = the_one(3, {2: bare})
     assert finding.command.startswith(f"{new}2.13.0+cpu ") and finding.command.endswith(f" {rest} {cpu}")

@@ -73,12 +73,12 @@ def test_servers_and_clients_end_well_and_meet_at_the_first_that_trains(make: Ma
 
 def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     serve = (
-        "import os, pathlib, time, zmq; s = zmq.Context().socket(zmq.ROUTER); s.bind(os.environ['AT'])\n"
+        "import os, pathlib, socket, time; s = socket.create_server(('127.0.0.1', int(os.environ['AT'])))\n"
         "pathlib.Path('server.ready').touch(); print('serving', flush=True); time.sleep(60)"
     )
     run = make(ONE_COPY)
     node = run.nodes[1]
-    node.spec["server"] |= {"argv": python(serve), "env": {"AT": f"tcp://127.0.0.1:{run.port + 1}"}}
+    node.spec["server"] |= {"argv": python(serve), "env": {"AT": str(run.port + 1)}}
     run.start()
     first = node.pid("server")
     os.kill(first, signal.SIGKILL)

@@ -14,9 +14,9 @@ from trainer.graph.seed_order import RankLayout
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
-from trainer.service.curve_keys import CurveKeys
 from trainer.service.remote_graph import Gateway
 from trainer.service.server import GraphServer
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
@@ -27,7 +27,7 @@ HALVES = ((0, 1), (2, 3))  #: two servers with two parts each
 class Servers:
     """Graph servers of one folder, server k holding ``held[k]``; each asks the others for what it has not."""
 
-    def __init__(self, folder: Path, held: Sequence[Sequence[int]], keys: CurveKeys | None = None):
+    def __init__(self, folder: Path, held: Sequence[Sequence[int]], keys: ServiceKeys | None = None):
         self.folder, self.held, self.keys = folder, held, keys
         self.version, self.listed = 1, tuple(range(len(held)))  #: what HELLO tells
         self.servers: dict[int, GraphServer] = {}
@@ -69,7 +69,7 @@ class Servers:
 
 @contextmanager
 def serving_parts(
-    folder: Path, held: Sequence[Sequence[int]] = HALVES, keys: CurveKeys | None = None
+    folder: Path, held: Sequence[Sequence[int]] = HALVES, keys: ServiceKeys | None = None
 ) -> Iterator[Servers]:
     """All servers, started."""
     servers = Servers(folder, held, keys)

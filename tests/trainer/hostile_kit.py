@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import random
-import socket
 import struct
 import subprocess
 import sys
@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import zmq
 
+from launcher.plan.service_key import new_key_pair
+from raw_peer import RawPeer, framed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet
-from trainer.service.curve_keys import CurveKeys, read_key_file
+from trainer.service.service_keys import ServiceKeys, read_key_file
+from trainer.service.stream import greeting
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire import frames as wire
 from trainer.service.wire.frames import Flag, Kind, Message, Status, encode
@@ -58,7 +60,8 @@ class Attack:
     endpoint: str
     seed: int
     count: int  #: messages
-    key_file: str | None = None  #: of the run: messages get in; None: a stranger
+    key_file: str | None = None  #: of the run; None where nothing is encrypted, or of a stranger
+    stranger: bool = False  #: has no key, or does not even speak as clients do
     server_key: str = ""  #: the server's public key, which a stranger may know
     reads: bool = True  #: takes the answers off the line
     glutton: bool = False  #: asks for large answers and takes none, till it is ended
@@ -116,6 +119,20 @@ class Forge:
 
     def message(self) -> Frames:
         return self._random.choice(self._kinds)()
+
+    def bytes_sent(self) -> bytes:
+        """A message as it goes over the line; some announce other parts than they have."""
+        parts = self.message()
+        data = framed(parts)
+        if self._random.random() < 0.1:
+            sizes = [self._random.choice((len(part), *EXTREMES)) % 2**64 for part in parts[:50]]
+            data = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + b"".join(parts[:50])
+        return data
+
+    def polite(self) -> bytes:
+        """A message that is answered, if only with an error."""
+        make = self._random.choice((self.as_it_is, self.as_it_is, self.wrong_records))
+        return framed(make())
 
     def noise(self) -> Frames:
         """Random bytes, some behind our magic."""
@@ -192,7 +209,7 @@ class Forge:
         kind = self._random.choice((Kind.GATHER, Kind.BATCH, Kind.SAMPLE))
         head = HEADER.pack(b"GNFS", wire.VERSION, kind, 0, 1, 1, 0, 0, int(Flag.ROUTE))
         described = struct.pack("<BB6x8Q", 5, 1, announced, *[0] * 7)
-        return [head + described, *[bytes(wire.CHUNK)] * self._random.randint(0, 3)]
+        return [head + described, *[bytes(1 << 20)] * self._random.randint(0, 3)]
 
     def reply(self) -> Frames:
         """An answer, sent to a server."""
@@ -245,20 +262,26 @@ def attacking(attack: Attack) -> Iterator[subprocess.Popen[str]]:
 
 
 def send_as_insider(attack: Attack, num_nodes: int) -> int:
-    """From sockets that have the run's key, at speed. The number of connections."""
-    forge, context, sent, rounds = Forge(attack.seed, num_nodes), zmq.Context(), 0, 0
+    """From connections that are admitted, at speed. The number of connections.
+
+    Each sends some messages that are read to their end, whatever is wrong with them, and then one that may be anything.
+    """
+    forge, chance, sent, connections = Forge(attack.seed, num_nodes), random.Random(attack.seed), 0, 0
     keys = read_key_file(attack.key_file) if attack.key_file else None
     while sent < attack.count:
-        rounds += 1
-        pool = [forge.message() for _ in range(min(POOL, attack.count))]
-        with _dealer(context, attack.endpoint, keys, 30_000) as line:
-            for number in range(min(10 * POOL, attack.count - sent)):
-                line.send_multipart(pool[number % len(pool)])
+        if connections % 1000 == 0:
+            polite, rude = ([make() for _ in range(POOL // 4)] for make in (forge.polite, forge.bytes_sent))
+        connections += 1
+        with contextlib.suppress(OSError, EOFError), RawPeer(attack.endpoint, keys) as peer:
+            for number in range(chance.randrange(60)):
                 sent += 1
-                while attack.reads and line.poll(0):
-                    line.recv_multipart(copy=False)
-    context.term()  # once all of it is on the wire
-    return rounds
+                peer.sock.sendall(polite[chance.randrange(len(polite))])
+                if attack.reads and number % 8 == 0:
+                    peer.receive(0.001)
+            sent += 1
+            peer.sock.sendall(rude[chance.randrange(len(rude))])
+            peer.receive(0.02)
+    return connections
 
 
 def send_as_glutton(attack: Attack, num_nodes: int) -> None:
@@ -266,89 +289,68 @@ def send_as_glutton(attack: Attack, num_nodes: int) -> None:
     ids = np.arange(20_000) % num_nodes
     gather = messages.gather_request([RowRequest(HOMO_NODE, ids, ("x",))])
     greed = [gather, replace(gather, flags=Flag.ROUTE), messages.edges_request(0, HOMO_EDGE, 0, 4000)]
-    context = zmq.Context()
-    with _dealer(context, attack.endpoint, read_key_file(str(attack.key_file)), rcvhwm=1) as line:
-        for number in range(attack.count):
-            line.send_multipart(encode(greed[number % len(greed)], request_id=number))
-        time.sleep(600)
+    keys = read_key_file(attack.key_file) if attack.key_file else None
+    while True:
+        with contextlib.suppress(OSError, EOFError), contextlib.ExitStack() as lines:
+            peers = [lines.enter_context(RawPeer(attack.endpoint, keys)) for _ in range(10)]
+            for number in range(attack.count):
+                peers[number % len(peers)].send(*encode(greed[number % len(greed)], request_id=number))
+            time.sleep(600)
 
 
 def send_as_stranger(attack: Attack) -> int:
-    """From sockets that have no key, a wrong one, or do not even speak ZMTP. The number of connections."""
+    """From connections that have no key, a wrong one, or speak something else. The number of connections."""
     chance, sent, connections = random.Random(attack.seed), 0, 0
-    host, port = attack.endpoint.removeprefix("tcp://").split(":")
-    context, open_ones = zmq.Context(), []
+    open_ones: list[RawPeer] = []
     while sent < attack.count:
         connections += 1
-        if chance.random() < 0.2:
-            sent += _wrong_keys(context, attack, chance)
-            continue
-        line = socket.create_connection((host, int(port)), timeout=5)
         payload, number = _payload(chance)
-        with contextlib.suppress(OSError):  # the server hangs up while we still talk
-            line.sendall(payload)
         sent += number
-        open_ones.append(line)  # half of them are left open for a while
-        if chance.random() < 0.5 or len(open_ones) > 200:
+        with contextlib.suppress(OSError, EOFError):  # the server hangs up while we still talk
+            if chance.random() < 0.2:
+                with RawPeer(attack.endpoint, _wrong_keys(attack, chance)) as peer:
+                    peer.send(payload)
+                    peer.receive(0.01)
+                continue
+            peer = RawPeer(attack.endpoint, greets=False)
+            open_ones.append(peer)  # half of them are left open for a while
+            peer.sock.sendall(payload)
+        if open_ones and (chance.random() < 0.5 or len(open_ones) > 200):
             open_ones.pop(chance.randrange(len(open_ones))).close()
-    context.destroy(linger=0)
     return connections
 
 
 def _payload(chance: random.Random) -> tuple[bytes, int]:
     """What a stranger's TCP connection says, and how many messages that is."""
-    greeting = (
-        b"\xff"
-        + bytes(8)
-        + b"\x7f\x03\x01"
-        + chance.choice((b"NULL", b"CURVE", b"PLAIN", b"HUGE")).ljust(20, b"\0")
-        + bytes(32)
-    )
-    hello = b"\x04\xc8\x05HELLO\x01\x00" + chance.randbytes(192)
-    frames = [
-        bytes([chance.randrange(2), len(body)]) + body
-        for body in (chance.randbytes(chance.randrange(250)) for _ in range(20))
-    ]
-    giant = b"\x02" + (2**62).to_bytes(8, "big") + chance.randbytes(100)
+    plain, encrypted = greeting(False), greeting(True)
+    some = [framed([chance.randbytes(chance.randrange(250))]) for _ in range(20)]
+    hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)
+    giant = struct.pack("<IQ", 1, 2**62) + chance.randbytes(100)
     return chance.choice(
         (
             (chance.randbytes(chance.randrange(2000)), 1),
             (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 1),
-            (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500), 1),
-            (greeting[: chance.randrange(64)], 1),
+            (plain[: chance.randrange(8)], 1),
             (b"", 1),
-            (greeting + hello, 1),
-            (greeting + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"".join(frames), len(frames)),
-            (greeting + giant, 1),
+            (hello, 1),
+            (encrypted + hello, 1),
+            (encrypted + hello[: chance.randrange(300)], 1),
+            (chance.choice((plain, encrypted)) + b"".join(some), len(some)),
+            (chance.choice((plain, encrypted)) + giant, 1),
+            (plain + struct.pack("<I", 0) * 5000, 5000),
         )
     )
 
 
-def _wrong_keys(context: zmq.Context[zmq.Socket[bytes]], attack: Attack, chance: random.Random) -> int:
-    """A socket without keys, with those of nobody, or of nobody but knowing the server's: its number of messages."""
-    server = chance.choice((b"", attack.server_key.encode()))
-    keys = CurveKeys(*zmq.curve_keypair(), server=server) if chance.random() < 0.8 else None
-    with _dealer(context, attack.endpoint, keys) as line:
-        with contextlib.suppress(zmq.Again):  # refused so soon that there is no line any more
-            for _ in range(20):
-                line.send_multipart([chance.randbytes(40)], zmq.NOBLOCK)
-        time.sleep(0.01)
-    return 20
+def _wrong_keys(attack: Attack, chance: random.Random) -> ServiceKeys:
+    """A key of nobody, or of nobody but knowing the server's certificate."""
+    own = chance.choice(_strangers_keys())
+    return replace(own, server=chance.choice((own.public, attack.server_key or own.public)))
 
 
-@contextlib.contextmanager
-def _dealer(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None, linger: int = 0, rcvhwm: int = 1000
-) -> Iterator[zmq.Socket[bytes]]:
-    line = context.socket(zmq.DEALER)
-    line.linger, line.rcvhwm = linger, rcvhwm
-    if keys is not None:
-        keys.secure_client(line)
-    line.connect(endpoint)
-    try:
-        yield line
-    finally:
-        line.close()
+@functools.cache
+def _strangers_keys() -> list[ServiceKeys]:
+    return [ServiceKeys(**new_key_pair()) for _ in range(5)]
 
 
 def main(text: str) -> None:
@@ -356,7 +358,7 @@ def main(text: str) -> None:
     begun = time.monotonic()
     if attack.glutton:
         send_as_glutton(attack, 2000)
-    stranger = attack.key_file is None
+    stranger = attack.stranger
     connections = send_as_stranger(attack) if stranger else send_as_insider(attack, 2000)
     print(json.dumps({"messages": attack.count, "connections": connections, "seconds": time.monotonic() - begun}))
 

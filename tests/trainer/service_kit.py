@@ -10,15 +10,15 @@ import time
 from pathlib import Path
 
 import numpy as np
-import zmq
 
 from forked import Forked, fork
+from launcher.plan.service_key import new_key_pair
 from trainer.core.errors import PartitionError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, HopSample, RowRequest
 from trainer.service.client import HostClient
-from trainer.service.curve_keys import CurveKeys
 from trainer.service.server import GraphServer
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 INFO = HelloInfo(node_rank=1, host="10.0.0.2", part_ids=(1, 3), manifest_digest="d1" * 32)
@@ -126,8 +126,8 @@ def free_endpoint() -> str:
         return f"tcp://127.0.0.1:{holder.getsockname()[1]}"
 
 
-def new_keys() -> CurveKeys:
-    return CurveKeys(*zmq.curve_keypair())
+def new_keys() -> ServiceKeys:
+    return ServiceKeys(**new_key_pair())
 
 
 def write_cluster(path, *nodes, num_parts=None):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import zmq
 
-from service_kit import INFO, free_endpoint, serving
+from raw_peer import framed
+from service_kit import INFO, free_endpoint, server_process, serving
 from trainer.core.errors import ServerGone, ServiceError
+from trainer.core.schema import HOMO_NODE
+from trainer.sampler.types import RowRequest
+from trainer.service import channel
 from trainer.service.client import HostClient
+from trainer.service.stream import GREETING_BYTES, PING, MessageReader, greeting
 from trainer.service.wire import messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import ServerAddress
+from waiting import wait_until
 
 
 @contextlib.contextmanager
@@ -64,29 +72,51 @@ def test_a_server_that_is_gone_is_found_again() -> None:
 @contextlib.contextmanager
 def busy_server(answer_after: float):
     """Says each 0.2 s that it is alive, and answers the first request after that many seconds."""
-    context = zmq.Context()
-    front, stop = context.socket(zmq.ROUTER), threading.Event()
-    front.linger = 0
-    port = front.bind_to_random_port("tcp://127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        stop = threading.Event()
 
-    def serve() -> None:
-        peer, *frames = front.recv_multipart()
-        request, start = decode(frames), time.monotonic()
-        while not stop.wait(0.2):
-            if time.monotonic() - start < answer_after:
-                front.send_multipart([peer, *encode(Message(Kind.ALIVE, Status.OK, 0))])
-            else:
-                front.send_multipart([peer, *encode(request.reply(text=messages.info_text(INFO)))])
-                return
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(greeting(encrypted=False) + PING)
+                assert sock.recv(GREETING_BYTES, socket.MSG_WAITALL) == greeting(encrypted=False)
+                reader = MessageReader(1 << 20)
+                while not reader.messages:
+                    reader.read(sock.recv_into)
+                request, start = decode(reader.messages.popleft().parts), time.monotonic()
+                while not stop.wait(0.2):
+                    if time.monotonic() - start < answer_after:
+                        sock.sendall(framed(encode(Message(Kind.ALIVE, Status.OK, 0))))
+                    else:
+                        sock.sendall(framed(encode(request.reply(text=messages.info_text(INFO)))))
+                        return
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"tcp://127.0.0.1:{port}"
-    finally:
-        stop.set()
-        thread.join(5)
-        context.destroy()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            stop.set()
+            thread.join(5)
+
+
+def test_a_server_that_was_stopped_is_asked_for_a_sign_of_life_and_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(channel, "_PING_AFTER", 0.1)
+    monkeypatch.setattr(channel, "_STOPPED_AFTER", 0.6)
+    endpoint = free_endpoint()
+    with server_process(endpoint) as process, client_of(endpoint, 20, gone_after=1) as client:
+        slow = client.submit_gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1.5",))])
+        assert len(slow.result()[0]["sleep1.5"]) == 3  # silent, but it answers when asked
+        os.kill(process.pid, signal.SIGSTOP)
+        assert seconds_until_gone(client) < 10
+        os.kill(process.pid, signal.SIGCONT)
+        wait_until(lambda: answers(client))
+
+
+def answers(client) -> bool:
+    with contextlib.suppress(ServiceError):
+        return client.hello() == INFO
+    return False
 
 
 def test_the_deadline_is_one_of_silence() -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 
 from trainer.service.batch_scheduler import FORGET, MAX_CLIENTS, MAX_QUEUED, PATIENCE, BatchScheduler, ScheduledRequest
+from trainer.service.fair_queue import Peer
 from trainer.service.wire.messages import ClientName
 
 NOW = 0.0  #: a ``next`` that does not wait
@@ -66,7 +67,7 @@ def named(number):
 
 
 def peer_of(number):
-    return b"peer%d" % number
+    return Peer("10.0.0.1", number)
 
 
 def shares(sizes, rounds=4000, in_flight=4, threads=2):
@@ -176,7 +177,7 @@ def test_the_buffer_never_passes_its_bound_and_everybody_is_served(seed) -> None
             job = sent.pop(rng.randrange(len(sent)))
             desk.take(job)
             served[job.client.number] += 1
-            desk.ask(job.client.number, peer=int(job.peer[4:]))
+            desk.ask(job.client.number, peer=job.peer.number)
         assert desk.held <= limit
     assert len(served) == len(sizes)
 
@@ -287,7 +288,7 @@ def test_a_connection_that_ends_frees_all_it_had() -> None:
     assert left <= {peer_of(2), peer_of(3)} and sent.peer == peer_of(1)
     desk.desk.gone(peer_of(2))
     desk.desk.gone(peer_of(3))
-    desk.desk.gone(b"nobody")
+    desk.desk.gone(Peer("10.0.0.9", 0))
     assert desk.desk.peers() == [] and desk.desk.status().queue == 0
 
 
@@ -298,7 +299,7 @@ def test_queues_are_limited() -> None:
     assert desk.ask(2) is None
     assert desk.ask(2, size=100 << 20) is not None
     assert "as another client" in desk.ask(3, peer=2)
-    beside = [desk.desk.submit(ScheduledRequest(b"p", k, None)) for k in range(MAX_QUEUED + 1)]
+    beside = [desk.desk.submit(ScheduledRequest(Peer("h", 0), k, None)) for k in range(MAX_QUEUED + 1)]
     assert beside[:-1] == [None] * MAX_QUEUED and "wait already" in beside[-1]
 
 
@@ -317,10 +318,10 @@ def test_other_requests_and_batches_take_turns() -> None:
     desk.teach(1, 100)
     for number in range(4):
         desk.ask(1)
-        desk.desk.submit(ScheduledRequest(b"p%d" % (number % 2), number, None))
+        desk.desk.submit(ScheduledRequest(Peer("h", number % 2), number, None))
     order = [job.client is None for job in iter(desk.next, None)]
     assert order in ([True, False] * 4, [False, True] * 4)
-    assert {b"p0", b"p1"} < set(desk.desk.peers())
+    assert {Peer("h", 0), Peer("h", 1)} < set(desk.desk.peers())
 
 
 def test_status_tells_what_is_going_on() -> None:
@@ -354,7 +355,7 @@ def test_no_wakeup_is_lost() -> None:
         worker.start()
     for number in range(600):
         until = time.monotonic() + 5
-        while desk.submit(ScheduledRequest(b"p%d" % (number % 9), number, None, named(number % 3))):
+        while desk.submit(ScheduledRequest(Peer("h", number % 9), number, None, named(number % 3))):
             assert time.monotonic() < until
             time.sleep(0.001)
     until = time.monotonic() + 10

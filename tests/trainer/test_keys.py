@@ -10,7 +10,7 @@ import pytest
 
 from service_kit import INFO, client_of, new_keys, serving
 from trainer.core.errors import ServiceError
-from trainer.service.curve_keys import admit_guest, read_key_file, write_key_file
+from trainer.service.service_keys import admit_guest, read_key_file, write_key_file
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_several_keys_in_one_file_and_damaged_ones_beside(guarded) -> None:
     folder.mkdir()
     (folder / "broken.key").write_bytes(b"\xff\xfe short\n" + b"x" * 100)
     (folder / "folder.key").mkdir()
-    (folder / "notes.txt").write_bytes(two.public)
-    (folder / "several.key").write_bytes(b"\n" + one.public + b"\r\n\nshort\n")
+    (folder / "notes.txt").write_text(two.public)
+    (folder / "several.key").write_text(f"\n{one.public}\r\n\nshort\n")
     assert may_enter(server.endpoint, one, deadline=20) and not may_enter(server.endpoint, two)
 
 

@@ -20,8 +20,8 @@ from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
 from trainer.service.cluster import connect_cluster
-from trainer.service.curve_keys import write_key_file
 from trainer.service.server_peers import Peers
+from trainer.service.service_keys import write_key_file
 from trainer.service.wire.messages import ClientName, ServerAddress
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

@@ -38,7 +38,7 @@ from trainer.sampler.subgraph_sampler import SubgraphSampler
 from trainer.sampler.types import HopRequest, RowRequest, SampleSettings, SeedSet, TimeBound
 from trainer.sampler.weighted_temporal import pick_candidates
 from trainer.service.cluster import connect_cluster, read_cluster
-from trainer.service.curve_keys import read_key_file, write_key_file
+from trainer.service.service_keys import read_key_file, write_key_file
 from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
-import zmq
 
+from raw_peer import RawPeer
 from service_kit import (
     INFO,
     ArithmeticGraph,
@@ -28,9 +30,13 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service import client as pieces
+from trainer.service import network_thread
 from trainer.service.client import HostClient
+from trainer.service.stats import resident_bytes
+from trainer.service.stream import MAX_PARTS, PING
 from trainer.service.wire import messages
 from trainer.service.wire.frames import Kind, Message, Status, decode, encode
+from waiting import wait_until
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 
@@ -104,8 +110,8 @@ def test_connections_of_ended_threads_are_used_again(client) -> None:
     assert len(client._channels) == 1
 
 
-def test_more_connections_than_the_defaults_of_libzmq_allow(server) -> None:
-    """64 hosts with several threads each pass 1023 sockets and 1024 open files."""
+def test_hundreds_of_connections(server) -> None:
+    """64 hosts with several threads each pass 1024 open files."""
     clients = [HostClient(place_of(server.endpoint, rank, "h", [1]), 20.0) for rank in range(30)]
     together = threading.Barrier(12, timeout=20)
 
@@ -221,48 +227,110 @@ def test_too_large_an_answer_is_refused_with_a_reason(monkeypatch) -> None:
         assert len(rows_of(client, np.arange(10_000))["x"]) == 10_000
 
 
-def raw_peer(endpoint: str) -> zmq.Socket[bytes]:
-    peer = zmq.Context.instance().socket(zmq.DEALER)
-    peer.linger = 0
-    peer.connect(endpoint)
-    return peer
-
-
-def test_malformed_messages_are_dropped_and_counted_while_others_are_served(server, client) -> None:
+def test_malformed_messages_end_their_connection_and_are_counted_while_others_are_served(server, client) -> None:
     rng = random.Random(0)
     request = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3000), ("x",))])
-    good = [bytes(frame) for frame in encode(request)]
-    peer = raw_peer(server.endpoint)
-    for number in range(3000):
-        frames = list(good)
+    good = [bytes(part) for part in encode(request)]
+    answered = 0
+    for number in range(300):
+        parts = list(good)
         victim = rng.randrange(2)
-        cut = rng.randrange(len(frames[victim]))
-        frames[victim] = frames[victim][:cut] + rng.randbytes(rng.randrange(1, 40))
-        peer.send_multipart(frames[: rng.randint(1, 2)] + [b""] * rng.randint(0, 2))
-        if number % 100 == 0:
+        cut = rng.randrange(len(parts[victim]))
+        parts[victim] = parts[victim][:cut] + rng.randbytes(rng.randrange(1, 40))
+        with RawPeer(server.endpoint) as peer:
+            peer.send(*parts[: rng.randint(1, 2)], *[b""] * rng.randint(0, 2))
+            answered += peer.receive(60) is not None  # a few mutants are still requests
+        if number % 20 == 0:
             np.testing.assert_array_equal(rows_of(client, NODES)["x"][:, 0], NODES)
-    peer.send_multipart(encode(Message(Kind.HELLO, Status.REQUEST, 4711)))
-    while decode(peer.recv_multipart()).request_id != 4711:
-        pass  # a few mutants are still requests
-    peer.close()
-    until = time.monotonic() + 60
-    while (stats := client.stats()).malformed < 2950 and time.monotonic() < until:
-        time.sleep(0.02)
-    assert 2950 < stats.malformed <= 3000
+    assert answered < 10 and client.stats().malformed == 300 - answered
 
 
-def test_junk_and_oversized_frames_on_the_port_harm_nobody() -> None:
-    with serving(max_answer=100_000) as server, client_of(server.endpoint) as client:
-        port = int(server.endpoint.rsplit(":", 1)[1])
-        for junk in (b"GET / HTTP/1.0\r\n\r\n", random.Random(1).randbytes(5000), b"\xff" + bytes(8) + b"\x7f" * 500):
-            with socket.create_connection(("127.0.0.1", port)) as line:
-                line.sendall(junk)
-        peer = raw_peer(server.endpoint)
-        peer.send(bytes(1_000_000))
+def test_junk_on_the_port_harms_nobody() -> None:
+    junk = (b"GET / HTTP/1.0\r\n\r\n", random.Random(1).randbytes(5000), b"\xff" + bytes(8) + b"\x7f" * 500)
+    with serving() as server, client_of(server.endpoint) as client:
+        for words in junk:
+            with RawPeer(server.endpoint, greets=False) as peer:
+                peer.sock.sendall(words)
+                assert peer.receive(60) is None and peer.hung_up(60)
         assert client.hello() == INFO
-        assert not peer.poll(300)
-        peer.close()
-        assert client.stats().refused > 0
+        assert client.stats().refused == len(junk)
+
+
+@pytest.mark.parametrize("sizes", [[2**64 - 1], [2**40, 1], [2**63, 2**63]])
+def test_announced_sizes_take_no_memory(sizes: list[int]) -> None:
+    with serving() as server, RawPeer(server.endpoint) as peer, client_of(server.endpoint) as client:
+        before = resident_bytes()
+        peer.sock.sendall(struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + bytes(100_000))
+        assert client.hello() == INFO
+        assert resident_bytes() - before < 64 << 20
+
+
+def test_a_request_over_the_limit_is_refused_with_a_reason_and_the_connection_goes_on() -> None:
+    with serving(max_request=100_000) as server, RawPeer(server.endpoint) as peer:
+        head, body = encode(Message(Kind.GATHER, Status.REQUEST, 7, (np.zeros(200_000, np.uint8),)))
+        peer.send(head, body)
+        refused = decode(peer.receive(60))
+        assert (refused.request_id, refused.status) == (7, Status.ERROR) and "over 100000" in refused.text
+        peer.send(*encode(Message(Kind.HELLO, Status.REQUEST, 8)))
+        assert decode(peer.receive(60)).request_id == 8
+
+
+def test_more_parts_than_a_message_has_end_the_connection(server, client) -> None:
+    with RawPeer(server.endpoint) as peer:
+        peer.sock.sendall(struct.pack("<I", MAX_PARTS + 1))
+        assert peer.hung_up(60)
+    assert client.stats().malformed == 1
+
+
+def test_signs_of_life_are_answered_but_a_flood_of_them_ends_the_connection(server, client) -> None:
+    with RawPeer(server.endpoint) as peer:
+        peer.sock.recv(1 << 16)  # the welcome
+        peer.sock.sendall(PING)
+        assert peer.sock.recv(1 << 16) == PING
+        with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+            peer.sock.sendall(PING * 1_000_000)
+        assert peer.hung_up(60)
+    assert client.hello() == INFO and client.stats().malformed == 1
+
+
+def test_who_does_not_greet_is_shown_out(monkeypatch) -> None:
+    monkeypatch.setattr(network_thread, "HANDSHAKE_TIME", 0.3)
+    with serving() as server, RawPeer(server.endpoint, greets=False) as silent, client_of(server.endpoint) as client:
+        assert client.hello() == INFO
+        assert silent.hung_up(60)
+        assert client.hello() == INFO and client.stats().refused == 1
+
+
+def test_strangers_make_room_when_there_are_too_many_connections(monkeypatch) -> None:
+    monkeypatch.setattr(network_thread, "MAX_CONNECTIONS", 5)
+    with serving() as server, contextlib.ExitStack() as open_ones:
+        strangers = [open_ones.enter_context(RawPeer(server.endpoint, greets=False)) for _ in range(9)]
+        with client_of(server.endpoint) as client:
+            assert client.hello() == INFO
+            assert client.stats().refused >= 5
+        assert strangers[0].hung_up(60)
+
+
+def test_requests_that_never_end_are_bounded_by_host(monkeypatch) -> None:
+    monkeypatch.setattr(network_thread, "HOST_REQUESTS", 1 << 20)
+    prefix = struct.pack("<IQQ", 2, 1000, 500_000)
+    with serving() as server, contextlib.ExitStack() as open_ones, client_of(server.endpoint) as client:
+        peers = [open_ones.enter_context(RawPeer(server.endpoint)) for _ in range(6)]
+        for peer in peers:
+            with contextlib.suppress(OSError):
+                peer.sock.sendall(prefix + bytes(400_000))
+        assert peers[0].hung_up(60)
+        assert len(rows_of(client, np.arange(3000))["x"]) == 3000
+        assert client.stats().malformed >= 3
+
+
+def test_a_thread_that_dies_ends_the_server(server, monkeypatch) -> None:
+    assert server.running
+    monkeypatch.setattr(server, "_receive", None)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    with RawPeer(server.endpoint) as peer:
+        peer.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+        wait_until(lambda: not server.running)
 
 
 def test_port_in_use_is_one_clear_message(server) -> None:
@@ -291,22 +359,14 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
                 with pytest.raises(ServiceError, match="node1.*do both nodes have this run's service.key"):
                     client.hello()
                 assert time.monotonic() - start < 20
-        stranger = raw_peer_with(server.endpoint, other, keys.public)
-        assert not stranger.poll(500)
-        stranger.close()
+        knows_the_server = replace(other, server=keys.public)
+        with pytest.raises((OSError, EOFError)), RawPeer(server.endpoint, knows_the_server) as stranger:
+            while True:  # TLS 1.3 tells a client of its refusal with the first answer
+                stranger.send(*encode(Message(Kind.HELLO, Status.REQUEST, 1)))
+                stranger.sock.recv(1)
         with client_of(server.endpoint, keys=keys) as client:
             stats = client.stats()
     assert stats.refused >= 3 and stats.requests == 1 and stats.malformed == 0
-
-
-def raw_peer_with(endpoint: str, keys, server_key: bytes) -> zmq.Socket[bytes]:
-    """One that knows the server's public key, with a keypair of its own."""
-    peer = zmq.Context.instance().socket(zmq.DEALER)
-    peer.linger = 0
-    peer.curve_publickey, peer.curve_secretkey, peer.curve_serverkey = keys.public, keys.secret, server_key
-    peer.connect(endpoint)
-    peer.send_multipart(encode(Message(Kind.HELLO, Status.REQUEST, 1)))
-    return peer
 
 
 def test_a_client_refused_once_gets_in_when_the_right_server_comes() -> None:

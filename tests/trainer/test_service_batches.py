@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import zmq
 
 from load_kit import homo_data, parts_of
+from raw_peer import RawPeer
 from service_kit import client_of, rows_of, serving
 from test_batches import HOMO, ME, flat, sample
 from trainer.core.batch_cost import Cost
@@ -48,24 +48,20 @@ def server(graph):
         yield server
 
 
-@contextlib.contextmanager
 def peer_of(server):
     """A connection that sends what it is told and takes nothing."""
-    with zmq.Context.instance().socket(zmq.DEALER) as peer:
-        peer.linger = 0
-        peer.connect(server.endpoint)
-        yield peer
+    return RawPeer(server.endpoint)
 
 
 def ask(peer, request_id, work=WORK, client=ME):
-    peer.send_multipart(encode(batch_messages.batch_request(work, client), request_id=request_id))
+    peer.send(*encode(batch_messages.batch_request(work, client), request_id=request_id))
 
 
 def answer_of(peer, seconds=30.0, kind=Kind.BATCH):
     """The next message that is not only a sign of life."""
     until = time.monotonic() + seconds
-    while peer.poll(max(0, 1000 * (until - time.monotonic()))):
-        message = decode(peer.recv_multipart(copy=False))
+    while parts := peer.receive(max(0, until - time.monotonic())):
+        message = decode(parts)
         if message.kind == kind:
             return message
     raise AssertionError("no answer")
@@ -196,11 +192,11 @@ def test_clients_that_wait_or_hold_hear_that_the_server_lives(server) -> None:
         assert answer_of(peer).request_id == 1
         sign = answer_of(peer, kind=Kind.ALIVE)
         assert (sign.status, sign.request_id) == (Status.OK, 0)
-        peer.send_multipart(encode(messages.taken(1)))
+        peer.send(*encode(messages.taken(1)))
         wait_until(lambda: server.scheduler_status().buffer_bytes == 0)
-        while peer.poll(100):
-            peer.recv_multipart()
-        assert not peer.poll(1500)
+        while peer.receive(0.1):
+            pass
+        assert not peer.receive(1.5)
 
 
 def test_a_client_that_leaves_is_freed_within_seconds(server) -> None:
@@ -286,14 +282,22 @@ def requests_that_fail() -> list[Message]:
 
 
 def test_hostile_messages_are_dropped_or_answered_and_others_served(graph, server) -> None:
-    rounds, wrong, failing = 2, one_way_and_wrong(), list(map(encode, requests_that_fail()))
-    with peer_of(server) as peer, client_of(server.endpoint, route=True) as client:
-        for _ in range(rounds):
-            for frames in (*wrong, *failing):
-                peer.send_multipart(frames)
-            assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
-        wait_until(lambda: server.stats().errors == rounds * len(failing))
-        assert server.stats().malformed == rounds * (len(wrong) - 1)  # a TAKEN of nothing is no harm
+    wrong, failing = one_way_and_wrong(), list(map(encode, requests_that_fail()))
+    harmless = encode(messages.taken(4711))
+    with client_of(server.endpoint, route=True) as client:
+        for parts in wrong:
+            with peer_of(server) as peer:
+                peer.send(*parts)
+                assert parts == harmless or peer.hung_up(30)
+        with peer_of(server) as peer:
+            for parts in failing:
+                peer.send(*parts)
+                while Kind.ALIVE == (answer := decode(peer.receive(60))).kind:
+                    pass
+                assert answer.status == Status.ERROR
+        assert same_batch(client.submit_batch(WORK, ME).result(), sample(graph, WORK))
+        assert server.stats().errors == len(failing)
+        assert server.stats().malformed == len(wrong) - 1
     assert server.running
 
 

@@ -1,8 +1,10 @@
-"""Connections take turns, and one that is held up costs the others nothing."""
+"""Hosts and their connections take turns, and one that is held up costs the others nothing."""
 
 from __future__ import annotations
 
-from trainer.service.fair_queue import BlockingFairQueue, FairQueue
+from trainer.service.fair_queue import BlockingFairQueue, FairQueue, Peer
+
+A, B, C = (Peer(f"10.0.0.{number}", number) for number in range(3))
 
 
 def given(turns: FairQueue[int]) -> list[int]:
@@ -12,45 +14,55 @@ def given(turns: FairQueue[int]) -> list[int]:
     return found
 
 
+def test_a_host_gets_no_more_by_more_connections() -> None:
+    turns: FairQueue[int] = FairQueue()
+    for number in range(4):
+        for _ in range(2):
+            turns.push(Peer("many", number), number)
+    for _ in range(4):
+        turns.push(Peer("one", 9), 9)
+    assert given(turns) == [0, 9, 1, 9, 2, 9, 3, 9, 0, 1, 2, 3]
+
+
 def test_connections_take_turns() -> None:
     turns: FairQueue[int] = FairQueue()
     for item in (10, 11, 12):
-        turns.push(b"a", item)
-    turns.push(b"b", 20)
-    turns.push(b"c", 30)
-    assert len(turns) == 5 and turns.of(b"a") == 3
+        turns.push(A, item)
+    turns.push(B, 20)
+    turns.push(C, 30)
+    assert len(turns) == 5 and turns.of(A) == 3
     assert given(turns) == [10, 20, 30, 11, 12] and len(turns) == 0
 
 
 def test_items_of_a_held_connection_wait_and_count_for_nothing() -> None:
     turns: FairQueue[int] = FairQueue()
-    turns.push(b"a", 10)
-    turns.pause(b"a")
-    turns.pause(b"a")
-    turns.push(b"a", 11)
-    turns.push(b"b", 20)
-    assert (len(turns), turns.of(b"a"), sorted(turns.peers())) == (1, 2, [b"a", b"b"])
+    turns.push(A, 10)
+    turns.pause(A)
+    turns.pause(A)
+    turns.push(A, 11)
+    turns.push(B, 20)
+    assert (len(turns), turns.of(A), sorted(turns.peers())) == (1, 2, [A, B])
     assert given(turns) == [20]
-    turns.resume(b"a")
-    turns.push(b"a", 12)
+    turns.resume(A)
+    turns.push(A, 12)
     assert given(turns) == [10, 11, 12]
 
 
 def test_what_is_dropped_is_held_no_longer() -> None:
     turns: FairQueue[int] = FairQueue()
-    turns.pause(b"a")
-    turns.push(b"a", 10)
-    turns.drop(b"a")
-    turns.push(b"a", 11)
+    turns.pause(A)
+    turns.push(A, 10)
+    turns.drop(A)
+    turns.push(A, 11)
     assert given(turns) == [11] and turns.peers() == []
 
 
 def test_threads_wait_for_items_that_are_let_go() -> None:
     turns: BlockingFairQueue[int] = BlockingFairQueue()
-    turns.pause(b"a")
-    turns.put(b"a", 10)
-    assert len(turns) == 0 and turns.of(b"a") == 1
-    turns.resume(b"a")
+    turns.pause(A)
+    turns.put(A, 10)
+    assert len(turns) == 0 and turns.of(A) == 1
+    turns.resume(A)
     assert turns.get() == 10
     turns.close()
     assert turns.get() is None

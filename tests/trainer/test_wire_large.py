@@ -1,4 +1,4 @@
-"""Large arrays travel in frames of 1 MiB; what does not fit its announcement is refused."""
+"""Large arrays travel in parts of their own; what does not fit its announcement is refused."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from trainer.core.errors import WireError
-from trainer.service.wire.frames import CHUNK, Flag, Kind, Message, Status, decode, encode
+from trainer.service.wire.frames import SMALL, Flag, Kind, Message, Status, decode, encode
 
-SMOOTH = np.cumsum(np.random.default_rng(0).integers(0, 9, 400_000)).astype(np.int32)  #: 1.6 MB, two frames
+SMOOTH = np.cumsum(np.random.default_rng(0).integers(0, 9, 400_000)).astype(np.int32)  #: 1.6 MB
 NOISE = np.random.default_rng(1).integers(0, 255, 10_000).astype(np.uint8)
 
 
@@ -20,19 +20,19 @@ def sent(message: Message) -> list[bytes]:
     return [bytes(frame) for frame in encode(message)]
 
 
-@pytest.mark.parametrize("size", [CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK - 8])
-def test_no_frame_is_larger_than_a_chunk(size: int) -> None:
+@pytest.mark.parametrize("size", [SMALL + 1, 3 << 20])
+def test_a_large_array_is_a_part_of_its_own(size: int) -> None:
     whole = np.random.default_rng(size).integers(0, 255, size).astype(np.uint8)
-    head, *frames = encode(answer(whole, NOISE))
-    assert len(frames) == -(-size // CHUNK) + 1 and max(map(len, frames)) == CHUNK
-    assert all(np.shares_memory(frame, whole) for frame in frames[:-1])  # nothing is copied to be sent
-    back = decode([head, *map(bytes, frames)])
+    head, *parts = encode(answer(whole, NOISE[:SMALL], NOISE))
+    assert list(map(len, parts)) == [size, len(NOISE)]
+    assert np.shares_memory(parts[0], whole)  # nothing is copied to be sent
+    back = decode([head, *map(bytes, parts)])
     np.testing.assert_array_equal(back.arrays[0], whole)
     assert back.size == size + len(NOISE) + len(head)
 
 
-def test_pieces_that_do_not_fit_are_refused() -> None:
-    head, first, last = sent(answer(SMOOTH))
+def test_parts_that_do_not_fit_are_refused() -> None:
+    head, first, last = sent(answer(SMOOTH, NOISE))
     for wrong in ([head, last, first], [head, first], [head, first, last, b""], [head, first + last],
                   [head, first[:-1], last + b"x"], [head, first, last[:-1]]):  # fmt: skip
         with pytest.raises(WireError):

@@ -22,8 +22,8 @@ from trainer.sampler.types import SampleSettings
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, connect_cluster
-from trainer.service.curve_keys import CurveKeys, read_key_file
 from trainer.service.remote_graph import Gateway, client_name
+from trainer.service.service_keys import ServiceKeys, read_key_file
 from trainer.service.wire.messages import HelloInfo, ServerAddress
 from trainer.store.client_store import RemoteStore
 from trainer.store.manifest import Manifest, manifest_digest
@@ -276,7 +276,7 @@ def _check_endpoint(endpoint: object) -> None:
         raise SettingsError(f"{endpoint!r} is no endpoint of a graph server; those are tcp://host:port")
 
 
-def _places(endpoints: Sequence[str], keys: CurveKeys | None, deadline: float) -> list[ServerAddress]:
+def _places(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
     """The servers at these endpoints that answer, then the others that they know of.
 
     Raises ``ServiceError`` when none answers, saying why for each.

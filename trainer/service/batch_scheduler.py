@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from trainer.service.fair_queue import FairQueue
+from trainer.service.fair_queue import FairQueue, Peer
 from trainer.service.wire.messages import ClientName
 
 _RECENT_REPLIES = 8  #: replies of which the largest stands for the next one
@@ -30,7 +30,7 @@ Work = TypeVar("Work")
 class ScheduledRequest(Generic[Work]):
     """One request of one connection."""
 
-    peer: bytes  #: the connection
+    peer: Peer  #: the connection
     request_id: int
     work: Work
     client: ClientName | None = None  #: None for what is no batch
@@ -71,7 +71,7 @@ class ClientQueue(Generic[Work]):
     queue: deque[ScheduledRequest[Work]] = field(default_factory=deque)
     queued_bytes: int = 0
     making: dict[ScheduledRequest[Work], int] = field(default_factory=dict)  #: bytes reserved
-    sent: dict[tuple[bytes, int], int] = field(default_factory=dict)  #: bytes not taken yet, by peer and request id
+    sent: dict[tuple[Peer, int], int] = field(default_factory=dict)  #: bytes not taken yet, by peer and request id
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT_REPLIES))  #: bytes of its last batches
     batches: int = 0
     nbytes: int = 0
@@ -86,7 +86,7 @@ class ClientQueue(Generic[Work]):
     def idle(self) -> bool:
         return not (self.queue or self.making or self.sent)
 
-    def has_work(self, peer: bytes) -> bool:
+    def has_work(self, peer: Peer) -> bool:
         """Whether anything of a connection waits, is being made or has not been taken."""
         jobs = [*self.queue, *(job for job in self.making if job not in self._gone)]
         return any(job.peer == peer for job in jobs) or any(to == peer for to, _ in self.sent)
@@ -122,12 +122,12 @@ class ClientQueue(Generic[Work]):
         del self.making[job]
         self._gone.discard(job)
 
-    def acknowledge_sent(self, peer: bytes) -> None:
+    def acknowledge_sent(self, peer: Peer) -> None:
         """A connection asks again, so it has what was sent there, if that was all."""
         if not any(job.peer == peer for job in (*self.queue, *self.making)):
             self._forget_sent(peer)
 
-    def drop(self, peer: bytes) -> None:
+    def drop(self, peer: Peer) -> None:
         """A connection has ended."""
         kept = [job for job in self.queue if job.peer != peer]
         self.queue = deque(kept)
@@ -139,7 +139,7 @@ class ClientQueue(Generic[Work]):
     def status(self, now: float) -> ClientStatus:
         return ClientStatus(self.name.name, len(self.queue), self.held, self.batches, self.nbytes, now - self.heard)
 
-    def _forget_sent(self, peer: bytes) -> None:
+    def _forget_sent(self, peer: Peer) -> None:
         for key in [key for key in self.sent if key[0] == peer]:
             del self.sent[key]
 
@@ -169,7 +169,7 @@ class BatchScheduler(Generic[Work]):
         self._clients: dict[int, ClientQueue[Work]] = {}
         self._busy: dict[int, ClientQueue[Work]] = {}  # those with work
         self._largest: deque[int] = deque(maxlen=_RECENT)  # of all clients' last batches
-        self._client_of: dict[bytes, int] = {}  # connections with work, and whose they are
+        self._client_of: dict[Peer, int] = {}  # connections with work, and whose they are
         self._others: FairQueue[ScheduledRequest[Work]] = FairQueue()
         self._running_others: set[ScheduledRequest[Work]] = set()
         self._others_next = False
@@ -226,7 +226,7 @@ class BatchScheduler(Generic[Work]):
                 client.abandon(job)
                 self._settle(client, job.peer)
 
-    def taken(self, peer: bytes, request_id: int) -> None:
+    def taken(self, peer: Peer, request_id: int) -> None:
         """The reply to a request has arrived; other ids than those sent there say nothing."""
         with self._changed:
             if client := self._client_at(peer):
@@ -234,7 +234,7 @@ class BatchScheduler(Generic[Work]):
                 client.sent.pop((peer, request_id), None)
                 self._settle(client, peer)
 
-    def gone(self, peer: bytes) -> None:
+    def gone(self, peer: Peer) -> None:
         """A connection has ended: what it asked for is dropped, what was sent to it is free."""
         with self._changed:
             self._others.drop(peer)
@@ -242,17 +242,17 @@ class BatchScheduler(Generic[Work]):
                 client.drop(peer)
                 self._settle(client, peer)
 
-    def pause(self, peer: bytes) -> None:
+    def pause(self, peer: Peer) -> None:
         """Start nothing but batches for this connection, until it is let go: it takes no answers."""
         with self._changed:
             self._others.pause(peer)
 
-    def resume(self, peer: bytes) -> None:
+    def resume(self, peer: Peer) -> None:
         with self._changed:
             self._others.resume(peer)
             self._changed.notify_all()
 
-    def peers(self) -> list[bytes]:
+    def peers(self) -> list[Peer]:
         """Connections that wait for work, or have not taken it yet."""
         with self._changed:
             other = [*self._others.peers(), *(job.peer for job in self._running_others)]
@@ -364,11 +364,11 @@ class BatchScheduler(Generic[Work]):
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
 
-    def _client_at(self, peer: bytes) -> ClientQueue[Work] | None:
+    def _client_at(self, peer: Peer) -> ClientQueue[Work] | None:
         number = self._client_of.get(peer)
         return None if number is None else self._clients[number]
 
-    def _settle(self, client: ClientQueue[Work], peer: bytes) -> None:
+    def _settle(self, client: ClientQueue[Work], peer: Peer) -> None:
         """After a change for the better: a connection without work is forgotten, others may start."""
         if not client.has_work(peer):
             self._client_of.pop(peer, None)

@@ -6,21 +6,28 @@ therefore, though no wait is longer than ``_LONGEST`` deadlines.
 
 from __future__ import annotations
 
-import math
-import socket as plain
-import sys
+import errno
+import functools
+import os
+import resource
+import select
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 from weakref import WeakValueDictionary
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+import numpy as np
 
+from trainer.core import slabs
 from trainer.core.errors import WireError
-from trainer.service.curve_keys import CurveKeys
-from trainer.service.wire.frames import MAX_FRAME, Kind, Message, decode, encode
+from trainer.service import stream
+from trainer.service.service_keys import ServiceKeys, is_pinned
+from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter
+from trainer.service.wire.frames import MAX_MESSAGE, Kind, Message, decode, encode
 
 SLICE = 0.1  #: seconds; the longest a waiting thread stays away from close() and from news of the connection
 
@@ -28,35 +35,30 @@ GONE_AFTER = 3.0  #: seconds without a line until another holder is asked; half 
 
 _LONGEST = 10  #: deadlines that a server which is alive may take
 
-_LOOK_EVERY = 0.25  #: seconds between looks at a connection on which nothing comes
+_PROGRESS = 16_384  #: bytes on a connection that are more than signs of life
 
-_PROGRESS = 16_384  #: bytes on a connection that are more than heartbeats
+_PING_AFTER = 2.0  #: seconds of silence after which the server is asked for a sign of life
 
-_RECEIVED_AT = 128  #: offset of tcpi_bytes_received in Linux's struct tcp_info
+_STOPPED_AFTER = 30.0  #: seconds without a byte after which a connection counts as lost: the server has been stopped
 
-_REJOIN_AFTER = 0.5  #: seconds until a refused connection is tried anew; libzmq itself gives those up
+_CONNECT_TIME = 5.0  #: seconds for an attempt to connect, handshake included
 
-_HEARTBEAT_MS = 2_000
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between two attempts
 
-#: For servers that are stopped. Long, since nothing is heard while a frame of 1 MiB comes in over a slow, shared line.
-_HEARTBEAT_TIMEOUT_MS = 30_000
-
-_SILENT_HOST_MS = 10_000  #: for hosts that have vanished: nothing is acknowledged
+_MAX_FILES = 65_536
 
 _SLOW, _BUSY = "connected, so it is slow or stuck", "connected; it is alive but busy"
 
 _REFUSED = "handshake refused: do both nodes have this run's service.key?"
 
-_WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
-_GIVEN_UP = (zmq.EVENT_HANDSHAKE_FAILED_AUTH, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+@functools.cache
+def allow_many_files() -> None:
+    """Raise the soft limit of open files; the usual 1024 may be too few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Call:
@@ -68,44 +70,63 @@ class Call:
         self.gone = False  #: the server was, when ``Channel.wait`` gave up
 
 
-class Channel:
-    """A DEALER socket. Threads take turns through ``lock``; normally one thread owns the channel."""
+class _State(Enum):
+    DOWN = 1  #: no connection; the next attempt comes after a pause
+    CONNECTING = 2
+    GREETING = 3  #: the server's is awaited
+    HANDSHAKE = 4  #: of TLS
+    WELCOME = 5  #: the server's first sign of life is awaited: it admits us
+    UP = 6
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None,
-        gone_after: float | None = None,
-    ):  # fmt: skip
+
+class Channel:
+    """A TCP connection that is made anew when it is lost. Threads take turns through ``lock``; normally one owns it.
+
+    Nothing is read or sent but by threads that submit, tell or wait.
+    """
+
+    def __init__(self, endpoint: str, keys: ServiceKeys | None, gone_after: float | None = None):
         """``gone_after``: seconds without a connection until waiting is in vain; None: only the deadline counts."""
+        allow_many_files()
         self.lock = threading.Lock()
         self.owner = threading.current_thread()
         self.state = "no connection"  #: in words, for messages
         self.bytes_received = 0
-        self._context, self._endpoint, self._keys, self._gone_after = context, endpoint, keys, gone_after
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        self._context = None if keys is None else keys.client_context()
+        self._server = "" if keys is None else keys.server or keys.public
+        self._gone_after = gone_after
         self._calls: WeakValueDictionary[int, Call] = WeakValueDictionary()  # an abandoned call vanishes
         self._last_id = 0
-        self._lost = False
+        self._closed = self._refused = False
         self._down_since: float | None = time.monotonic()
-        self._refused = False
-        self._look_at = -math.inf
-        self._heard_at = -math.inf
-        self._rejoin_at: float | None = None
-        self._connect()
+        self._heard_at = float("-inf")  # when the server last showed that it is alive
+        self._at = _State.DOWN
+        self._sock: socket.socket | None = None
+        self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
+        self._began = self._read_at = self._pinged_at = 0.0  # of the attempt; of the last byte
+        self._retry_at, self._pause = 0.0, _FIRST_PAUSE
+        self._progress = 0  # bytes since ``_heard_at`` was set by them
+        self._step()
 
     def submit(self, request: Message) -> Call:
         """Send a request. Raises ``WireError`` when it cannot be sent as it is."""
         with self.lock:
             self._last_id += 1
             call = Call(request, self._last_id)
-            frames = encode(request, request_id=self._last_id)
+            parts = encode(request, request_id=self._last_id)
             self._calls[self._last_id] = call
-            self._send(frames)
+            if self._at == _State.UP:
+                self._put(parts)
+            else:
+                self._step()
         return call
 
     def tell(self, message: Message) -> None:
-        """Send what has no answer; it is lost when the line is."""
+        """Send what has no answer; it is lost when the connection is."""
         with self.lock:
-            if not self._socket.closed:
-                self._send(encode(message))
+            self._put(encode(message))
 
     def wait(self, call: Call, until: float, check: Callable[[], None]) -> Message | None:
         """The reply to ``call``; None when ``time.monotonic()`` passes ``until`` first, or the server is gone.
@@ -134,58 +155,76 @@ class Channel:
     def abandon(self, call: Call) -> None:
         """Nobody waits for the reply any more: make a new connection, so that the server forgets it too.
 
-        Else it would come and not be taken, and stay in the server's buffer. A socket that is only disconnected keeps
-        its connection until somebody uses it again.
+        Else it would come and not be taken, and stay in the server's buffer.
         """
         with self.lock:
             self._calls.pop(call.request_id, None)
-            if not self._socket.closed:
-                self._lost = True
-                self._down_since = time.monotonic() if self._down_since is None else self._down_since
-                self._disconnect()
-                self._connect()
+            if not self._closed:
+                self._lose(self.state)
+                self._step()
 
     def close(self) -> None:
-        """Close the sockets; waiting threads let go of the lock within a slice. Closing twice is harmless."""
+        """Close the connection; waiting threads let go of the lock within a slice. Closing twice is harmless."""
         with self.lock:
-            if not self._socket.closed:
-                self._disconnect()
-
-    def _connect(self) -> None:
-        self._socket = self._context.socket(zmq.DEALER)
-        _set_options(self._socket, self._endpoint)
-        if self._keys is not None:
-            self._keys.secure_client(self._socket)
-        self._patience_ms, self._activity = -1, _TcpActivity()
-        self._monitor = self._socket.get_monitor_socket(_WATCHED)
-        self._socket.connect(self._endpoint)
-
-    def _disconnect(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
+            self._closed = True
+            self._drop()
 
     def _receive(self, patience: float) -> bool:
-        """Take one message, waiting at most ``patience`` seconds; without one, see to the connection."""
-        if self._socket.closed:
-            return False
-        milliseconds = math.ceil(patience * 1000)
-        if milliseconds != self._patience_ms:
-            self._socket.setsockopt(zmq.RCVTIMEO, milliseconds)
-            self._patience_ms = milliseconds
+        """Go on with the connection for at most ``patience`` seconds; whether a message has come."""
+        until = time.monotonic() + patience
+        while not self._closed:
+            self._step()
+            if self._at == _State.UP and self._read():
+                return True
+            left = until - time.monotonic()
+            self._look_after()
+            if left <= 0:
+                return False
+            self._await(left)
+        return False
+
+    def _await(self, seconds: float) -> None:
+        """Until something can be done, at most so many seconds."""
+        if self._sock is None:
+            time.sleep(max(0.0, min(seconds, self._retry_at - time.monotonic())))
+            return
+        wanted = select.POLLOUT if self._at == _State.CONNECTING or self._writer.unsent else 0
+        poll = select.poll()
+        poll.register(self._sock, wanted | (0 if self._at == _State.CONNECTING else select.POLLIN))
+        poll.poll(max(1, round(1000 * seconds)))
+        if self._at == _State.UP and self._writer.unsent:
+            self._flush()
+
+    def _read(self) -> bool:
+        """Take in what has come; whether there was a message."""
+        assert self._sock is not None
         try:
-            frames = self._socket.recv_multipart(copy=False)
-        except zmq.Again:
-            self._watch()
+            while not self._reader.messages:
+                self._reader.pings = 0
+                self._note_bytes(self._reader.read(self._sock.recv_into))
+        except WOULD_BLOCK:
             return False
-        self.bytes_received += sum(map(len, frames))
-        self._deliver(frames)
+        except (OSError, EOFError):
+            self._lose("connection lost")
+            return False
+        except WireError as error:
+            self._lose(f"connected, but its answer is no message: {error}")
+            return False
+        received = self._reader.messages.popleft()
+        self.bytes_received += received.size
+        self._deliver(received.parts)
         return True
 
-    def _deliver(self, frames: list[Any]) -> None:
+    def _note_bytes(self, count: int) -> None:
+        self._read_at = time.monotonic()
+        self._progress += count
+        if self._progress >= _PROGRESS:
+            self._progress, self._heard_at = 0, self._read_at
+
+    def _deliver(self, parts: list[Any]) -> None:
         """Hand a reply to its call; late duplicates and foreign bytes have none."""
         try:
-            reply = decode(frames)
+            reply = decode(parts)
         except WireError as error:
             self.state = f"connected, but its answer is no message: {error}"
             return
@@ -196,39 +235,127 @@ class Channel:
         if call is not None:
             call.reply = reply
 
-    def _watch(self) -> None:
-        """Follow the connection; after a new one, send again what has no answer yet."""
-        while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)
-            self._note(event["event"], event["value"])
+    def _look_after(self) -> None:
+        """Ask a silent server for a sign of life; a connection on which none comes is lost."""
+        if self._at != _State.UP:
+            return
         now = time.monotonic()
-        if self._rejoin_at is not None and now >= self._rejoin_at:
-            self._rejoin()
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_EVERY
-            self._refused = self._gone_after is not None and self._down_since is not None and _refuses(self._endpoint)
-            if self._down_since is None and self._activity.moves():
-                self._heard_at = now
+        if now - self._read_at > _STOPPED_AFTER:
+            self._lose("connection lost")
+        elif now - max(self._read_at, self._pinged_at) > _PING_AFTER:
+            self._pinged_at = now
+            self._put(())
 
-    def _note(self, event: int, value: int) -> None:
-        """What the monitor says of the connection."""
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.state = _SLOW
-            self._down_since, self._refused = None, False
-            if self._lost:
-                self._lost = False
-                self._resend()
-        elif event == zmq.EVENT_CONNECTED:
-            self._activity = _TcpActivity(value)
-            self._says("connected, but no graph server speaks there")
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._lost = True
-            self._down_since = time.monotonic() if self._down_since is None else self._down_since
-            self._says("connection lost")
-        else:
-            self.state = _REFUSED
-            if event in _GIVEN_UP:
-                self._rejoin_at = time.monotonic() + _REJOIN_AFTER
+    # Making the connection.
+
+    def _step(self) -> None:
+        """One step towards a connection, if it can be made now."""
+        if self._at == _State.UP:
+            return
+        try:
+            if self._at == _State.DOWN and time.monotonic() >= self._retry_at:
+                self._connect()
+            if self._at == _State.CONNECTING and self._connected():
+                self._writer.put_raw(stream.greeting(self._context is not None))
+                self._at, self.state = _State.GREETING, self._word("connected, but no graph server speaks there")
+            if self._at == _State.GREETING and self._greeted():
+                self._at = _State.HANDSHAKE if self._context else _State.WELCOME
+            if self._at == _State.HANDSHAKE and self._shaken_hands():
+                self._at = _State.WELCOME
+            if self._at == _State.WELCOME and self._welcomed():
+                self._up()
+        except WOULD_BLOCK:
+            pass
+        except (ssl.SSLError, ConnectionResetError, EOFError) as error:
+            refused = self._context is not None and self._at in (_State.HANDSHAKE, _State.WELCOME)
+            self._fail(_REFUSED if refused else self._word("connection lost"), error)
+        except OSError as error:
+            self._fail(self.state, error)
+        if self._at not in (_State.DOWN, _State.UP) and time.monotonic() - self._began > _CONNECT_TIME:
+            self._fail(self.state, None)
+
+    def _word(self, state: str) -> str:
+        """A refusal stays the word until a handshake succeeds, whatever the next attempts come to."""
+        return self.state if self.state.startswith("handshake refused") else state
+
+    def _connect(self) -> None:
+        self._began = time.monotonic()
+        family, _, _, _, place = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        stream.set_options(self._sock)
+        self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
+        self._hello = b""
+        status = self._sock.connect_ex(place)
+        if status not in (0, errno.EINPROGRESS):
+            raise OSError(status, os.strerror(status))
+        self._at = _State.CONNECTING
+
+    def _connected(self) -> bool:
+        assert self._sock is not None
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        if not poll.poll(0):
+            return False
+        if status := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(status, os.strerror(status))
+        return True
+
+    def _greeted(self) -> bool:
+        assert self._sock is not None
+        self._writer.send(self._sock)
+        while len(self._hello) < stream.GREETING_BYTES:
+            received = self._sock.recv(stream.GREETING_BYTES - len(self._hello))
+            if not received:
+                raise EOFError
+            self._hello += received
+        if problem := stream.greeting_problem(self._hello, self._context is not None):
+            self._fail(problem, None)
+            return False
+        if self._context is not None:
+            self._sock = self._context.wrap_socket(self._sock, do_handshake_on_connect=False)
+        return True
+
+    def _shaken_hands(self) -> bool:
+        assert isinstance(self._sock, ssl.SSLSocket)
+        self._sock.do_handshake()
+        if not is_pinned(self._sock, {self._server}):
+            self._fail(_REFUSED, None)
+            return False
+        return True
+
+    def _welcomed(self) -> bool:
+        assert self._sock is not None
+        while not (self._reader.pings or self._reader.messages):
+            self._reader.read(self._sock.recv_into)
+        return True
+
+    def _up(self) -> None:
+        """Connected; what has no answer yet is sent, again where it was before."""
+        self._at, self.state = _State.UP, _SLOW
+        self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
+        self._read_at = time.monotonic()
+        for call in list(self._calls.values()):
+            self._writer.put(encode(call.request, request_id=call.request_id))
+        self._flush()
+
+    def _fail(self, state: str, error: BaseException | None) -> None:
+        """An attempt has failed; the next one comes after a pause."""
+        self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
+        self._drop()
+        self._retry_at, self._pause = time.monotonic() + self._pause, min(2 * self._pause, _LAST_PAUSE)
+
+    def _lose(self, state: str) -> None:
+        """The connection has ended; another one is made at once."""
+        self.state = state
+        self._drop()
+        self._retry_at = time.monotonic()
+
+    def _drop(self) -> None:
+        self._at = _State.DOWN
+        self._down_since = time.monotonic() if self._down_since is None else self._down_since
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
 
     def _is_gone(self) -> bool:
         """Whether there has been no connection for so long that another holder had better be asked."""
@@ -236,72 +363,21 @@ class Channel:
             return False
         return time.monotonic() - self._down_since >= (self._gone_after / 2 if self._refused else self._gone_after)
 
-    def _says(self, state: str) -> None:
-        """A refusal stays the word until a handshake succeeds, whatever the next attempts come to."""
-        self.state = self.state if self.state == _REFUSED else state
+    # Sending.
 
-    def _rejoin(self) -> None:
-        self._rejoin_at = None
-        self._socket.disconnect(self._endpoint)
-        self._socket.connect(self._endpoint)
+    def _put(self, parts: Any) -> None:
+        """Send on a connection that is up; without one, ``_up`` sends what waits for an answer."""
+        if self._at == _State.UP:
+            self._writer.put(parts)
+            self._flush()
 
-    def _resend(self) -> None:
-        for call in list(self._calls.values()):
-            self._send(encode(call.request, request_id=call.request_id))
-
-    def _send(self, frames: list[Any]) -> None:
+    def _flush(self) -> None:
+        assert self._sock is not None
         try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
-        except zmq.Again:  # refused just now, so there is no line to queue on; the next connection resends
-            self._lost = True
-
-
-class _TcpActivity:
-    """A connection as the kernel sees it: whether bytes come in, though no message is complete yet."""
-
-    def __init__(self, descriptor: int = -1):
-        self._descriptor, self._received = descriptor, 0
-
-    def moves(self) -> bool:
-        """Whether more than heartbeats has come in since it last said so."""
-        if self._descriptor < 0:
-            return False
-        try:  # the descriptor is libzmq's and may be closed by now
-            line = plain.socket(fileno=self._descriptor)
+            self._writer.send(self._sock)
         except OSError:
-            return False
-        try:
-            info = line.getsockopt(plain.IPPROTO_TCP, plain.TCP_INFO, _RECEIVED_AT + 8)
-            received = int.from_bytes(info[_RECEIVED_AT:], sys.byteorder)
-        except OSError:
-            return False
-        finally:
-            line.detach()
-        if received - self._received < _PROGRESS:
-            return False
-        self._received = received
-        return True
+            self._lose("connection lost")
 
 
-def _refuses(endpoint: str) -> bool:
-    """Whether the host says that nobody listens there; one that says nothing may only be cut off for a while."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    try:
-        plain.create_connection((host.strip("[]"), int(port)), timeout=SLICE).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _set_options(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = 0  # callers bound what is in flight; nothing may be dropped
-    socket.maxmsgsize = MAX_FRAME
-    socket.ipv6 = "[" in endpoint
-    socket.connect_timeout = 5_000
-    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1_000
-    socket.heartbeat_ivl, socket.heartbeat_timeout = _HEARTBEAT_MS, _HEARTBEAT_TIMEOUT_MS
-    socket.tcp_maxrt = _SILENT_HOST_MS
-    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 4, 2
+def _memory(size: int) -> Any:
+    return slabs.empty((size,), np.uint8)

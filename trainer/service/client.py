@@ -11,7 +11,6 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids
@@ -21,8 +20,7 @@ from trainer.core.schema import AnyType, EdgeType, NodeType
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.service.channel import Call, Channel
-from trainer.service.curve_keys import CurveKeys
-from trainer.service.server import client_context
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire import batch_messages, hop_messages, messages
 from trainer.service.wire.frames import Flag, Kind, Message, Status
 from trainer.service.wire.messages import FLAG_OF, ClientName, HelloInfo, ServerAddress, ServerStats, SharedSlice
@@ -185,7 +183,7 @@ class HostClient:
     """
 
     def __init__(
-        self, place: ServerAddress, deadline: float, keys: CurveKeys | None = None, *, route: bool = False,
+        self, place: ServerAddress, deadline: float, keys: ServiceKeys | None = None, *, route: bool = False,
         gone_after: float | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``route``: ask for the whole graph, not only for the server's own parts; ``gone_after``: seconds of a
@@ -340,9 +338,6 @@ class HostClient:
             return PendingReply(self, channel, channel.submit(replace(build(), flags=self._flags)), read)
         except WireError as error:
             raise ServiceError(f"{self.name}: the request cannot be sent: {error}") from None
-        except zmq.ZMQError:
-            self.check_open()  # close() came in between
-            raise
 
     def _take_channel(self) -> Channel:
         """The channel of a thread that has ended, or a new one."""
@@ -352,5 +347,5 @@ class HostClient:
                 if not channel.owner.is_alive():
                     channel.owner = threading.current_thread()
                     return channel
-            self._channels.append(Channel(client_context(), self.endpoint, self._keys, self._gone_after))
+            self._channels.append(Channel(self.endpoint, self._keys, self._gone_after))
             return self._channels[-1]

@@ -15,7 +15,7 @@ from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.remote_settings import WireRows
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.curve_keys import CurveKeys
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import HelloInfo, ServerAddress
 
 ROLES = ("worker", "server", "client")
@@ -165,7 +165,7 @@ def _problem(cluster: Cluster) -> str:
 
 
 def connect_cluster(
-    path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: CurveKeys | None = None,
+    path: str | Path, own_node_rank: int, manifest_digest: str, deadline: float, keys: ServiceKeys | None = None,
     start_deadline: float | None = None, wire_rows: WireRows = "stored",
 ) -> dict[int, HostClient]:  # fmt: skip
     """Clients of all other nodes that serve parts, by node_rank, each having said hello.

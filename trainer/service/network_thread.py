@@ -1,197 +1,505 @@
-"""The thread of a graph server that moves messages between the network and its queues."""
+"""The thread of a graph server that moves messages between its connections and its queues.
+
+What a host may take of the server's memory is bounded: requests of one host hold ``HOST_REQUESTS`` bytes, beyond which
+its connections are not read (and its oldest incomplete message goes); answers that it has not taken hold
+``HOST_ANSWERS`` bytes, beyond which it gets no more and the connections that take nothing are ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import select
+import socket
+import ssl
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-import zmq
-
 from trainer.core.errors import ServiceError, WireError
+from trainer.service import stream
 from trainer.service.batch_scheduler import BatchScheduler
-from trainer.service.curve_keys import CurveKeys
-from trainer.service.fair_queue import BlockingFairQueue
+from trainer.service.fair_queue import BlockingFairQueue, Peer
+from trainer.service.service_keys import Admission, ServiceKeys, is_pinned
 from trainer.service.stats import Counters
+from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter, Received
 from trainer.service.wire import messages
-from trainer.service.wire.frames import MAX_FRAME, Kind, Status, decode, encode, head_of, kind_of
+from trainer.service.wire.frames import Kind, decode, encode, head_of
 
-REPLIES = "inproc://replies"
+MAX_CONNECTIONS = 8192
+
+HOST_REQUESTS = 128 << 20  #: bytes
+
+HOST_ANSWERS = 128 << 20  #: bytes
+
+HANDSHAKE_TIME = 10.0  #: seconds from a connection's begin until it is admitted
+
+MAX_QUEUED = 64  #: requests of a connection that wait for a thread; then it is not read
 
 _ALIVE_EVERY = 1.0  #: seconds
 
-_FULL_GLANCE_MS = 1  #: until the next look at a full queue; dropped requests leave no reply to wake for
+_TICK = 0.25  #: seconds between looks at deadlines and limits
 
-_AT_ONCE = 16  #: messages taken from one socket before the others have their turn
+_GLANCE = 0.005  #: seconds until the next look at connections that are not read
 
-_SENT_AHEAD = 4  #: answers of one connection that wait in memory for the line; then its questions wait, too
+_ACCEPTED_AT_ONCE = 32
 
-_HELD_GLANCE_MS = 5  #: until the next look at a line that was full
+_READS_AT_ONCE = 4  #: of one connection, before the others have their turn
 
-_HELD_QUESTIONS = 256  #: of a connection that takes no answers; more are dropped
+_MESSAGES_AT_ONCE = 32  #: of one connection
 
-_RECEIVED_AHEAD = 64  #: messages of one connection that wait in memory; beyond that the network holds them
+_SENT_AHEAD = 4  #: answers of one connection that wait in memory; then its requests wait, too
 
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_STUCK = 0.5  #: seconds without ``_PROGRESS`` until a connection that holds answers counts as one that takes none
 
-ShortQueue = BlockingFairQueue[tuple[bytes, list[Any]]]
+_PROGRESS = 1 << 16  #: bytes
+
+_BACKLOG = 1024
+
+ShortQueue = BlockingFairQueue[tuple[Peer, Received]]
+
+
+class _State(Enum):
+    GREETING = 1  #: the other side's is awaited
+    HANDSHAKE = 2  #: of TLS
+    OPEN = 3
+
+
+@dataclass(eq=False)
+class _Host:
+    """All connections from one address."""
+
+    address: str
+    connections: set[_Connection] = field(default_factory=set)
+    requests: int = 0  #: bytes of requests that are complete and not answered
+    partial: int = 0  #: bytes of requests that are not complete
+    unsent: int = 0  #: bytes of answers
+
+
+@dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    peer: Peer
+    host: _Host
+    reader: MessageReader
+    since: float  #: monotonic
+    state: _State = _State.GREETING
+    writer: MessageWriter = field(default_factory=MessageWriter)
+    mask: int = select.EPOLLIN  #: what epoll watches
+    hello: bytes = b""  #: the other side's greeting, so far
+    held: bool = False  #: gets no more answers for now
+    partial_since: float = 0.0  #: since when there is an incomplete message
+    taken: int = 0  #: bytes of answers sent since ``taken_since``
+    taken_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.descriptor = self.sock.fileno()
 
 
 class NetworkThread(threading.Thread):
-    """Runs until the context ends; the only user of its sockets.
+    """Runs until ``stop()``; the only user of its sockets.
 
-    What can be answered or refused without the network's sight goes to ``short``; a reply whose connection has ended
-    is dropped. A connection that takes no answers is paused in both queues. Connections with scheduled work hear each
-    second that the server lives.
+    Requests go to ``short``. A connection that takes no answers is paused in both queues. Connections with scheduled
+    work hear each second that the server lives. Bytes that are no message end their connection.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], front: zmq.Socket[bytes], short: ShortQueue,
-        scheduler: BatchScheduler[Any], counters: Counters, backlog: int, max_request: int,
+        self, listener: socket.socket, keys: ServiceKeys | None, short: ShortQueue, scheduler: BatchScheduler[Any],
+        counters: Counters, max_request: int,
     ):  # fmt: skip
         super().__init__(name="network", daemon=True)
-        self._front, self._monitor = front, front.get_monitor_socket(_REFUSALS)
-        self._replies = context.socket(zmq.PULL)
-        self._replies.rcvhwm = self._replies.linger = 0
-        self._replies.bind(REPLIES)
-        self._short, self._scheduler, self._counters = short, scheduler, counters
-        self._backlog, self._max_request = backlog, max_request
+        self._listener, self._admission = listener, None if keys is None else Admission(keys)
+        self._short, self._scheduler, self._counters, self._max_request = short, scheduler, counters, max_request
         self._alive = encode(messages.alive())
-        self._alive_at = 0.0
-        self._held: dict[bytes, deque[list[Any]]] = {}  # answers that did not fit on the line
+        self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK)
+        self._woken = self._stopping = False
+        self._outbox: deque[tuple[Peer, Sequence[Any] | None]] = deque()
+        self._freed: deque[tuple[_Host, int]] = deque()
+        self._by_fd: dict[int, _Connection] = {}
+        self._by_peer: dict[Peer, _Connection] = {}
+        self._hosts: dict[str, _Host] = {}
+        self._unread: set[_Connection] = set()  # not read for now
+        self._count = 0
+        self._tick_at = self._alive_at = 0.0
+
+    # For other threads.
+
+    def reply(self, peer: Peer, parts: Sequence[Any]) -> None:
+        """Send an answer, if its connection is still there."""
+        self._outbox.append((peer, parts))
+        self._wake_up()
+
+    def end(self, peer: Peer) -> None:
+        """End a connection that sent bytes which are no request."""
+        self._outbox.append((peer, None))
+        self._wake_up()
+
+    def stop(self) -> None:
+        """End the thread, all connections and the listener."""
+        self._stopping = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._wake, 1)
+
+    # The loop.
 
     def run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._replies, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        with contextlib.suppress(zmq.ContextTerminated), contextlib.ExitStack() as closing:  # stop() ends the context
-            for socket in (self._front, self._replies, self._monitor):
-                closing.callback(socket.close, linger=0)
-            while True:
-                full = len(self._short) >= self._backlog
-                poller.register(self._front, 0 if full else zmq.POLLIN)
-                ready = dict(poller.poll(self._patience_ms(full)))
-                self._send_held()
-                if self._replies in ready:
-                    self._drain(self._replies, self._reply)
-                if self._front in ready:
-                    self._drain(self._front, self._arrive)
-                if self._monitor in ready:
-                    self._drain(self._monitor, lambda _: self._counters.add("refused"))
-                self._send_alive()
-
-    def _patience_ms(self, full: bool) -> int:
-        if full:
-            return _FULL_GLANCE_MS
-        return _HELD_GLANCE_MS if self._held else int(1000 * _ALIVE_EVERY)
-
-    @staticmethod
-    def _drain(socket: zmq.Socket[bytes], take: Any) -> None:
-        for _ in range(_AT_ONCE):
-            try:
-                take(socket.recv_multipart(zmq.NOBLOCK, copy=False))
-            except zmq.Again:
-                return
-
-    def _reply(self, frames: list[Any]) -> None:
-        self._counters.add("bytes_out", sum(map(len, frames[1:])))
-        peer = bytes(frames[0])
-        if peer in self._held:
-            self._held[peer].append(frames)
-        elif not self._send(frames):
-            self._held[peer] = deque([frames])
-            self._short.pause(peer)
-            self._scheduler.pause(peer)
-
-    def _send_held(self) -> None:
-        for peer, answers in list(self._held.items()):
-            while answers and self._send(answers[0]):
-                answers.popleft()
-            if not answers:
-                del self._held[peer]
-                self._short.resume(peer)
-                self._scheduler.resume(peer)
-
-    def _send(self, frames: list[Any]) -> bool:
-        """Whether there was room on the line, or nobody there any more."""
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.register(self._listener, select.EPOLLIN)
         try:
-            self._front.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return False
-        except zmq.ContextTerminated:
-            raise
-        except zmq.ZMQError:  # EHOSTUNREACH: the connection has ended
-            self._scheduler.gone(bytes(frames[0]))
-            self._short.drop(bytes(frames[0]))
-        return True
+            while not self._stopping:
+                self._turn()
+        finally:
+            for connection in list(self._by_fd.values()):
+                connection.sock.close()
+            self._listener.close()
+            self._epoll.close()
 
-    def _arrive(self, frames: list[Any]) -> None:
-        peer, *body = frames
-        size = sum(map(len, body))
-        self._counters.add("bytes_in", size)
-        kind = kind_of(body)
-        if kind is None:
-            self._counters.add("malformed")
-        elif size > self._max_request:
-            self._refuse(peer, body, size)
-        elif kind == Kind.TAKEN:
-            self._taken(bytes(peer), body)
-        elif bytes(peer) in self._held and self._short.of(bytes(peer)) >= _HELD_QUESTIONS:
-            self._counters.add("malformed")
-        else:
-            self._short.put(bytes(peer), (bytes(peer), body))
+    def _turn(self) -> None:
+        events = self._epoll.poll(_GLANCE if self._unread else _TICK)
+        self._take_outbox()
+        for descriptor, event in events:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif connection := self._by_fd.get(descriptor):
+                self._serve(connection, event)
+        while self._freed:
+            host, size = self._freed.popleft()
+            host.requests -= size
+            self._forget(host)
+        for connection in [one for one in self._unread if self._may_be_read(one)]:
+            self._unread.discard(connection)
+            self._serve(connection, select.EPOLLIN)
+            self._watch(connection)
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + _TICK
+            self._tick(now)
 
-    def _refuse(self, peer: Any, body: list[Any], size: int) -> None:
-        """Tell an asker of too much, who would wait for an answer else; what was sent is not looked into."""
-        self._counters.add("malformed")
-        cause = f"the request takes {size} bytes, over {self._max_request}; ask for fewer nodes or pairs at once"
-        self._send([peer, *encode(head_of(body).error(cause))])
+    def _take_outbox(self) -> None:
+        self._woken = False  # before the box is emptied: what comes later wakes again
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        while self._outbox:
+            peer, parts = self._outbox.popleft()
+            connection = self._by_peer.get(peer)
+            if parts is None:
+                self._counters.add("malformed")
+                if connection is not None:
+                    self._close(connection)
+                continue
+            self._counters.add("bytes_out", sum(map(len, parts)))
+            if connection is not None:
+                self._send(connection, parts)
 
-    def _taken(self, peer: bytes, body: list[Any]) -> None:
+    def _serve(self, connection: _Connection, event: int) -> None:
+        """Go on with a connection on which something can be done."""
         try:
-            message = decode(body, 0, 0)
-            if message.status != Status.REQUEST:
-                raise WireError("a reply")
+            if event & select.EPOLLOUT:
+                self._flush(connection)
+            if event & ~select.EPOLLOUT:
+                self._read(connection)
+        except (OSError, EOFError):
+            self._close(connection)
         except WireError:
             self._counters.add("malformed")
+            self._close(connection)
+
+    # Connections.
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, place = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # gone again, or no descriptor left: the next tick ends those that wait for a handshake
+                self._end_strangers(1)
+                return
+            self._welcome(sock, str(place[0]))
+
+    def _welcome(self, sock: socket.socket, address: str) -> None:
+        if len(self._by_fd) >= MAX_CONNECTIONS and not self._end_strangers(1):
+            self._counters.add("refused")
+            sock.close()
             return
-        self._scheduler.taken(peer, message.request_id)
-
-    def _send_alive(self) -> None:
-        now = time.monotonic()
-        if now < self._alive_at:
+        try:
+            stream.set_options(sock)
+        except OSError:  # gone again
+            sock.close()
             return
-        self._alive_at = now + _ALIVE_EVERY
-        for peer in self._scheduler.peers():
-            self._send([peer, *self._alive])
+        self._count += 1
+        host = self._hosts.setdefault(address, _Host(address))
+        reader = MessageReader(self._max_request)
+        connection = _Connection(sock, Peer(address, self._count), host, reader, time.monotonic())
+        host.connections.add(connection)
+        self._by_fd[sock.fileno()] = self._by_peer[connection.peer] = connection
+        self._epoll.register(sock, connection.mask)
+        connection.writer.put_raw(stream.greeting(self._admission is not None))
+        host.unsent += connection.writer.unsent
+        self._serve(connection, select.EPOLLOUT)
+
+    def _end_strangers(self, number: int) -> int:
+        """End connections that have waited longest to be admitted; how many there were."""
+        waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
+        for connection in waiting[:number]:
+            self._counters.add("refused")
+            self._close(connection)
+        return min(number, len(waiting))
+
+    def _close(self, connection: _Connection) -> None:
+        """End a connection; what it asked for is forgotten."""
+        descriptor, host, peer = connection.descriptor, connection.host, connection.peer
+        if self._by_peer.pop(peer, None) is None:
+            return
+        del self._by_fd[descriptor]
+        self._unread.discard(connection)
+        with contextlib.suppress(OSError, ValueError):  # TLS has closed it already
+            self._epoll.unregister(descriptor)
+        connection.sock.close()
+        host.connections.discard(connection)
+        host.partial -= connection.reader.partial
+        host.unsent -= connection.writer.unsent
+        self._forget(host)
+        if connection.state == _State.OPEN:
+            self._scheduler.gone(peer)
+            self._short.drop(peer)
+
+    def _forget(self, host: _Host) -> None:
+        """Forget a host of which nothing is left."""
+        if not host.connections and not host.requests and self._hosts.get(host.address) is host:
+            del self._hosts[host.address]
+
+    def _watch(self, connection: _Connection) -> None:
+        """Have epoll tell what can be done now."""
+        if connection.peer not in self._by_peer:
+            return
+        mask = 0 if connection in self._unread else select.EPOLLIN
+        mask |= select.EPOLLOUT if connection.writer.unsent else 0
+        if mask != connection.mask:
+            connection.mask = mask
+            self._epoll.modify(connection.descriptor, mask)
+
+    # Receiving.
+
+    def _read(self, connection: _Connection) -> None:
+        if connection.state == _State.GREETING and not self._greeted(connection):
+            return
+        if connection.state == _State.HANDSHAKE and not self._shaken_hands(connection):
+            return
+        try:
+            for _ in range(_READS_AT_ONCE):
+                if not self._take_messages(connection):
+                    return
+                self._read_once(connection)
+        except WOULD_BLOCK:
+            pass
+        self._take_messages(connection)
+
+    def _read_once(self, connection: _Connection) -> None:
+        reader, host, before = connection.reader, connection.host, connection.reader.partial
+        reader.read(connection.sock.recv_into)
+        if reader.partial and not before:
+            connection.partial_since = time.monotonic()
+        host.partial += reader.partial - before
+        if host.partial + host.requests > HOST_REQUESTS:
+            self._end_oldest_partial(host)
+
+    def _take_messages(self, connection: _Connection) -> bool:
+        """Take in some of the messages that have been read; whether more may be read now."""
+        reader = connection.reader
+        if connection.peer not in self._by_peer:
+            return False
+        for _ in range(_MESSAGES_AT_ONCE):
+            if not reader.messages or not self._may_be_read(connection):
+                break
+            self._arrive(connection, reader.messages.popleft())
+        if reader.pings and not connection.writer.unsent:
+            self._send(connection, ())
+        if reader.messages or not self._may_be_read(connection):
+            self._unread.add(connection)
+            self._watch(connection)
+            return False
+        return connection.peer in self._by_peer
+
+    def _may_be_read(self, connection: _Connection) -> bool:
+        if connection.held or self._short.of(connection.peer) >= MAX_QUEUED:
+            return False
+        return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
+
+    def _end_oldest_partial(self, host: _Host) -> None:
+        """End the connection whose incomplete message began first: one that is honest is complete soon."""
+        begun = [one for one in host.connections if one.reader.partial]
+        if begun:
+            self._counters.add("malformed")
+            self._close(min(begun, key=lambda one: one.partial_since))
+
+    def _greeted(self, connection: _Connection) -> bool:
+        try:
+            connection.hello += connection.sock.recv(stream.GREETING_BYTES - len(connection.hello)) or _end()
+        except WOULD_BLOCK:
+            return False
+        if len(connection.hello) < stream.GREETING_BYTES:
+            return False
+        if stream.greeting_problem(connection.hello, self._admission is not None):
+            self._refuse(connection)
+            return False
+        if self._admission is None:
+            self._open(connection)
+            return True
+        if connection.writer.unsent:  # our own greeting: 8 bytes that a new connection cannot take
+            raise EOFError
+        connection.state = _State.HANDSHAKE
+        connection.sock = self._admission.context().wrap_socket(
+            connection.sock, server_side=True, do_handshake_on_connect=False
+        )
+        return True
+
+    def _shaken_hands(self, connection: _Connection) -> bool:
+        assert isinstance(connection.sock, ssl.SSLSocket) and self._admission is not None
+        try:
+            connection.sock.do_handshake()
+        except WOULD_BLOCK:
+            return False
+        except OSError:
+            self._refuse(connection)
+            return False
+        if not is_pinned(connection.sock, self._admission.admitted):
+            self._refuse(connection)
+            return False
+        self._open(connection)
+        return True
+
+    def _open(self, connection: _Connection) -> None:
+        connection.state = _State.OPEN
+        self._send(connection, ())
+
+    def _refuse(self, connection: _Connection) -> None:
+        self._counters.add("refused")
+        self._close(connection)
+
+    def _arrive(self, connection: _Connection, received: Received) -> None:
+        self._counters.add("bytes_in", received.size)
+        head = head_of(received.parts)
+        if head is None:
+            raise WireError("no request")
+        if received.size > self._max_request:
+            cause = f"the request takes {received.size} bytes, over {self._max_request}"
+            self._counters.add("malformed")
+            self._send(connection, encode(head.error(f"{cause}; ask for fewer nodes or pairs at once")))
+        elif head.kind == Kind.TAKEN:
+            decode(received.parts, 0, 0)
+            self._scheduler.taken(connection.peer, head.request_id)
+        else:
+            connection.host.requests += received.size
+            received.freed = _Freed(self._freed, connection.host, received.size)
+            self._short.put(connection.peer, (connection.peer, received))
+
+    # Sending.
+
+    def _send(self, connection: _Connection, parts: Sequence[Any]) -> None:
+        before = connection.writer.unsent
+        connection.writer.put(parts)
+        connection.host.unsent += connection.writer.unsent - before
+        if not before:
+            connection.taken, connection.taken_since = 0, time.monotonic()
+        try:
+            self._flush(connection)
+        except OSError:
+            self._close(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        sent = connection.writer.send(connection.sock)
+        connection.host.unsent -= sent
+        connection.taken += sent
+        if connection.taken >= _PROGRESS:
+            connection.taken, connection.taken_since = 0, time.monotonic()
+        self._hold(connection)
+        self._watch(connection)
+
+    def _hold(self, connection: _Connection) -> None:
+        """Pause a connection that takes no answers, or whose host does not; let it go when it does."""
+        ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
+        if ahead == connection.held:
+            return
+        connection.held = ahead
+        for queue in (self._short, self._scheduler):
+            (queue.pause if ahead else queue.resume)(connection.peer)
+
+    # Now and then.
+
+    def _tick(self, now: float) -> None:
+        for connection in [one for one in self._by_fd.values() if one.state != _State.OPEN]:
+            if now - connection.since > HANDSHAKE_TIME:
+                self._refuse(connection)
+        for connection in self._by_fd.values():
+            connection.reader.pings = 0
+        for host in list(self._hosts.values()):
+            if host.unsent > HOST_ANSWERS:
+                for connection in self._stuck(host, now):
+                    self._close(connection)
+            for connection in list(host.connections):
+                if connection.held:
+                    self._hold(connection)
+        if now >= self._alive_at:
+            self._alive_at = now + _ALIVE_EVERY
+            for peer in self._scheduler.peers():
+                if (waiting := self._by_peer.get(peer)) is not None and not waiting.writer.unsent:
+                    self._send(waiting, self._alive)
+
+    @staticmethod
+    def _stuck(host: _Host, now: float) -> Iterator[_Connection]:
+        """Connections that take none of their answers."""
+        for connection in list(host.connections):
+            if connection.writer.unsent and now - connection.taken_since > _STUCK:
+                yield connection
 
 
-def bound_front(
-    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: CurveKeys | None
-) -> tuple[zmq.Socket[bytes], str]:
-    """The ROUTER socket at ``endpoint``, and the endpoint with its real port. Raises ``ServiceError``."""
-    front = context.socket(zmq.ROUTER)
-    front.router_mandatory = True
-    front.sndhwm = _SENT_AHEAD
-    front.rcvhwm = _RECEIVED_AHEAD
-    front.linger = 0
-    front.backlog = 1024
-    front.ipv6 = "[" in endpoint
-    front.maxmsgsize = MAX_FRAME
-    front.heartbeat_ivl, front.heartbeat_timeout = 2_000, 10_000
-    if keys is not None:
-        keys.secure_server(front)
+class _Freed:
+    """Says that a request's memory is free, once nobody refers to the request any more."""
+
+    def __init__(self, to: deque[tuple[_Host, int]], host: _Host, size: int):
+        self._to, self._what = to, (host, size)
+
+    def __del__(self) -> None:
+        self._to.append(self._what)
+
+
+def _end() -> bytes:
+    raise EOFError
+
+
+def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
+    """A listening socket at ``tcp://address:port``, and the endpoint with its real port. Raises ``ServiceError``."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    bare = host.strip("[]")
     try:
-        front.bind(endpoint)
-    except zmq.ZMQError as error:
-        front.close(linger=0)
+        family, _, _, _, place = socket.getaddrinfo(
+            None if bare == "*" else bare, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
         raise ServiceError(_bind_failed(endpoint, error)) from None
-    return front, front.getsockopt_string(zmq.LAST_ENDPOINT)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ServiceError(_bind_failed(endpoint, error)) from None
+    listener.setblocking(False)
+    return listener, f"tcp://{host}:{listener.getsockname()[1]}"
 
 
-def _bind_failed(endpoint: str, error: zmq.ZMQError) -> str:
-    if error.errno == zmq.EADDRINUSE:
+def _bind_failed(endpoint: str, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
         return f"graph server: {endpoint} is in use by another process; end it or choose another port"
     return f"graph server: cannot listen at {endpoint}: {error.strerror}; is it an address of this host?"

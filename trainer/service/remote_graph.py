@@ -29,7 +29,7 @@ from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.curve_keys import CurveKeys
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.batch_messages import MAX_SEEDS
 from trainer.service.wire.messages import ClientName, HelloInfo, ServerAddress, SharedSlice
 from trainer.store.manifest import AttrSpec, Manifest, parse_manifest
@@ -138,7 +138,7 @@ class Gateway:
     """
 
     def __init__(
-        self, places: Sequence[ServerAddress], deadline: float, keys: CurveKeys | None = None, *,
+        self, places: Sequence[ServerAddress], deadline: float, keys: ServiceKeys | None = None, *,
         server_wait: float = 60.0, client: ClientName | None = None, wire_rows: WireRows = "stored",
     ):  # fmt: skip
         """``places``: home first. ``server_wait``: seconds until all servers being gone is an error. ``wire_rows``:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import resource
 import sys
 import threading
 import time
@@ -14,17 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from trainer.core.errors import ServiceError, TrainerError, WireError
 from trainer.core.files import write_whole
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.service.batch_scheduler import BatchScheduler, ScheduledRequest, SchedulerStatus
-from trainer.service.curve_keys import CurveKeys, start_authenticator
-from trainer.service.fair_queue import BlockingFairQueue
+from trainer.service.fair_queue import BlockingFairQueue, Peer
 from trainer.service.handlers import Handlers, RoutedGraph, ServedGraph, Topology, is_long
-from trainer.service.network_thread import REPLIES, NetworkThread, bound_front
+from trainer.service.network_thread import NetworkThread, bound_listener
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport
+from trainer.service.stream import Received
 from trainer.service.wire import batch_messages
 from trainer.service.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 from trainer.service.wire.messages import HelloInfo, ServerStats
@@ -33,11 +29,9 @@ MAX_REQUEST = 64 << 20  #: bytes
 
 BUFFER_BYTES = 512 << 20  #: of batches that clients have not taken yet
 
-_BACKLOG = 32  #: requests waiting per short thread; beyond that the network queues hold them
-
 _GLANCE = 1.0  #: seconds
 
-_DecodedRequest = tuple[Message, BatchWork | None]
+_DecodedRequest = tuple[Message, BatchWork | None, Received]
 
 
 class GraphServer:
@@ -53,7 +47,7 @@ class GraphServer:
     """
 
     def __init__(
-        self, graph: ServedGraph, endpoint: str, info: HelloInfo, threads: int, keys: CurveKeys | None = None, *,
+        self, graph: ServedGraph, endpoint: str, info: HelloInfo, threads: int, keys: ServiceKeys | None = None, *,
         routed: RoutedGraph | None = None, batch_threads: int = 2, buffer_bytes: int = BUFFER_BYTES,
         max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
         stats_file: Path | None = None, peers: PeerStates = lambda: (),
@@ -62,7 +56,7 @@ class GraphServer:
         self._info, self._threads, self._batch_threads, self._keys = info, threads, batch_threads, keys
         self._max_request, self._max_answer, self._stats_file, self._peers = max_request, max_answer, stats_file, peers
         self._counters, self._busy = Counters(), BusyTime()
-        self._short: BlockingFairQueue[tuple[bytes, list[Any]]] = BlockingFairQueue()
+        self._short: BlockingFairQueue[tuple[Peer, Received]] = BlockingFairQueue()
         self._scheduler: BatchScheduler[_DecodedRequest] = BatchScheduler(buffer_bytes)
         topology = topology or (lambda: (info.version, info.servers))
         self._handlers = Handlers(graph, info, self.stats, topology, max_answer)
@@ -75,35 +69,26 @@ class GraphServer:
 
     def start(self) -> None:
         """Bind and answer from now on, in threads. Raises ``ServiceError`` when the endpoint cannot be bound."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=min(4, self._threads))
-        self._authenticator = None if self._keys is None else start_authenticator(self._context, self._keys)
-        try:
-            front, self.endpoint = bound_front(self._context, self.endpoint, self._keys)
-        except ServiceError:
-            self.stop()
-            raise
+        listener, self.endpoint = bound_listener(self.endpoint)
         self._network = NetworkThread(
-            self._context, front, self._short, self._scheduler, self._counters, _BACKLOG * self._threads,
-            self._max_request,
+            listener, self._keys, self._short, self._scheduler, self._counters, self._max_request
         )  # fmt: skip
-        self._network.start()
-        for name, count, work in (("graph", self._threads, self._answer_short),
-                                  ("batch", self._batch_threads, self._make_batches)):  # fmt: skip
-            for _ in range(count):
-                self._start_worker(name, work)
+        work = [self._answer_short] * self._threads + [self._make_batches] * self._batch_threads
+        self._workers = [threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True) for run in work]
+        for thread in (self._network, *self._workers):
+            thread.start()
         if self._stats_file is not None:
             threading.Thread(target=self._report, args=(self._stats_file,), name="stats", daemon=True).start()
 
     def stop(self, timeout: float = 2.0) -> None:
         """Stop answering and free the port; waits at most ``timeout`` seconds for running handlers."""
         self._stopping.set()
-        if self._authenticator is not None:
-            self._authenticator.stop()
         self._short.close()
         self._scheduler.close()
-        ending = threading.Thread(target=self._context.term, daemon=True)
-        ending.start()
-        ending.join(timeout)
+        self._network.stop()
+        until = time.monotonic() + timeout
+        for thread in (self._network, *self._workers):
+            thread.join(max(0.0, until - time.monotonic()))
 
     def stats(self) -> ServerStats:
         """Counters since the start."""
@@ -115,52 +100,41 @@ class GraphServer:
 
     @property
     def running(self) -> bool:
-        """False once the thread that moves messages has ended."""
-        return self._network.is_alive()
+        """False once one of its threads has ended."""
+        return all(thread.is_alive() for thread in (self._network, *self._workers))
 
-    def _start_worker(self, name: str, work: Callable[[zmq.Socket[bytes]], None]) -> None:
-        out = self._context.socket(zmq.PUSH)
-        out.sndhwm = out.linger = 0
-        out.connect(REPLIES)
-
-        def run() -> None:
-            with contextlib.suppress(zmq.ContextTerminated), out:  # stop() came while a handler ran
-                work(out)
-
-        threading.Thread(target=run, name=name, daemon=True).start()
-
-    def _answer_short(self, out: zmq.Socket[bytes]) -> None:
+    def _answer_short(self) -> None:
         """Answer requests from the own parts, and hand the others to the batch scheduler."""
         while (asked := self._short.get()) is not None:
-            peer, body = asked
-            if answer := self._receive(peer, body):
-                out.send_multipart([peer, *answer], copy=False)
+            if answer := self._receive(*asked):
+                self._network.reply(asked[0], answer)
+            asked = None  # its memory is free
 
-    def _receive(self, peer: bytes, body: list[Any]) -> list[Any] | None:
-        """Frames of the reply; None for bytes that are no request, and for what others answer later."""
+    def _receive(self, peer: Peer, received: Received) -> list[Any] | None:
+        """Parts of the reply; None for bytes that are no request, and for what others answer later."""
         try:
-            request = decode(body, self._max_request, self._max_request)
+            request = decode(received.parts, self._max_request, self._max_request)
             if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
                 raise WireError("not a question")
         except WireError:
-            self._counters.add("malformed")
+            self._network.end(peer)
             return None
         if not is_long(request):
             return self._answer(request, self._handlers.short)
         try:
-            refusal = self._scheduler.submit(self._job(peer, request))
+            refusal = self._scheduler.submit(self._job(peer, request, received))
         except WireError as error:
             return self._error(request, error)
         return None if refusal is None else self._error(request, ServiceError(f"not taken on: {refusal}"))
 
     @staticmethod
-    def _job(peer: bytes, request: Message) -> ScheduledRequest[_DecodedRequest]:
+    def _job(peer: Peer, request: Message, received: Received) -> ScheduledRequest[_DecodedRequest]:
         if request.kind != Kind.BATCH:
-            return ScheduledRequest(peer, request.request_id, (request, None), size=request.size)
+            return ScheduledRequest(peer, request.request_id, (request, None, received), size=request.size)
         work, client = batch_messages.read_batch_request(request)
-        return ScheduledRequest(peer, request.request_id, (request, work), client, request.size)
+        return ScheduledRequest(peer, request.request_id, (request, work, received), client, request.size)
 
-    def _make_batches(self, out: zmq.Socket[bytes]) -> None:
+    def _make_batches(self) -> None:
         """Answer scheduled requests until ``stop()``."""
         while not self._stopping.is_set():
             if (job := self._scheduler.next(_GLANCE)) is None:
@@ -168,11 +142,11 @@ class GraphServer:
             with self._busy.working():
                 answer = self._do(job)
             if answer is not None:
-                out.send_multipart([job.peer, *answer], copy=False)
+                self._network.reply(job.peer, answer)
 
     def _do(self, job: ScheduledRequest[_DecodedRequest]) -> list[Any] | None:
-        """Frames of the reply; None when there is nobody left to have it."""
-        request, work = job.work
+        """Parts of the reply; None when there is nobody left to have it."""
+        request, work, _ = job.work
         if work is None:
             answer = self._answer(request, self._handlers.routed_answer)
             self._scheduler.done(job, 0)
@@ -222,27 +196,3 @@ def _cause(error: Exception) -> str:
         return str(error)
     traceback.print_exception(error, file=sys.stderr)
     return f"{type(error).__name__}: {error}"
-
-
-_CLIENT_IO_THREADS = 2  #: decryption of answers runs in these
-
-_MAX_SOCKETS = 65_535  #: libzmq's own ceiling; its default of 1023 is reached by 42 hosts × 8 threads
-
-_MAX_FILES = 65_536
-
-
-@functools.cache
-def client_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """The ZeroMQ context of all clients in this process."""
-    allow_many_files()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(_CLIENT_IO_THREADS)
-    context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
-    return context
-
-
-def allow_many_files() -> None:
-    """Raise the soft limit of open files; the usual 1024 may be too few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -16,7 +16,7 @@ from trainer.sampler.types import HopRequest, RowRequest
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster, greeting_problem, read_cluster
-from trainer.service.curve_keys import CurveKeys
+from trainer.service.service_keys import ServiceKeys
 from trainer.service.wire.messages import ServerAddress
 
 _DEADLINE = 120.0  #: seconds of silence of a peer that is there
@@ -97,7 +97,7 @@ class _GreetedAnswer:
 class Peers:
     """All peers of one node, by its cluster.json as it is now. ``follow`` is called by one thread."""
 
-    def __init__(self, path: str | Path, node_rank: int, manifest_digest: str, keys: CurveKeys | None):
+    def __init__(self, path: str | Path, node_rank: int, manifest_digest: str, keys: ServiceKeys | None):
         """Connects to nobody yet. Raises ``SettingsError`` as ``read_cluster`` does."""
         self._path, self._node_rank = Path(path), node_rank
         self._manifest_digest, self._keys = manifest_digest, keys

@@ -1,9 +1,8 @@
 """The wire format: a fixed header and raw little-endian arrays; nothing is unpickled.
 
-A message is a list of frames. Frame 0, the head, holds the header, one descriptor per array, the records and the
-text of the kind (``protocol``), then the small arrays, each from a multiple of 8 bytes on. The further frames are the
-memory of the larger, C-contiguous arrays, ``CHUNK`` bytes in each but an array's last: libzmq takes a frame for a sign
-of life only once it is complete. Ids travel as int32 where they fit.
+A message is a list of parts (``trainer.service.stream``). Part 0, the head, holds the header, one descriptor per
+array, the records and the text of the kind (``messages``), then the small arrays, each from a multiple of 8 bytes on.
+Each further part is the memory of a larger, C-contiguous array. Ids travel as int32 where they fit.
 
 ======  =====================================================================
 header  magic ``GNFS`` · version u16 · kind u8 · status u8 · request id u64 · arrays u32 · bytes of records u32 ·
@@ -29,9 +28,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError, WireError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
-VERSION = 5
-
-CHUNK = 1 << 20  #: bytes; no frame of an array is larger
+VERSION = 6
 
 MAX_ARRAY = 1 << 30  #: bytes; no array on the wire is larger
 
@@ -43,7 +40,7 @@ MAX_RECORDS = 1 << 20  #: bytes
 
 MAX_TEXT = 1 << 16  #: bytes of UTF-8
 
-SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a frame of its own costs more than the copy
+SMALL = 4096  #: bytes; arrays up to this travel in the head: measured, a part of its own costs more than the copy
 
 _MAGIC = b"GNFS"
 
@@ -67,10 +64,8 @@ _DTYPE_OF_CODE = tuple(np.dtype(name) for name in _DTYPES)
 
 _CODE_OF_DTYPE = {dtype: code for code, dtype in enumerate(_DTYPE_OF_CODE)}
 
-#: Largest head, and largest frame, that a valid message can have.
+#: Bytes of the largest head that a valid message can have.
 MAX_HEAD = _HEADER.size + MAX_ARRAYS * (_DESCRIPTOR.size + SMALL) + MAX_RECORDS + MAX_TEXT + _ALIGN
-
-MAX_FRAME = max(MAX_HEAD, CHUNK)
 
 
 class Kind(IntEnum):
@@ -162,8 +157,7 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
         if array.nbytes <= SMALL:
             head += bytes(-len(head) % _ALIGN) + array.tobytes()
         else:
-            memory = array.reshape(-1).view(np.uint8)
-            frames += (memory[begin : begin + CHUNK] for begin in range(0, len(memory), CHUNK))
+            frames.append(array.reshape(-1).view(np.uint8))
     return [bytes(head), *frames]
 
 
@@ -214,17 +208,14 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
         raise WireError(str(error)) from None
 
 
-def kind_of(frames: Sequence[Any]) -> Kind | None:
-    """The kind of what may be a message; None for what is none at first sight."""
+def head_of(frames: Sequence[Any]) -> Message | None:
+    """Kind, status and request id of a request that is not read further; None for what is none at first sight."""
     head = bytes(memoryview(frames[0])[: _HEADER.size]) if frames else b""
-    if len(head) < _HEADER.size or not head.startswith(_MAGIC) or head[6] not in _KINDS:
+    if len(head) < _HEADER.size:
         return None
-    return Kind(head[6])
-
-
-def head_of(frames: Sequence[Any]) -> Message:
-    """Kind and request id of what ``kind_of`` takes for a message, for an answer to it; the rest is left out."""
-    _, _, kind, _, request_id, *_ = _HEADER.unpack_from(memoryview(frames[0]))
+    magic, version, kind, status, request_id, *_ = _HEADER.unpack(head)
+    if magic != _MAGIC or version != VERSION or kind not in _KINDS or status != Status.REQUEST:
+        return None
     return Message(Kind(kind), Status.REQUEST, request_id)
 
 
@@ -236,30 +227,23 @@ class _ArrayHeader:
     shape: list[int]
     size: int  #: bytes of the array
 
-    @property
-    def num_frames(self) -> int:
-        """Frames that it takes besides the head; 0 for an array in the head."""
-        return 0 if self.size <= SMALL else -(-self.size // CHUNK)
-
 
 def _read_arrays(
     head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
 ) -> tuple[Array, ...]:
     """All arrays, the small ones from ``end`` of the head on; both head and frames must be used up exactly."""
     headers = [_read_descriptor(head, position, max_array) for position in range(count)]
-    total, needed = sum(one.size for one in headers), sum(one.num_frames for one in headers)
+    total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
     if total > max_message or needed != len(frames):
         raise WireError(f"arrays of {total} bytes in {len(frames)} frames; {max_message} and {needed} are right")
-    arrays, used = [], 0
+    arrays, further = [], iter(frames)
     for one in headers:
-        if not one.num_frames:
+        if one.size <= SMALL:
             begin = end + -end % _ALIGN
             end = begin + one.size
             arrays.append(_array(head[begin:end], one).copy())  # writable
         else:
-            mine = frames[used : used + one.num_frames]
-            used += len(mine)
-            arrays.append(_array(_joined(mine, one.size), one))
+            arrays.append(_array(next(further), one))
     if end != len(head):
         raise WireError(f"a head of {len(head)} bytes; {end} were announced")
     return tuple(arrays)
@@ -279,18 +263,6 @@ def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
     if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
         raise WireError(f"shape {shape} of {dtype} is over {limit} bytes")
     return size
-
-
-def _joined(frames: Sequence[Any], size: int) -> Any:
-    """The memory of an array, copied only when it came in several frames."""
-    if sum(map(len, frames)) != size or any(len(frame) != CHUNK for frame in frames[:-1]):
-        raise WireError(f"frames of {[len(frame) for frame in frames[:9]]} bytes for {size}")
-    if len(frames) == 1:
-        return frames[0]
-    memory = slabs.empty(size, np.uint8)
-    for number, frame in enumerate(frames):
-        memory[number * CHUNK : (number + 1) * CHUNK] = np.frombuffer(frame, np.uint8)
-    return memory
 
 
 def _array(buffer: Any, one: _ArrayHeader) -> Array:

@@ -154,7 +154,7 @@ class ServerStats:
     requests: int  #: answered, errors included
     errors: int  #: answered with an error
     malformed: int  #: dropped without an answer
-    refused: int  #: connections that failed authentication or were no ZeroMQ peers
+    refused: int  #: connections that were not admitted, or did not speak as clients do
     bytes_in: int
     bytes_out: int
     seconds: Mapping[str, float]  #: time in handlers per kind, summed over threads

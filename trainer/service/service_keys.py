@@ -1,0 +1,181 @@
+"""Keys of an encrypted graph service: TLS 1.3 in which both sides show a certificate that the other knows already.
+
+A key file (mode 0600, made by the launcher) holds a self-signed certificate and its private key. A run's servers and
+trainers share one. A server also admits the certificates in ``clients/*.key`` beside its own key file, one in base64
+(DER) per line: those of runs and notebooks that are attached to a serving cluster. There is no authority: a
+certificate is admitted when it is one of these, byte for byte.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import ssl
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.core.errors import ServiceError
+from trainer.core.files import write_whole
+
+_GUESTS = "clients"
+
+_REREAD = 0.5  #: seconds
+
+_MAX_GUEST_FILE = 1 << 20  #: bytes
+
+_MAX_CERTIFICATE = 1 << 14  #: characters
+
+
+@dataclass(frozen=True)
+class ServiceKeys:
+    """A certificate and its private key, base64 of DER, and what else their file says."""
+
+    public: str  #: certificate
+    secret: str = field(repr=False)  #: private key (PKCS #8)
+    server: str = ""  #: certificate of the servers; empty: our own, as in a run of its own
+    endpoints: tuple[str, ...] = ()  #: of the servers, in a key file for a notebook
+    name: str = ""  #: of the serving cluster they belong to
+    guests: Path | None = field(default=None, compare=False)  #: folder of further certificates that a server admits
+
+    def client_context(self) -> ssl.SSLContext:
+        """For connections that accept only a server with ``server``'s certificate. Raises ``ServiceError``."""
+        return _context(ssl.PROTOCOL_TLS_CLIENT, self, [self.server or self.public])
+
+
+def _context(side: int, keys: ServiceKeys, admitted: list[str]) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the certificate itself is known; names and addresses change
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(cadata="\n".join(_pem("CERTIFICATE", one) for one in admitted))
+    pair = _pem("CERTIFICATE", keys.public) + _pem("PRIVATE KEY", keys.secret)
+    memory = os.memfd_create("service.key")  # ssl reads key pairs from files only
+    try:
+        os.write(memory, pair.encode())
+        context.load_cert_chain(f"/proc/self/fd/{memory}")
+    finally:
+        os.close(memory)
+    return context
+
+
+def _pem(what: str, base64_der: str) -> str:
+    lines = (base64_der[at : at + 64] for at in range(0, len(base64_der), 64))
+    return "\n".join([f"-----BEGIN {what}-----", *lines, f"-----END {what}-----", ""])
+
+
+def is_pinned(connection: ssl.SSLSocket, admitted: frozenset[str] | set[str]) -> bool:
+    """Whether the other side has shown one of these certificates."""
+    shown = connection.getpeercert(binary_form=True)
+    return shown is not None and base64.b64encode(shown).decode() in admitted
+
+
+class Admission:
+    """Whom a server lets in: its own certificate, and those in a folder as it is now. Used by one thread."""
+
+    def __init__(self, keys: ServiceKeys):
+        self.admitted = frozenset({keys.public})  #: certificates
+        self._keys = keys
+        self._context = _server_context(keys, self.admitted)
+        self._read_at = -math.inf
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection; at most ``_REREAD`` seconds old, so that a flood of strangers costs little."""
+        if time.monotonic() - self._read_at >= _REREAD:
+            admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
+            if admitted != self.admitted:
+                self._context, self.admitted = _server_context(self._keys, admitted), admitted
+            self._read_at = time.monotonic()
+        return self._context
+
+
+def _server_context(keys: ServiceKeys, admitted: frozenset[str]) -> ssl.SSLContext:
+    context = _context(ssl.PROTOCOL_TLS_SERVER, keys, sorted(admitted))
+    context.num_tickets = 0  # nobody resumes a session
+    return context
+
+
+def _guest_certificates(folder: Path | None) -> set[str]:
+    """Those of all readable files; a damaged line admits nobody."""
+    found: set[str] = set()
+    for path in sorted(folder.glob("*.key")) if folder is not None else ():
+        try:
+            lines = path.read_bytes()[:_MAX_GUEST_FILE].decode("ascii", "replace").split()
+        except OSError as error:  # removed just now, or not ours to read
+            print(f"key file {path} of a client cannot be read: {error.strerror}", file=sys.stderr, flush=True)
+            continue
+        found.update(line for line in lines if _is_certificate(line))
+    return found
+
+
+def _is_certificate(text: str) -> bool:
+    if len(text) > _MAX_CERTIFICATE:
+        return False
+    try:
+        base64.b64decode(text, validate=True)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=_pem("CERTIFICATE", text))
+    except (ssl.SSLError, ValueError):
+        return False
+    return True
+
+
+def admit_guest(key_file: str | Path, name: str, public: str) -> Path:
+    """Have the servers with this key file admit ``public`` from now on (within a second); delete the file to revoke."""
+    path = Path(key_file).parent / _GUESTS / f"{name}.key"
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_whole(path, f"{public}\n")
+    return path
+
+
+def write_key_file(path: str | Path, keys: ServiceKeys) -> None:
+    """Write the pair with mode 0600, whole or not at all."""
+    fields: dict[str, object] = {"public": keys.public, "secret": keys.secret}
+    optional = {"server": keys.server, "endpoints": list(keys.endpoints), "name": keys.name}
+    fields |= {name: value for name, value in optional.items() if value}
+    write_whole(Path(path), json.dumps(fields), mode=0o600)
+
+
+def read_key_file(path: str | Path) -> ServiceKeys:
+    """Read a key file.
+
+    Raises ``ServiceError`` when it is missing, readable by others, or holds no certificate with its private key.
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode & 0o777
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ServiceError(
+            f"service key {path} cannot be read: {why}; the launcher writes that of a run, and `gnnfleet serve key "
+            "NAME -o FILE` one for a notebook"
+        ) from None
+    if mode & 0o077:
+        raise ServiceError(f"service key {path} has mode {mode:04o}, others may read it; run: chmod 600 {path}")
+    return _parse(path, text)
+
+
+def _parse(path: Path, text: str) -> ServiceKeys:
+    try:
+        value = json.loads(text)
+        public, secret, server = (str(value.get(name, "")) for name in ("public", "secret", "server"))
+        for base64_der in (public, secret, server):
+            base64.b64decode(base64_der, validate=True)
+        endpoints = tuple(map(str, value.get("endpoints", ())))
+        keys = ServiceKeys(public, secret, server, endpoints, str(value.get("name", "")), path.parent / _GUESTS)
+    except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+        raise ServiceError(f"service key {path} is no key file: {type(error).__name__}") from None
+    try:
+        keys.client_context()
+    except ssl.SSLError as error:
+        if "MISMATCH" in str(error):
+            raise ServiceError(f"service key {path}: certificate and private key do not belong together") from None
+        raise ServiceError(
+            f"service key {path} is no key file of this version of gnnfleet ({error.reason}); make it again"
+        ) from None
+    return keys

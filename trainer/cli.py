@@ -40,19 +40,31 @@ class _LazyGroup(click.Group):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; a ``TrainerError`` ends as one ``error:`` message and its exit status."""
+    """Run the command line; a ``TrainerError`` ends as one ``error:`` message and its exit status, what is none of
+    ours as its traceback. Other ranks that wait for this one are told by its end."""
     try:
         cli.main(args=argv, prog_name="python -m trainer")
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_status)
+    except Exception:
+        if _in_process_group():
+            sys.excepthook(*sys.exc_info())
+            _leave(1)
+        raise
+
+
+def _in_process_group() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and bool(dist.is_initialized())
 
 
 def _leave(status: int) -> NoReturn:
-    """Exit; at once where a process group is still open, which may abort when torch takes it down after a lost peer."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    """Exit; at once where a process group is still open: Python would wait for all threads first while other ranks
+    wait for this one, and torch may abort when it takes down a group that has lost a peer."""
+    if _in_process_group():
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
 

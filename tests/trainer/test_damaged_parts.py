@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
     return small_folder(tmp_path / "parts")
 
 
+@pytest.mark.timeout(SECONDS + 240)
 def test_whatever_is_damaged_is_an_error_and_never_a_crash_or_a_wrong_row(sound: Path, tmp_path: Path) -> None:
     seed = time.time_ns() % 2**40
     process = Forked(damage, (sound, tmp_path / "work", seed, SECONDS), environment())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,21 @@ from torch.distributed import HashStore
 
 from regroup_kit import Loss, run_with_losses, run_without_losses, trained_seeds, write_team
 from train_kit import curve, job, metrics, write_parts
-from trainer.core.errors import PeerError
+from trainer.core.errors import PeerError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.train import regroup
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.optimize import Optimizers
-from trainer.train.regroup import Progress, RegroupOptions, Snapshots, Team, _RegroupingRank, newest_common
+from trainer.train.regroup import (
+    Progress,
+    RegroupOptions,
+    Snapshots,
+    Team,
+    _RegroupingRank,
+    _TeamWatch,
+    newest_common,
+)
 from trainer.train.settings import TrainJob
 
 SMALL = {"batch_size": 16, "eval_batch_size": 30, "epochs": 3}  #: 180 train seeds: 12 steps
@@ -166,3 +175,13 @@ def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) 
     assert survived.ended[0].returncode == 1
     assert "each held a share of the rows of nodes without features" in survived.ended[0].output
     assert "go on from the last checkpoint" in survived.ended[0].output
+
+
+def test_a_watch_that_cannot_read_the_file_ends_the_wait_for_others(tmp_path: Path) -> None:
+    go_on, cut = RegroupOptions(tmp_path / "team.json"), threading.Event()
+    with _TeamWatch(go_on) as watch:
+        watch.guard(Team(0, (0, 1)), cut.set)
+        go_on.file.write_text("{")
+        assert cut.wait(60)
+    with pytest.raises(TrainingError, match="does not say which ranks go on"):
+        watch.superseded(Team(0, (0, 1)))

@@ -13,6 +13,7 @@ from load_kit import homo_data, parts_of
 from partitions import write_store
 from train_kit import run_forked
 from trainer import DistGraphSAINTRandomWalkSampler
+from trainer.core.errors import TrainerError
 from trainer.loader import graph_saint
 from trainer.sampler.subgraph_sampler import SubgraphSampler
 
@@ -49,3 +50,51 @@ def test_normalisation_of_two_ranks_is_that_of_one(tmp_path):
     for rank in (0, 1):
         node, edge = torch.load(tmp_path / f"made{rank}.pt")
         assert torch.equal(node, alone.node) and torch.equal(edge, alone.edge)
+
+
+def rank_with_a_damaged_file(folder: Path) -> None:
+    """Rank 1 cannot read the normalisation that it kept, then not write it; then it has no memory for an estimate."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    graph, kept_in = trainer.open(folder / "parts"), folder / f"norm{rank}"
+
+    def made(save_dir: Path | None = kept_in) -> None:
+        DistGraphSAINTRandomWalkSampler(graph, 5, 2, 3, 2, save_dir=save_dir, log=False)
+
+    def told(make) -> str:
+        try:
+            make()
+        except (TrainerError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    made()
+    if rank == 1:
+        next(kept_in.iterdir()).write_bytes(b"PK damaged")
+    unreadable = told(made)
+    in_the_way = folder / f"file{rank}"
+    if rank == 1:
+        in_the_way.write_text("no folder")
+    unwritable = told(lambda: made(in_the_way))
+
+    def full(self, seeds, key):
+        raise MemoryError("no room")
+
+    if rank == 1:
+        SubgraphSampler.sample = full
+    without_memory = told(lambda: made(None))
+    print(f"{unreadable}\n{unwritable}\n{without_memory}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_what_fails_on_one_rank_is_told_on_all(tmp_path):
+    write_store(tmp_path / "parts", parts_of(homo_data(), 2).store)
+    first, second = run_forked(rank_with_a_damaged_file, (tmp_path,), 2)
+    assert (first.returncode, second.returncode) == (0, 0), first.output + second.output
+    told, own = first.output.splitlines()[-3:], second.output.splitlines()[-3:]
+    for cause, kind in (("cannot be read", "SettingsError"), ("cannot be written", "SettingsError")):
+        assert cause in own[0] and own[0].startswith(kind)
+        assert cause in told[0] and told[0].startswith("PeerError: rank 1 (")
+        del own[0], told[0]
+    assert own == ["MemoryError: no room"] and told[0].startswith("PeerError: rank 1 (") and "no room" in told[0]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import trainer.train.job
 from train_kit import Ended, finish, free_port, job, run_forked, start_rank, write_parts
+from trainer.cli import main
 from trainer.core.errors import PartitionError, PeerError, SettingsError, TrainerError
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.train.settings import TrainJob
@@ -117,6 +120,54 @@ def test_no_rank_ends_before_the_others_have_read_its_reason() -> None:
 def test_a_rank_with_a_reason_does_not_wait_for_ever_for_one_that_died() -> None:
     said = settle(dies=True)
     assert [(rank, rest[0]) for word, rank, _, *rest in said if word == "raised"] == [("0", "no such part")]
+
+
+def rank_without_memory(kind: type[Exception], waits: float) -> None:
+    """Rank 0 fails in what all ranks do, by none of our errors; rank 1 says what it is told, and when."""
+    ranks = Ranks.from_env(os.environ)
+
+    def work() -> None:
+        if ranks.rank == 0:
+            raise kind("no room for 3 GB")
+
+    with join_ranks(ranks, torch.device("cpu"), "gloo", waits) as group:
+        began = time.monotonic()
+        try:
+            group.agree(work)
+        except Exception as error:
+            print("raised", ranks.rank, type(error).__name__, error, flush=True)
+            assert time.monotonic() - began < waits / 2
+            os._exit(1)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.cuda.OutOfMemoryError])
+def test_an_error_of_any_kind_on_one_rank_ends_all_with_its_cause(kind: type[Exception]) -> None:
+    first, second = (ended.output for ended in run_forked(rank_without_memory, (kind, 100.0), 2))
+    assert f"raised 0 {kind.__name__} no room for 3 GB" in first
+    assert "raised 1 PeerError rank 0 (node0, " in second and f"{kind.__name__}: no room for 3 GB" in second
+
+
+def rank_that_fails_alone(told: Path) -> None:
+    """``python -m trainer train`` in which rank 0 runs out of memory beside a thread that waits, and rank 1 waits."""
+
+    def train(job: TrainJob) -> None:
+        ranks = Ranks.from_env(os.environ)
+        with join_ranks(ranks, torch.device("cpu"), "gloo", 100.0) as group:
+            if ranks.rank == 0:
+                ThreadPoolExecutor(1).submit(time.sleep, 600)
+                raise MemoryError("no room for 3 GB")
+            group.sum(torch.zeros(1))
+
+    trainer.train.job.train = train
+    main(["train", "--parts", str(told), "--run-dir", str(told)])
+
+
+def test_a_rank_that_fails_alone_ends_at_once_whatever_its_threads_wait_for(tmp_path: Path) -> None:
+    began = time.monotonic()
+    first, second = run_forked(rank_that_fails_alone, (tmp_path,), 2)
+    assert time.monotonic() - began < 60
+    assert first.returncode == 1 and "MemoryError: no room for 3 GB" in first.output
+    assert second.returncode == 1 and "error: rank 1 (node0, " in second.output and "Traceback" not in second.output
 
 
 def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

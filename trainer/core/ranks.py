@@ -122,16 +122,23 @@ class RankGroup:
         return value if self.size == 1 else broadcast_value(value, self.group)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Do ``work``, which must not communicate, on every rank; if it fails on one, all raise.
+        """Do ``work``, which must not communicate with other ranks, on every rank; if it fails on one, all raise.
 
-        The failing ranks raise their own ``TrainerError``, the others a ``PeerError`` that names the first of them.
+        The failing ranks raise what they failed by, be it memory, a device or a bug, the others a ``PeerError`` that
+        names the first of them.
         """
-        result, error = None, None
+        result: T | None = None
+        error: Exception | None = None
         try:
             result = work()
-        except TrainerError as raised:
+        except Exception as raised:
             error = raised
-        failures = self.gather(f"{self.ranks}: {error}" if error else "")
+        try:
+            failures = self.gather(f"{self.ranks}: {_in_words(error)}" if error else "")
+        except Exception as lost:
+            if error is None:
+                raise
+            raise error from lost  # a rank without memory may fail at this too
         if any(failures):
             self.settle()
         if error is not None:
@@ -153,6 +160,10 @@ class RankGroup:
         """Wait for all ranks; raises ``RuntimeError`` naming those that do not come within the deadline."""
         if self.size > 1:
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
 
 
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:

@@ -108,8 +108,10 @@ def cache_rows(
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
     """See ``Graph.cache_rows``."""
-    plan = _plan(graph, fanouts, split, batch_size, node_type, replace, attrs)
-    limit, ranks = CacheSize.parse(size), RankGroup.of_process(graph.ranks)
+    ranks = RankGroup.of_process(graph.ranks)
+    plan, limit = ranks.agree(
+        lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))
+    )
     if ranks.size != graph.layout.world_size:
         raise SettingsError(
             f"cache_rows: the graph is read by {graph.layout.world_size} ranks, but torch.distributed has"

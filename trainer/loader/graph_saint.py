@@ -116,23 +116,20 @@ class SaintNorm:
 
 
 def saint_norm(
-    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool
+    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool, group: RankGroup
 ) -> SaintNorm:  # fmt: skip
     """The normalisation of a loader's subgraphs; from ``save_dir`` if it was made for the same.
 
-    Numbers and formulas are torch_geometric's. A collective call where the loader's ranks are a process group.
-    Raises ``ServiceError``, and ``SettingsError`` for a file or folder that cannot be read or written.
+    Numbers and formulas are torch_geometric's. A collective call of ``group``, which shares the work. Raises
+    ``ServiceError``, and ``SettingsError`` for a file or folder that cannot be read or written; on the other ranks
+    ``PeerError``.
     """
-    group = _sharing(loader)
-    key = _identity(loader, ends, coverage)
-    path = None if save_dir is None else Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
-    kept = None if path is None else _read(path, key)
+    key, path, kept = group.agree(lambda: _kept(loader, ends, coverage, save_dir))
     if all(group.gather(kept is not None)):
         assert kept is not None
         return kept
     norm, num_subgraphs = _estimated(loader, ends, coverage, group)
-    if path is not None:
-        _write(path, key, norm)
+    group.agree(lambda: None if path is None else _write(path, key, norm))
     if log:
         print(f"GraphSAINT normalisation: {num_subgraphs} subgraphs, {coverage} samples a node", file=sys.stderr)
     return norm
@@ -154,14 +151,18 @@ def _estimated(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: 
         found, count(group.rank, group.size), threads=graph.threads(o.threads, o.prefetch), ahead=o.prefetch,
         deadline=graph.patience(o.deadline, loader.num_requests),
     )  # fmt: skip
-    while total < num_nodes * coverage:
+
+    def sample_round() -> int:
         own = 0
         for _ in range(len(loader) * loader.layout.world_size // group.size):
             node_ids, edge_ids = next(work)
             nodes.numpy()[node_ids] += 1
             edges.numpy()[edge_ids] += 1
             own += len(node_ids)
-        total += int(group.sum(torch.tensor([own])))
+        return own
+
+    while total < num_nodes * coverage:
+        total += sum(group.gather(group.agree(sample_round)))
         num_subgraphs += len(loader) * loader.layout.world_size
     return _norm_of(group.sum(nodes), group.sum(edges), ends, num_subgraphs), num_subgraphs
 
@@ -173,6 +174,15 @@ def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -
     ratio[ratio.isnan()] = 0.1
     node[node == 0] = 0.1
     return SaintNorm(num_subgraphs / node / len(node), ratio)
+
+
+def _kept(
+    loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None
+) -> tuple[str, Path | None, SaintNorm | None]:
+    """What the normalisation is made for, its file, and what that holds."""
+    key = _identity(loader, ends, coverage)
+    path = None if save_dir is None else Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
+    return key, path, None if path is None else _read(path, key)
 
 
 def _sharing(loader: GraphSAINTSampler) -> RankGroup:
@@ -263,12 +273,17 @@ class GraphSAINTSampler(PyGLoader):
             replace(options, batch_size=1, shuffle=False, drop_last=False), OutputOptions("induced", transform),
             rank=rank, layout=RankLayout.everywhere(world_size, graph.manifest.num_parts),
         )  # fmt: skip
-        ends = self.prepare()
         self._norm = None
         if self.sample_coverage:
-            self._same.check()
-            ends = ends or EdgeEnds.of(graph)
-            self._norm = saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0)
+            group = _sharing(self)
+            ends = group.agree(self._checked_ends)
+            self._norm = saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0, group)
+        else:
+            self.prepare()
+
+    def _checked_ends(self) -> EdgeEnds:
+        self._same.check()
+        return self.prepare() or EdgeEnds.of(self.graph)
 
     @property
     def draws(self) -> str:

@@ -134,12 +134,14 @@ class RegroupOptions:
         return cls(folder / "team.json", float(environ.get("GNNFLEET_PEER_TIMEOUT") or 6.0) + 10.0)
 
     def newest(self) -> Team | None:
-        """What the file says; None before it is there."""
+        """What the file says; None before it is there. Raises ``TrainingError`` where it cannot be read."""
         try:
             peer_gone = json.loads(self.file.read_text(encoding="utf-8"))
-            return Team(int(peer_gone["generation"]), tuple(sorted(peer_gone["ranks"])))
+            return Team(int(peer_gone["generation"]), tuple(sorted(map(int, peer_gone["ranks"]))))
         except FileNotFoundError:
             return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrainingError(f"{self.file} does not say which ranks go on: {error!r}; resume the run") from error
 
 
 def with_team(
@@ -160,7 +162,8 @@ def with_team(
 
 
 class _TeamWatch:
-    """A thread that cuts a team's connections when ``team.json`` names a newer one."""
+    """A thread that cuts a team's connections when ``team.json`` names a newer one, or cannot be read: then the rank
+    meets the error itself as it looks for the reason."""
 
     def __init__(self, regroup: RegroupOptions):
         self._regroup, self._lock, self._over = regroup, threading.Lock(), threading.Event()
@@ -193,7 +196,12 @@ class _TeamWatch:
     def _run(self) -> None:
         while not self._over.wait(LOOK):
             members = self._members
-            if members is not None and self.superseded(members):
+            try:
+                over = members is not None and self.superseded(members)
+            except TrainingError:
+                self.cut()
+                return
+            if over:
                 self.cut()
 
 

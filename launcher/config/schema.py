@@ -294,7 +294,7 @@ class RunConfig:
         below=1_000_000,
     )
     server_restarts: int = setting(
-        "How often a graph server that died on a `server` node is started again.", 3, at_least=0
+        "How often a graph server that died is started again, within an hour.", 3, at_least=0
     )
     on_client_loss: Literal["stop", "go-on"] = setting(
         "When a `client` node is lost: `stop` the run, or `go-on` with the others (not without the first that trains).",

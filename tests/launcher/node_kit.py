@@ -53,6 +53,7 @@ class RunFolder:
             "ready_file": str(path / "server.ready"),
             "start_timeout": 10.0,
             "grace": GRACE,
+            "server_restarts": 0,
             **more,
         }
         path.mkdir(parents=True, exist_ok=True)

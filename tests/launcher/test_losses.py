@@ -27,6 +27,7 @@ def make(tmp_path: Path) -> Iterator[MakeRun]:
     made: list[Run] = []
 
     def run(parts: list[list[int]], roles: str = "sscc", **more: Any) -> Run:
+        more.setdefault("server_restarts", 3)
         made.append(Run(tmp_path / f"run{len(made)}", len(roles), argv=python(WAIT), roles=roles, parts=parts, **more))
         return made[-1]
 
@@ -91,6 +92,18 @@ def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     assert restart["text"] == (
         "server of node1 (gpu1) was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)"
     )
+
+
+def test_a_dead_server_of_a_node_that_trains_is_started_again(make: MakeRun) -> None:
+    run = make([[0], [1]], "ww").start()
+    node = run.nodes[0]
+    first = node.pid("server")
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: kinds(run, 0).count("server-ready") == 2 and node.pid("server") != first)
+    assert node.json("state.json")["state"] == "training"
+    results = go(run)
+    assert states(results) == ["done"] * 2
+    assert [finding["kind"] for finding in results[0]["findings"]] == ["server-restart"]
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,8 @@ import pytest
 from launcher.config.loader import load_config
 from launcher.config.resolve import resolve_run
 from launcher.plan.build import offline_plan
-from launching import REPOSITORY, Launched, launch, local_config
+from launching import REPOSITORY, Launched, Running, launch, local_config
+from waiting import wait_until
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,6 +40,26 @@ def test_two_local_nodes_train_and_give_the_loss_curve_of_one(local_runs: dict[s
     assert {path.name for path in (two.run_dir / "logs" / "node1").iterdir()} >= {"rank1.log", "supervisor.log"}
     assert (two.run_dir / "checkpoints" / "last.pt").stat().st_size > 0
     assert json.loads((two.run_dir / "run.json").read_text())["plan"]["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_graph_server_that_is_killed_in_training_costs_seconds_and_no_batch(tmp_path: Path) -> None:
+    train = {"epochs": 25, "batch_size": 64}
+    config = local_config(tmp_path, [1, 1], data={"topology": "partitioned", "cache": "0"}, train=train)
+    calm = launch(config, "--run-id", "calm", timeout=300)
+    assert calm.status == 0, calm.output
+    shutil.move(tmp_path / "runs", tmp_path / "calm" / "runs")
+    running = Running(config, "--run-id", "hurt", "--plain")
+    steps, state = (tmp_path / "node1/runs/hurt/node1" / name for name in ("metrics-rank1.jsonl", "state.json"))
+    wait_until(lambda: steps.exists() and '"epoch": 3' in steps.read_text(), timeout=120)
+    (server,) = (one for one in json.loads(state.read_text())["processes"] if one["name"] == "server")
+    os.kill(server["pid"], signal.SIGKILL)
+    done = running.end(timeout=200)
+    assert done.status == 0, done.output
+    assert "server of node1 (local) was killed by signal 9 (SIGKILL); it is started again after 0.5 s" in done.output
+    before = Launched(0, "", tmp_path / "calm")
+    for epoch in range(1, 26):
+        assert done.step_losses(epoch) == before.step_losses(epoch)
 
 
 SEES = """

@@ -1,4 +1,4 @@
-"""Starts a node's graph server, waits until it is ready, and on ``server`` nodes restarts it when it dies."""
+"""Starts a node's graph server, waits until it is ready, and restarts it when it dies."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Keeper:
     def _died(self, child: Child) -> str:
         ready = os.path.exists(self._spec.ready_file)
         why = "ended while it was needed" if ready else "ended before it was ready"
-        if not self._was_ready and not ready or self._spec.role != "server":
+        if not self._was_ready and not ready:
             return why
         self._was_ready = True
         now = time.monotonic()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from golden_kit import GOLDEN, check_text
-from launcher.node.supervisor.stacks import _STOPPED, folded, summary
+from launcher.node.supervisor.stacks import STOPPED, folded, summary
 from launcher.node.supervisor.vitals import Vitals
 from vitals_kit import LABELS, Cluster, pace
 
@@ -68,7 +68,7 @@ def places() -> list[str]:
     loading = ["Current thread 0x01 (most recent call first):", '  File "/home/ann/run/files/data.py", line 17 in load']
     roots = ("/home/ann/gnnfleet/code/c0de/", "/home/ann/run/files/")
     stacks = dict.fromkeys(range(8), [summary(reducing, roots)])
-    stacks |= {3: [summary(loading, roots)], 6: [_STOPPED]}
+    stacks |= {3: [summary(loading, roots)], 6: [STOPPED]}
     return folded(stacks)
 
 

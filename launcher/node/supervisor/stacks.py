@@ -32,7 +32,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/python3\d+\.zip/|^<")
 
-_STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on"
+STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on"
 
 _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wrapped_call_impl", "decorate_context"])
 
@@ -52,7 +52,7 @@ class _Asked:
 
     @property
     def text(self) -> list[str]:
-        return self.lines or [_STOPPED if self.stopped else _described(self.pid, self.state)]
+        return self.lines or [STOPPED if self.stopped else _described(self.pid, self.state)]
 
 
 class _Rank:

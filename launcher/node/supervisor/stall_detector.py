@@ -302,9 +302,25 @@ class Health:
 
     def _tell(self, finding: Finding) -> None:
         if finding["kind"] == "stall":
-            finding["stacks"] = stacks.folded(self._stacks_of_all())
+            found = self._stacks_of_all()
+            finding["stacks"] = stacks.folded(found)
+            self._name_stopped(finding, [rank for rank, lines in sorted(found.items()) if lines[0] == stacks.STOPPED])
         self.findings.append(finding)
         self._book.journal.event("finding", finding=finding)
+
+    def _name_stopped(self, finding: Finding, stopped: Sequence[int]) -> None:
+        """Let a stall be that of the first rank that somebody has stopped, for which all others wait."""
+        nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
+        members = self._peers.members if isinstance(self._peers, Hub) else {}
+        nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
+        rank = next((rank for rank in stopped if rank in nodes), None)
+        if rank is None:
+            return
+        ahead = {self._spec.node_rank: 0.0, **{k: member.ahead for k, member in members.items()}}
+        finding["t"] += ahead[nodes[rank]] - ahead.get(finding["node_rank"], 0.0)
+        finding["rank"], finding["node_rank"] = rank, nodes[rank]
+        where = f"rank {rank} on {self._spec.all_labels[nodes[rank]]}"
+        finding["text"] = f"{where} is stopped (SIGSTOP or a debugger): {finding['text']}"
 
     def _judged(self) -> list[Finding]:
         nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}

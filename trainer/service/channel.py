@@ -45,6 +45,8 @@ _CONNECT_TIME = 5.0  #: seconds for an attempt to connect, handshake included
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between two attempts
 
+_UNATTENDED = 1.0  #: seconds without a thread that submits or waits
+
 _MAX_FILES = 65_536
 
 _SLOW, _BUSY = "connected, so it is slow or stuck", "connected; it is alive but busy"
@@ -106,6 +108,7 @@ class Channel:
         self._sock: socket.socket | None = None
         self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
         self._began = self._read_at = self._pinged_at = 0.0  # of the attempt; of the last byte
+        self._attended_at = time.monotonic()  # when a thread last saw to the connection
         self._retry_at, self._pause = 0.0, _FIRST_PAUSE
         self._progress = 0  # bytes since ``_heard_at`` was set by them
         self._step()
@@ -116,6 +119,7 @@ class Channel:
             self._last_id += 1
             call = Call(request, self._last_id)
             parts = encode(request, request_id=self._last_id)
+            self._attend()
             self._calls[self._last_id] = call
             if self._at == _State.UP:
                 self._put(parts)
@@ -171,6 +175,7 @@ class Channel:
 
     def _receive(self, patience: float) -> bool:
         """Go on with the connection for at most ``patience`` seconds; whether a message has come."""
+        self._attend()
         until = time.monotonic() + patience
         while not self._closed:
             self._step()
@@ -182,6 +187,14 @@ class Channel:
                 return False
             self._await(left)
         return False
+
+    def _attend(self) -> None:
+        """Begin to see to the connection: time in which nobody asked or waited tells nothing about the server."""
+        now = time.monotonic()
+        if not self._calls or now - self._attended_at > _UNATTENDED:
+            self._read_at, self._retry_at = now, min(self._retry_at, now)
+            self._down_since = None if self._down_since is None else now
+        self._attended_at = now
 
     def _await(self, seconds: float) -> None:
         """Until something can be done, at most so many seconds."""

@@ -93,6 +93,7 @@ class _Connection:
     mask: int = select.EPOLLIN  #: what epoll watches
     hello: bytes = b""  #: the other side's greeting, so far
     held: bool = False  #: gets no more answers for now
+    pings: int = 0  #: that have been answered
     partial_since: float = 0.0  #: since when there is an incomplete message
     taken: int = 0  #: bytes of answers sent since ``taken_since``
     taken_since: float = 0.0
@@ -322,7 +323,8 @@ class NetworkThread(threading.Thread):
             if not reader.messages or not self._may_be_read(connection):
                 break
             self._arrive(connection, reader.messages.popleft())
-        if reader.pings and not connection.writer.unsent:
+        if reader.pings > connection.pings and not connection.writer.unsent:
+            connection.pings = reader.pings
             self._send(connection, ())
         if reader.messages or not self._may_be_read(connection):
             self._unread.add(connection)
@@ -441,7 +443,7 @@ class NetworkThread(threading.Thread):
             if now - connection.since > HANDSHAKE_TIME:
                 self._refuse(connection)
         for connection in self._by_fd.values():
-            connection.reader.pings = 0
+            connection.reader.pings = connection.pings = 0
         for host in list(self._hosts.values()):
             if host.unsent > HOST_ANSWERS:
                 for connection in self._stuck(host, now):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from trainer.service.server_peers import Peer, Peers
 from trainer.service.service_keys import read_key_file
 from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.service.wire.messages import HelloInfo
+from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
+
+DIGESTS_NOTE = "digests.json"  #: beside the ready file: what a server that is started again need not compare
 
 _GLANCE = 0.5  #: seconds between looks at the server's own thread
 
@@ -45,6 +49,7 @@ class ServeJob:
     stats_file: Path | None = None
     server_wait: float = SERVER_WAIT  #: seconds
     topology: Topology = "partitioned"  #: replicated: batches are sampled here, only rows are asked of other servers
+    digests: bool = True  #: whether files are compared with their digests before anything is served
 
 
 def serve(job: ServeJob) -> None:
@@ -63,7 +68,8 @@ def serve(job: ServeJob) -> None:
         raise SettingsError(
             f"{job.cluster}: node {job.node_rank} has parts {sorted(node.parts)}, not {sorted(job.part_ids)}"
         )
-    graph = LocalGraph(open_parts(job.parts, job.part_ids, job.topology))
+    store = open_parts(job.parts, job.part_ids, job.topology)
+    graph = LocalGraph(store)
     routed = DistGraph(graph, peers.hosts, server_wait=job.server_wait, turn=job.node_rank)
     info = HelloInfo(node.node_rank, node.host, tuple(sorted(job.part_ids)), digest)
     server = GraphServer(
@@ -72,8 +78,10 @@ def serve(job: ServeJob) -> None:
         peers=lambda: _states(peers.hosts, routed.lost()),
     )  # fmt: skip
     allow_many_files()
-    warm_up(graph)  # before anyone is answered: clients of a server that is back would wait for the compiler
-    warm_up_batches(graph)
+    compared = checked_digests(store, job.ready_file.with_name(DIGESTS_NOTE)) if job.digests else nullcontext()
+    with compared:  # ranks of this host start once this server is ready, and read the same files
+        warm_up(graph)  # before anyone is answered: clients of a server that is back would wait for the compiler
+        warm_up_batches(graph)
     give_back_freed_memory()  # the compiler's, where kernels were not on disk
     server.start()
     _write_ready(job.ready_file, server.endpoint)

@@ -10,7 +10,7 @@ import pytest
 
 from partitions import random_graph, store_of
 from service_kit import assert_same_sample, client_of, rows_of, serving
-from trainer.core.errors import ServiceError
+from trainer.core.errors import ServiceError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
@@ -67,3 +67,23 @@ def test_ids_beyond_32_bits_here_and_over_the_wire() -> None:
             found = rows_of(graph, sample.edge, ["orig_id"], HOMO_EDGE)["orig_id"]
             assert found.tolist() == [2**41, 8, 9, 7]
             assert rows_of(graph, asked, ["orig_id"])["orig_id"].tolist() == [2**32, 2**34, 10]
+
+
+def test_what_a_small_request_asks_for_is_bounded_before_it_is_drawn() -> None:
+    """A few hundred bytes that would be answered with gigabytes."""
+    edge_index, num_nodes = random_graph(5, 300, 3000)
+    graph = LocalGraph(store_of(edge_index, num_nodes, 1))
+    nodes = np.repeat(np.arange(300), 40)
+    bounds = []
+    for replaces, fanout in ((True, 2**31 - 1), (True, 10_000), (False, -1), (False, 2**31 - 1)):
+        request = HopRequest(HOMO_EDGE, nodes, fanout, 0, 1, replace=replaces)
+        bounds.append(graph.most_edges(request))
+    assert bounds[0] > 2**40 and bounds[2] == bounds[3] == 40 * 3000
+    assert len(graph.sample_hops([request])[0].src) == 40 * 3000
+    with serving(graph, max_answer=400_000) as server, client_of(server.endpoint) as client:
+        for fanout, replaces in ((2**31 - 1, True), (-1, False)):
+            with pytest.raises(ServiceError, match="up to .* edges are over 400000 bytes"):
+                client.sample_hops([HopRequest(HOMO_EDGE, nodes, fanout, 0, 1, replace=replaces)])
+    bounded = LocalGraph(graph.store, max_edges=100_000)
+    with pytest.raises(SettingsError, match="a hop of up to .* make batches or fanouts smaller"):
+        bounded.sample_hops([HopRequest(HOMO_EDGE, nodes, 2**31 - 1, 0, 1, replace=True)])

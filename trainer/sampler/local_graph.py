@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids, read_only
-from trainer.core.errors import PartitionError
+from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.rounding import take_scaled
 from trainer.core.schema import AnyType, EdgeType
 from trainer.sampler import neighbor_kernels
@@ -23,11 +23,16 @@ from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
+_FEW_EDGES = 1 << 22  #: so many need not be counted exactly
+
+
 class LocalGraph:
     """Answers for the opened parts of a ``PartStore``; safe to call from several threads."""
 
-    def __init__(self, store: PartStore):
+    def __init__(self, store: PartStore, max_edges: int | None = None):
+        """``max_edges``: that one request may be answered with."""
         self.store = store
+        self._max_edges = max_edges
         self.books = store.books
         self._codes = SourceCodes(store.manifest.num_parts, 0)
         self._own, self._topology = (_codes_of(parts, self._codes.num_parts) for parts in (store.parts, store.topology))
@@ -36,7 +41,7 @@ class LocalGraph:
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Neighbours of owned nodes.
 
-        Raises ``PartitionError`` for a node of another part and for an unknown type or attribute,
+        Raises ``SettingsError`` for more than ``max_edges``, ``PartitionError`` for a node of another part and for an unknown type or attribute,
         ``DataError`` for a weight that is negative or not a number.
         """
         return [self._sample(request) for request in requests]
@@ -71,12 +76,33 @@ class LocalGraph:
         check_type(self.store, request.edge_type)
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
         groups = self.by_part(request.edge_type[2], request.nodes)
+        if self._max_edges is not None and (most := self._most_edges(request, groups)) > self._max_edges:
+            raise SettingsError(
+                f"a hop of up to {most} edges is over {self._max_edges}; make batches or fanouts smaller"
+            )
         answers = [
             (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
             for p, placed in groups.items()
             for cut in [request if len(groups) == 1 else cut_request(request, placed.at)]
         ]
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
+
+    def most_edges(self, request: HopRequest) -> int:
+        """An upper bound of the edges in the answer, found before any is drawn. Raises as ``sample_hops``."""
+        check_type(self.store, request.edge_type)
+        return self._most_edges(request, self.by_part(request.edge_type[2], request.nodes))
+
+    def _most_edges(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> int:
+        if 0 <= len(request.nodes) * request.fanout <= _FEW_EDGES:
+            return len(request.nodes) * request.fanout
+        most = 0
+        for part_id, placed in groups.items():
+            indptr = _ends(self.store.topology[part_id], request.edge_type)[1].indptr
+            degree = indptr[placed.rows + 1] - indptr[placed.rows]
+            if request.fanout >= 0:
+                degree = np.where(degree > 0, request.fanout, 0) if request.replace else degree.clip(max=request.fanout)
+            most += int(degree.sum(dtype=np.int64))
+        return most
 
     def _read(self, part: Part, request: HopRequest) -> tuple[NodePart, EdgePart]:
         """What to sample from. Weights in half precision, which kernels cannot read, are converted once."""

@@ -27,6 +27,8 @@ from trainer.store.part_store import PartStore
 
 _BYTES_OF_EDGE = 4  # at least: its source
 
+MAX_SHORT_ANSWER = 128 << 20  #: bytes of an answer that is no batch: clients ask for more in pieces
+
 
 def check_rows(store: PartStore, requests: Sequence[RowRequest], limit: int) -> None:
     """Raise ``ServiceError`` for rows of more than ``limit`` bytes together, ``PartitionError`` for unknown ones."""
@@ -99,7 +101,8 @@ class Handlers:
         self, graph: ServedGraph, info: HelloInfo, stats: Callable[[], ServerStats], topology: Topology, limit: int
     ):
         self.routed: RoutedGraph | None = None  #: may be replaced at any time
-        self._graph, self._info, self._stats, self._topology, self._limit = graph, info, stats, topology, limit
+        self._graph, self._info, self._stats, self._topology = graph, info, stats, topology
+        self._limit, self._batch_limit = min(limit, MAX_SHORT_ANSWER), limit
         self._sampler: SubgraphSampler | None = None
         self._short: dict[Kind, Callable[[Message], Message]] = {
             Kind.HELLO: self._hello,
@@ -137,7 +140,7 @@ class Handlers:
         """A whole batch."""
         if self._sampler is None:  # its relabel tables, one for each thread, are kept
             self._sampler = SubgraphSampler(self._whole(), self._graph.store.manifest, SampleSettings({}), {})
-        graph = BoundedGraph(self._whole(), self._graph.store, self._limit)
+        graph = BoundedGraph(self._whole(), self._graph.store, self._batch_limit)
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip
@@ -154,10 +157,15 @@ class Handlers:
 
     def _sample(self, request: Message) -> Message:
         samples, edges = [], 0
-        for asked in hop_messages.read_sample_request(request):
+        requests = hop_messages.read_sample_request(request)
+        if isinstance(self._graph, LocalGraph):
+            most = sum(map(self._graph.most_edges, requests))
+            if most * _BYTES_OF_EDGE > self._limit:
+                raise ServiceError(f"up to {most} edges are over {self._limit} bytes; ask for fewer nodes at once")
+        for asked in requests:
             samples += self._graph.sample_hops([asked])
             edges += len(samples[-1].src)
-            if edges * 4 > self._limit:
+            if edges * _BYTES_OF_EDGE > self._limit:
                 raise ServiceError(f"{edges} edges and more are over {self._limit} bytes; ask for fewer nodes at once")
         return request.reply(hop_messages.sample_arrays(samples))
 

@@ -31,6 +31,8 @@ DIGESTS_NOTE = "digests.json"  #: beside the ready file: what a server that is s
 
 _GLANCE = 0.5  #: seconds between looks at the server's own thread
 
+MAX_HOP_EDGES = 1 << 27  #: that one request is answered with, 512 MiB without their ids
+
 
 @dataclass(frozen=True)
 class ServeJob:
@@ -69,7 +71,7 @@ def serve(job: ServeJob) -> None:
             f"{job.cluster}: node {job.node_rank} has parts {sorted(node.parts)}, not {sorted(job.part_ids)}"
         )
     store = open_parts(job.parts, job.part_ids, job.topology)
-    graph = LocalGraph(store)
+    graph = LocalGraph(store, MAX_HOP_EDGES)
     routed = DistGraph(graph, peers.hosts, server_wait=job.server_wait, turn=job.node_rank)
     info = HelloInfo(node.node_rank, node.host, tuple(sorted(job.part_ids)), digest)
     server = GraphServer(

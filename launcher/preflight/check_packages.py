@@ -3,8 +3,8 @@ them.
 
 A version counts up to as many of its numbers as must agree:
 
-- python, its minor version: torch's object collectives, which scripts of one's own may call, pickle, and pickles of code
-  do not cross minor versions.
+- python, its minor version: torch's object collectives, which scripts of one's own may call, pickle, and pickles of
+  code do not cross minor versions.
 - torch, its minor version: TCPStore, gloo's wire and the layout of state dicts may change with it, never with a patch.
 - NCCL, all of it: ncclCommInitRank refuses ranks of another version. It only counts where devices are used.
 - CUDA that torch is built for, its major version: kernels and NCCL of two major versions do not meet in one job.

@@ -22,7 +22,6 @@ from trainer.sampler.settings import blank_rows, check_type, row_spec
 from trainer.sampler.types import EdgeList, HopRequest, HopSample, RowRequest
 from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
-
 _FEW_EDGES = 1 << 22  #: so many need not be counted exactly
 
 
@@ -41,8 +40,8 @@ class LocalGraph:
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         """Neighbours of owned nodes.
 
-        Raises ``SettingsError`` for more than ``max_edges``, ``PartitionError`` for a node of another part and for an unknown type or attribute,
-        ``DataError`` for a weight that is negative or not a number.
+        Raises ``SettingsError`` for more than ``max_edges``, ``PartitionError`` for a node of another part and for an
+        unknown type or attribute, ``DataError`` for a weight that is negative or not a number.
         """
         return [self._sample(request) for request in requests]
 

@@ -163,9 +163,7 @@ def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Pa
     told = toy.say("serve", "key", NAME, "-o", str(tmp_path / "bob.key"))
     assert told.status == 0, told.output
     keys = read_key_file(tmp_path / "bob.key")
-    write_key_file(
-        tmp_path / "wrong.key", ServiceKeys(**new_key_pair(), server=keys.server, endpoints=keys.endpoints)
-    )
+    write_key_file(tmp_path / "wrong.key", ServiceKeys(**new_key_pair(), server=keys.server, endpoints=keys.endpoints))
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(key=tmp_path / "wrong.key", deadline=30)

@@ -74,11 +74,17 @@ class Spares:
     def __init__(self, plan: LaunchPlan):
         self._lead = plan.lead
         self._all = plan.serve_only
-        self._heard = False
+        self._heard = self._over = False
         self._nodes: set[int] = set()
 
     def __contains__(self, k: int) -> bool:
-        return self._all or k in self._nodes
+        return self._all or (k in self._nodes and not self._over)
+
+    def take_result(self, k: int, result: Mapping[str, Any]) -> None:
+        """What node ``k``'s ``result.json`` says: of a run that is over nobody can be done without."""
+        cause = result.get("cause")
+        told = (cause["node_rank"] != k or cause["kind"] == "stop") if cause else result["state"] == "done"
+        self._over = self._over or told or bool(result.get("lost"))
 
     def take(self, k: int, state: Mapping[str, Any]) -> None:
         """What node ``k``'s ``state.json`` says."""

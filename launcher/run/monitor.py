@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from launcher.errors import FleetError
@@ -81,7 +81,7 @@ _HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, 
 
 _LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
 
-_LOST_TO_ALL = 10.0  # seconds to wait for the line to a node that the other nodes have lost as well
+_LOST_TO_ALL = 10.0  # seconds to wait for lines to nodes of which the others have lost one as well
 
 _STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
 
@@ -354,6 +354,7 @@ class RunFollower:
 
     def _take_result(self, k: int, result: Mapping[str, Any]) -> None:
         self.followed.results[k] = result
+        self._spares.take_result(k, result)
         self._ended(k, result["state"])
         if self._stop_reason or self._failing:
             self.live.say(f"{self._where(k)}: {result['state']}")
@@ -424,14 +425,16 @@ class RunFollower:
             if silent > self.limits.lost_after:
                 self.followed.detached = "unreachable"
             return
+        away = {*waiting, *(k for k, lost in self.followed.lost.items() if lost.out_of_reach)}
+        patience = min(self.limits.lost_after, _LOST_TO_ALL if self._lost_to_others(away) else float("inf"))
         for k in waiting:
-            patience = min(self.limits.lost_after, _LOST_TO_ALL if self._lost_to_others(k) else float("inf"))
             waited = now - max(self._last_end, broken[k] or now)
             if waited > patience or k in self._stopped_at:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
-    def _lost_to_others(self, k: int) -> bool:
-        return any(str(k) in missed_by(result) for result in self.followed.results.values())
+    def _lost_to_others(self, nodes: Iterable[int]) -> bool:
+        """Whether nodes that have ended miss one of ``nodes``: who has lost the lead node knows of no other."""
+        return any(str(k) in missed_by(result) for result in self.followed.results.values() for k in nodes)
 
     # Sweeping: in a thread for each node.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.command import Command
 from launcher.errors import FleetError, TransportError
 from launcher.node.json_reader import Damaged, message_in
 from launcher.plan.model import NodePlan
@@ -18,6 +20,8 @@ from launcher.transport.base import Transport
 SILENCE = 10.0  #: seconds a line may say nothing before it is opened anew; a live node says something every 3 s or so
 
 _FIRST_WORD = 30.0  # the same before its first word: starting Python on a busy node takes its time
+
+START_PATIENCE = 20.0  #: seconds to wait for the line to a node that breaks while it is started
 
 RETRY_EVERY = 2.0  #: seconds between attempts to get a line back, at first
 
@@ -65,6 +69,7 @@ class NodeLine(threading.Thread):
         self._start_timeout, self._tail = start_timeout, tail
         self._streaming = self._has_spoken = self._telling = False
         self._spoken = time.monotonic()
+        self._starting, self._life_asked = False, 0.0  # monotonic: when the start began, or its node was last asked
         self._pause = RETRY_EVERY
 
     def run(self) -> None:
@@ -78,6 +83,9 @@ class NodeLine(threading.Thread):
 
     def break_silence(self, now: float) -> None:
         """Close a line on which nothing has come for long: TCP does not tell that the other end has vanished."""
+        if self._starting and now - self._life_asked > SILENCE:
+            self._life_asked = now
+            threading.Thread(target=self._ask_for_life, daemon=True).start()
         if (
             self._streaming
             and not self._telling
@@ -86,6 +94,13 @@ class NodeLine(threading.Thread):
             self._spoken = now
             threading.Thread(target=self.transport.close, daemon=True).start()
 
+    def _ask_for_life(self) -> None:
+        """Close the line to a node that takes long to start when it does not answer at all."""
+        try:
+            self.transport.run(Command(("true",)), timeout=SILENCE)
+        except TransportError:
+            self.transport.close()
+
     def _ended(self) -> bool:
         return self.over or self.enough.is_set()
 
@@ -93,19 +108,25 @@ class NodeLine(threading.Thread):
         """Start the node, if that is wanted. A line that breaks meanwhile may hide that it did start."""
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():
+            self._starting, self._life_asked = True, time.monotonic()
             try:
                 self._start_node()
                 break
             except TransportError as error:
                 if time.monotonic() > deadline:
                     return self._not_started(error)
+                if not unsure:
+                    deadline = min(deadline, time.monotonic() + START_PATIENCE)
+                self._starting = False
                 self._broken(error.message)
-                self._await_line()
+                self._await_line(deadline)
                 unsure = True
             except FleetError as error:
                 if unsure and "exists already" in str(error):
                     break
                 return self._not_started(error)
+            finally:
+                self._starting = False
         self._tell({"started": True})
         return not self.enough.is_set()
 
@@ -153,9 +174,9 @@ class NodeLine(threading.Thread):
             self._tell({"back": time.monotonic() - self.broken_since})
             self.broken_since, self._pause = None, RETRY_EVERY
 
-    def _await_line(self) -> None:
-        """Until the line stands again, or is not wanted any more."""
-        while not self._ended() and not self.enough.wait(self._pause):
+    def _await_line(self, deadline: float = math.inf) -> None:
+        """Until the line stands again, is not wanted any more, or ``deadline`` (monotonic seconds) has passed."""
+        while not self._ended() and time.monotonic() < deadline and not self.enough.wait(self._pause):
             self._pause = min(_RETRY_SLOWEST, self._pause * 1.2)
             try:
                 self.transport.connect(self._connect_timeout)

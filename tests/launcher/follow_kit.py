@@ -96,6 +96,7 @@ class Scene:
         tmp_path: Path,
         *nodes: FakeNode,
         lost_after: float = 5.0,
+        start_timeout: float = 1.0,
         starts: dict[int, Callable[[], None]] | None = None,
         own_command: tuple[str, ...] = (),
         **more: Any,
@@ -107,7 +108,7 @@ class Scene:
         self.console = PlainConsole(file=io.StringIO(), width=200)
         lines = {node.node_rank or 0: node for node in nodes}
         self.live, log = LiveLog(self.console, self.plan), EventLog(self.events)
-        limits = Limits(lost_after, 1.0, 1.0, 1.0, peer_timeout=0.1)
+        limits = Limits(lost_after, 1.0, 1.0, start_timeout, peer_timeout=0.1)
         self.follower = RunFollower(self.plan, lines, limits, self.live, log, starts=starts, **more)
 
     def follow(self, *how: Any) -> Followed:

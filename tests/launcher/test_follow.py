@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
-from launcher.errors import ConnectionLost, SessionError
+from launcher.errors import CommandTimeout, ConnectionLost, SessionError, UnreachableError
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
 
@@ -158,6 +158,45 @@ def test_a_line_that_breaks_while_a_node_starts_does_not_fail_it(tmp_path: Path)
     assert scene.follow().results[0]["state"] == "done"
 
 
+def test_a_host_that_is_lost_while_its_node_is_started_is_not_waited_for_as_long_as_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing, so the line is closed; and nobody can connect to it any more."""
+    monkeypatch.setattr(node_stream, "SILENCE", 0.3)
+    monkeypatch.setattr(node_stream, "START_PATIENCE", 0.5)
+    lost, other, closed = FakeNode(0), FakeNode(1), threading.Event()
+    other.scripts = [[state(), other.stopped, ended(1, "stopped")]]
+    lost.on("true", CommandTimeout("`true` did not end", host="host0"))
+    monkeypatch.setattr(lost, "close", closed.set)
+
+    def connect(timeout: float) -> None:
+        raise UnreachableError("no answer on port 22", host="host0")
+
+    monkeypatch.setattr(lost, "connect", connect)
+
+    def start() -> None:
+        assert closed.wait(20), "nobody asks whether the host lives"
+        raise BROKEN
+
+    scene = Scene(tmp_path, lost, other, starts={0: start, 1: lambda: None}, start_timeout=600.0)
+    followed = scene.follow()
+    assert "host0" in followed.lost[0].why and followed.results[1]["state"] == "stopped"
+
+
+def test_when_two_of_three_hosts_are_gone_neither_is_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that has lost the lead node knows nothing of the other member."""
+    monkeypatch.setattr(follow_module, "_LOST_TO_ALL", 0.3)
+    told = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}
+    scene = Scene(
+        tmp_path, FakeNode(0, [state(), BROKEN]), FakeNode(1, [ended(1, "failed", told)]), FakeNode(2, [BROKEN]),
+        lost_after=60.0,
+    )  # fmt: skip
+    followed = scene.follow()
+    assert set(followed.lost) == {0, 2} and not followed.detached
+
+
 def test_a_stopped_node_that_says_nothing_more_is_not_waited_for(tmp_path: Path) -> None:
     scene = Scene(tmp_path, FakeNode(0, [threading.Event()]))
     scene.follower.interrupt("Ctrl-C")
@@ -223,6 +262,8 @@ def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_fill
 
 # Nodes that the run can do without
 
+CAUSE = {"node_rank": 0, "name": "rank0", "rank": 0, "kind": "failure", "reason": "raised", "t": 1.0, "asked": None}
+
 
 def finding(k: int) -> dict[str, Any]:
     text = f"server node{k} (local) failed at 12:00:00 UTC: part 0 is served by node2 (local)"
@@ -260,3 +301,14 @@ def test_our_line_to_the_rest_lost_after_a_spare_node_has_ended_leaves_the_run_t
     scene = Scene(tmp_path, hub, FakeNode(1, [ended(1, "failed", failed=True)]), lost_after=0.4)
     followed = scene.follow()
     assert followed.detached == "unreachable" and 0 not in followed.lost
+
+
+@pytest.mark.parametrize("word", [{"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}, {"cause": CAUSE}])
+def test_when_nodes_say_that_the_run_is_over_a_lead_node_out_of_reach_is_lost(tmp_path: Path, word: Any) -> None:
+    """As when the only client's host is gone: each of its servers is one that the run could do without."""
+    lead = FakeNode(0, [state(spare=[1, 2]), lambda: time.sleep(0.3), BROKEN])
+    servers = (FakeNode(k, [state(spare=[1, 2]), lambda: time.sleep(0.5), ended(k, "failed", word)]) for k in (1, 2))
+    scene = Scene(tmp_path, lead, *servers, lost_after=0.4)
+    followed = scene.follow()
+    assert not followed.detached and set(followed.results) == {1, 2}
+    assert followed.lost[0].out_of_reach

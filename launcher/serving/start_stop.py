@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,12 +15,13 @@ from launcher.command import Command
 from launcher.config.schema import RunConfig
 from launcher.errors import FleetError, TransportError, reason_of
 from launcher.manage.node_views import if_there, node_view, was_absent
+from launcher.node import procs
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.report.run_folder import user_at_host
+from launcher.report.run_folder import boot_id, user_at_host
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, start_session, stop_session
 from launcher.serving.cluster_state import ServerState, on_lines, remove_files
-from launcher.transport.base import Transport
+from launcher.transport.base import Completed, Transport
 from launcher.transport.fanout import on_nodes
 
 _EVERY = 0.5  # seconds between two looks
@@ -25,7 +30,9 @@ _SLACK = 15.0  # seconds a supervisor may take beyond start_timeout to say that 
 
 _STOP = 5.0
 
-_ENDED = "state.json result.json team.json server.ready server_stats.json control outcomes procs clients".split()
+_ENDED = (
+    "state.json result.json team.json server.ready digests.json server_stats.json control outcomes procs clients"
+).split()
 
 _NO_FILES = ("--only", "")
 
@@ -139,10 +146,15 @@ def stop_gone(
 
 _TIMEOUT = 30.0
 
-#: $1 file, $2 who, $3 run folder. Exit status 9: somebody else's turn, with who on stdout; 8: a supervisor works there,
-#: as its heartbeat of each second shows. A file left by a dead launcher counts for an hour.
+_KEPT_EVERY = 15.0  # seconds between two signs of life of the launcher whose turn it is
+
+_DEAD_AFTER = 90  # seconds without one after which a turn is over
+
+#: $1 file, $2 who, $3 run folder, $4 seconds after which a file that nobody touches is a dead launcher's. Exit status
+#: 9: somebody else's turn, with who on stdout; 8: a supervisor works there, as its heartbeat of each second shows.
 _TAKE = """
-mkdir -p -- "$(dirname -- "$1")" && find "$1" -mmin +60 -delete 2>/dev/null
+mkdir -p -- "$(dirname -- "$1")"
+touched=$(stat -c %Y "$1" 2>/dev/null) && [ $(($(date +%s) - touched)) -gt "$4" ] && rm -f -- "$1"
 if ! (set -C; printf %s "$2" >"$1") 2>/dev/null; then
   [ -e "$1" ] || exit 1
   cat -- "$1"; exit 9
@@ -153,21 +165,31 @@ fi
 
 _TAKEN, _STARTED = 9, 8
 
+#: Of a launcher: who, pid, start of the process, boot id of its machine.
+_WHO = re.compile(r"(?P<who>[^\s@]+@\S+) (?P<pid>\d{1,9}) (?P<start_ticks>\d{1,18}) (?P<boot_id>[\w-]+)$")
+
 
 @contextmanager
 def own_turn(plan: LaunchPlan, lines: Mapping[int, Transport]) -> Iterator[None]:
     """Nobody else starts the nodes of ``plan`` meanwhile; raises FleetError when somebody does, or just has."""
     nodes = {node.node_rank: node for node in plan.nodes}
     taken: set[int] = set()
+    over = threading.Event()
 
     def begin(k: int) -> None:
         _begin_turn(nodes[k], lines[k], plan.run_id)
         taken.add(k)
 
+    def keep() -> None:
+        while not over.wait(_KEPT_EVERY):
+            on_nodes(taken, lambda k: lines[k].run(Command(("touch", "-c", _file(nodes[k]))), timeout=_TIMEOUT))
+
     try:
         on_nodes(nodes, begin).or_raise()
+        threading.Thread(target=keep, daemon=True).start()
         yield
     finally:
+        over.set()
         on_nodes(taken, lambda k: _end_turn(nodes[k], lines[k]))
 
 
@@ -176,19 +198,38 @@ def _file(node: NodePlan) -> str:
 
 
 def _begin_turn(node: NodePlan, line: Transport, name: str) -> None:
-    done = line.run(Command(("bash", "-c", _TAKE, "bash", _file(node), user_at_host(), node.run_dir)), timeout=_TIMEOUT)
+    me = procs.look(os.getpid())
+    mark = f"{user_at_host()} {os.getpid()} {me.start_ticks if me else 0} {boot_id() or '-'}"
+    words = ("bash", "-c", _TAKE, "bash", _file(node), mark, node.run_dir, str(_DEAD_AFTER))
+    done = line.run(Command(words), timeout=_TIMEOUT)
+    if done.returncode == _TAKEN and _is_dead(_said(done)):
+        remove_files(line, [_file(node)])
+        done = line.run(Command(words), timeout=_TIMEOUT)
     if done.returncode == _STARTED:
         raise FleetError(f"{node.label}: its graph server has been started meanwhile; serve again")
     if done.returncode == _TAKEN:
-        who = done.stdout.decode("utf-8", "replace").strip().splitlines()[-1:] or ["somebody"]
+        told = _WHO.search(_said(done))
+        who = told["who"] if told else _said(done) or "somebody"
         raise FleetError(
-            f"{node.label}: {who[0]} is starting serving cluster {name} at this moment; when that is done, serve again "
-            f"(should it have died: remove {_file(node)} there)"
+            f"{node.label}: {who} is starting serving cluster {name} at this moment; when that is done, serve again "
+            f"(should it have died: {_DEAD_AFTER} s after that)"
         )
     if done.returncode:
         raise FleetError(f"{node.label}: {_file(node)} cannot be written: {done.stderr.decode('utf-8', 'replace')}")
 
 
+def _said(done: Completed) -> str:
+    """Its last line; a profile may print before it."""
+    return (done.stdout.decode("utf-8", "replace").strip().splitlines() or [""])[-1]
+
+
+def _is_dead(mark: str) -> bool:
+    """Whether a launcher of this machine has left it and runs no more."""
+    told = _WHO.search(mark)
+    here = told is not None and told["boot_id"] == boot_id() and told["who"].endswith(f"@{socket.gethostname()}")
+    return told is not None and here and not procs.alive(int(told["pid"]), int(told["start_ticks"]))
+
+
 def _end_turn(node: NodePlan, line: Transport) -> None:
-    with suppress(TransportError, FleetError):  # then it counts no more in an hour
+    with suppress(TransportError, FleetError):  # then it counts no more when it is not kept
         remove_files(line, [_file(node)])

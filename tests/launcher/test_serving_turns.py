@@ -15,9 +15,12 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import FleetError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan
+from launcher.report.run_folder import boot_id, user_at_host
+from launcher.serving import start_stop
 from launcher.serving.start_stop import own_turn
 from launcher.transport import open_transport
 from launcher.transport.base import Transport
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -51,16 +54,39 @@ def test_one_starts_servers_at_a_time(plan: LaunchPlan, lines: dict[int, Transpo
     assert not any(Path(f"{folder}.starting").exists() for folder in folders(plan))
 
 
-def test_what_a_dead_launcher_left_counts_for_an_hour(plan: LaunchPlan, lines: dict[int, Transport]) -> None:
+def test_what_a_dead_launcher_of_another_machine_left_counts_for_a_minute_and_a_half(
+    plan: LaunchPlan, lines: dict[int, Transport]
+) -> None:
     left = Path(f"{folders(plan)[0]}.starting")
     left.parent.mkdir(parents=True)
-    left.write_text("bob@desk")
-    with pytest.raises(FleetError, match="bob@desk is starting"), own_turn(plan, lines):
-        pytest.fail("his turn")
+    left.write_text(f"bob@desk {os.getpid()} 1 {boot_id()}")
+    with pytest.raises(FleetError, match=r"bob@desk is starting .* \(should it have died: 90 s after that\)"):
+        with own_turn(plan, lines):
+            pytest.fail("his turn")
     assert left.exists(), "his, not ours to remove"
-    os.utime(left, (time.time() - 3700, time.time() - 3700))
+    os.utime(left, (time.time() - 100, time.time() - 100))
     with own_turn(plan, lines):
-        assert left.read_text() != "bob@desk"
+        assert not left.read_text().startswith("bob@desk")
+
+
+def test_what_a_dead_launcher_of_this_machine_left_counts_for_nothing(
+    plan: LaunchPlan, lines: dict[int, Transport]
+) -> None:
+    left = Path(f"{folders(plan)[0]}.starting")
+    left.parent.mkdir(parents=True)
+    left.write_text(f"{user_at_host()} {os.getpid()} 1 {boot_id()}")
+    with own_turn(plan, lines):
+        assert left.read_text() != f"{user_at_host()} {os.getpid()} 1 {boot_id()}"
+
+
+def test_a_turn_that_lasts_is_kept(
+    plan: LaunchPlan, lines: dict[int, Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_stop, "_KEPT_EVERY", 0.05)
+    mark = Path(f"{folders(plan)[0]}.starting")
+    with own_turn(plan, lines):
+        os.utime(mark, (1.0, 1.0))
+        wait_until(lambda: mark.stat().st_mtime > 1.0)
 
 
 def test_servers_that_were_started_meanwhile_are_not_started_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import socket
 import struct
 import threading
 import time
@@ -378,3 +379,20 @@ def test_a_client_refused_once_gets_in_when_the_right_server_comes() -> None:
             pending = client.submit_hello()
         with serving(endpoint=endpoint, keys=keys):
             assert pending.result() == INFO
+
+
+def test_a_connection_that_is_not_read_and_ends_costs_nothing(monkeypatch) -> None:
+    """Though its end is told again and again as long as nobody takes notice."""
+    monkeypatch.setattr(network_thread, "MAX_QUEUED", 1)
+    with serving(threads=1) as server, client_of(server.endpoint, 60) as client:
+        with RawPeer(server.endpoint) as peer:
+            slow = messages.gather_request([RowRequest(HOMO_NODE, np.arange(3), ("sleep1",))])
+            for _ in range(4):
+                peer.send(*encode(slow))
+            peer.sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # a reset, as when killed
+        assert client.hello() == INFO
+        busy = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - busy < 0.3

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -118,6 +119,8 @@ class NetworkThread(threading.Thread):
         self._short, self._scheduler, self._counters, self._max_request = short, scheduler, counters, max_request
         self._alive = encode(messages.alive())
         self._epoll, self._wake = select.epoll(), os.eventfd(0, os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake)  # not before the last thread that may wake this one
+        self._scratch = memoryview(bytearray(stream.SCRATCH))
         self._woken = self._stopping = False
         self._outbox: deque[tuple[Peer, Sequence[Any] | None]] = deque()
         self._freed: deque[tuple[_Host, int]] = deque()
@@ -186,9 +189,9 @@ class NetworkThread(threading.Thread):
             self._tick(now)
 
     def _take_outbox(self) -> None:
-        self._woken = False  # before the box is emptied: what comes later wakes again
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
+        self._woken = False  # between the two: what is put into the box from now on wakes again
         while self._outbox:
             peer, parts = self._outbox.popleft()
             connection = self._by_peer.get(peer)
@@ -203,10 +206,13 @@ class NetworkThread(threading.Thread):
 
     def _serve(self, connection: _Connection, event: int) -> None:
         """Go on with a connection on which something can be done."""
+        if event & (select.EPOLLERR | select.EPOLLHUP):
+            self._close(connection)
+            return
         try:
             if event & select.EPOLLOUT:
                 self._flush(connection)
-            if event & ~select.EPOLLOUT:
+            if event & select.EPOLLIN:
                 self._read(connection)
         except (OSError, EOFError):
             self._close(connection)
@@ -239,7 +245,7 @@ class NetworkThread(threading.Thread):
             return
         self._count += 1
         host = self._hosts.setdefault(address, _Host(address))
-        reader = MessageReader(self._max_request)
+        reader = MessageReader(self._max_request, scratch=self._scratch)
         connection = _Connection(sock, Peer(address, self._count), host, reader, time.monotonic())
         host.connections.add(connection)
         self._by_fd[sock.fileno()] = self._by_peer[connection.peer] = connection
@@ -252,7 +258,6 @@ class NetworkThread(threading.Thread):
         """End connections that have waited longest to be admitted; how many there were."""
         waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
         for connection in waiting[:number]:
-            self._counters.add("refused")
             self._close(connection)
         return min(number, len(waiting))
 
@@ -270,9 +275,11 @@ class NetworkThread(threading.Thread):
         host.partial -= connection.reader.partial
         host.unsent -= connection.writer.unsent
         self._forget(host)
-        if connection.state == _State.OPEN:
-            self._scheduler.gone(peer)
-            self._short.drop(peer)
+        if connection.state != _State.OPEN:
+            self._counters.add("refused")
+            return
+        self._scheduler.gone(peer)
+        self._short.drop(peer)
 
     def _forget(self, host: _Host) -> None:
         """Forget a host of which nothing is left."""
@@ -352,7 +359,7 @@ class NetworkThread(threading.Thread):
         if len(connection.hello) < stream.GREETING_BYTES:
             return False
         if stream.greeting_problem(connection.hello, self._admission is not None):
-            self._refuse(connection)
+            self._close(connection)
             return False
         if self._admission is None:
             self._open(connection)
@@ -372,10 +379,10 @@ class NetworkThread(threading.Thread):
         except WOULD_BLOCK:
             return False
         except OSError:
-            self._refuse(connection)
+            self._close(connection)
             return False
         if not is_pinned(connection.sock, self._admission.admitted):
-            self._refuse(connection)
+            self._close(connection)
             return False
         self._open(connection)
         return True
@@ -383,10 +390,6 @@ class NetworkThread(threading.Thread):
     def _open(self, connection: _Connection) -> None:
         connection.state = _State.OPEN
         self._send(connection, ())
-
-    def _refuse(self, connection: _Connection) -> None:
-        self._counters.add("refused")
-        self._close(connection)
 
     def _arrive(self, connection: _Connection, received: Received) -> None:
         self._counters.add("bytes_in", received.size)
@@ -441,7 +444,7 @@ class NetworkThread(threading.Thread):
     def _tick(self, now: float) -> None:
         for connection in [one for one in self._by_fd.values() if one.state != _State.OPEN]:
             if now - connection.since > HANDSHAKE_TIME:
-                self._refuse(connection)
+                self._close(connection)
         for connection in self._by_fd.values():
             connection.reader.pings = connection.pings = 0
         for host in list(self._hosts.values()):

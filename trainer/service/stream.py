@@ -33,7 +33,7 @@ _MAGIC = b"GNFS"
 
 _TLS = 1
 
-_SCRATCH = 1 << 16  #: bytes read at once while messages are small; more than a TLS record holds
+SCRATCH = 1 << 16  #: bytes read at once while messages are small; more than a TLS record holds
 
 _DIRECT = 1 << 15  #: bytes; a part of which so much is missing is read into its own memory
 
@@ -82,12 +82,16 @@ class MessageReader:
     are not kept. ``allocate`` gives memory for parts, uint8 [size].
     """
 
-    def __init__(self, limit: int, allocate: Callable[[int], Array] = lambda size: np.empty(size, np.uint8)):
+    def __init__(
+        self, limit: int, allocate: Callable[[int], Array] = lambda size: np.empty(size, np.uint8),
+        scratch: memoryview | None = None,
+    ):  # fmt: skip
+        """``scratch``: memory of ``SCRATCH`` bytes that readers of one thread share."""
         self.messages: deque[Received] = deque()  #: complete ones
         self.pings = 0  #: messages without parts since the owner last set it to 0
         self.partial = 0  #: bytes held of a message that is not complete
         self._limit, self._allocate = limit, allocate
-        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._scratch = memoryview(bytearray(SCRATCH)) if scratch is None else scratch
         self._head = bytearray()  # count and sizes, until they are complete
         self._sizes: list[int] = []  # of the parts of the current message
         self._parts: list[Any] = []
@@ -165,7 +169,7 @@ class MessageReader:
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]
             over = self._size > self._limit
-            self._skip = over and (len(self._parts) > 0 or size > _SCRATCH)
+            self._skip = over and (len(self._parts) > 0 or size > SCRATCH)
             self._filled = 0
             if size:
                 self._part = self._scratch if self._skip else memoryview(self._memory(size)).cast("B")

@@ -41,13 +41,16 @@ class Starting:
         self.all_ranks_at: float | None = None
 
     def take(self, k: int, event: Mapping[str, Any], now: float) -> str:
-        """One line when all graph servers are ready, one when all ranks have started; else ''."""
+        """One line when all graph servers are ready, one when all ranks have started, one for each graph server that
+        cannot keep its kernels; else ''."""
         kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
         self._seen[kind] += 1
         if kind == "server-ready":
             self._ready.add(k)
         elif kind == "server-compiles":
             self._compiling.add(k)
+            if reason := event.get("reason"):
+                return f"node{k}: {reason}; they are compiled now, which takes up to a minute or two"
         if self._seen[kind] != self._wanted.get(kind):
             return ""
         if kind == "ranks":

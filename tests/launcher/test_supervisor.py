@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -257,3 +258,14 @@ def test_heartbeat_goes_on(folder: MakeFolder) -> None:
     wait_until(lambda: run.json("state.json")["time"] > before, timeout=3)
     stop(run)
     run.end()
+
+
+def test_a_server_whose_kernels_cannot_be_kept_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    serve = "import pathlib, time; pathlib.Path('server.ready').touch(); time.sleep(60)"
+    run = RunFolder(tmp_path / "run", server=python(serve)).rank(python("print('up')"))
+    run.spec["server"]["env"] = {"GNNFLEET_KERNELS": str(tmp_path / "file/kernels"), "TMPDIR": str(tmp_path)}
+    assert run.run()["state"] == "done"
+    (told,) = (event["reason"] for event in run.events() if event["kind"] == "server-compiles")
+    kept = f"{tmp_path}/gnnfleet-kernels-{os.geteuid()}"
+    assert told == f"{tmp_path}/file/kernels cannot be written, so compiled kernels are kept in {kept}"

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def start(code: Path, kernels: Path) -> Forked:
 
 
 def call_outer() -> None:
+    tempfile.tempdir = None  # as the environment has it, not as when the parent looked
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainer"]:
         del sys.modules[name]
     sys.path.insert(0, os.environ["CODE"])
@@ -95,11 +97,17 @@ def test_what_a_kernel_calls_and_its_constants_count(code: Path, tmp_path: Path)
         assert call(code, kernels) == [answer, 0]
 
 
-def test_without_a_folder_of_its_own_it_lies_beside_the_code(code: Path, tmp_path: Path) -> None:
+def test_where_its_folder_cannot_be_made_a_temporary_one_keeps_it(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    assert call(code, tmp_path / "file" / "kernels") == [41, 0]
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    process = start(code, tmp_path / "file" / "kernels")
+    assert process.wait() == 0 and process.output.splitlines()[-1] == "41 0"
+    assert "kernels cannot be made (Not a directory): compiled kernels are kept in" in process.output
     assert call(code, tmp_path / "file" / "kernels") == [41, 1]
-    assert list((code / "trainer" / "__pycache__").glob("*.nbc"))
+    assert list((tmp_path / "tmp" / f"gnnfleet-kernels-{os.geteuid()}").glob("*.nbc"))
 
 
 class Planted:

@@ -36,7 +36,7 @@ _UNUSED_DAYS = 60
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit`` without the GIL, its compiled code in ``kernels_folder()``; where that cannot be written, where
+    """``numba.njit`` without the GIL, its compiled code in ``kernels_folder()``; where nothing can be written, where
     Numba has it. ``options`` are Numba's."""
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -159,27 +159,36 @@ def _file_of(module: str) -> str:
 
 @cache
 def _usable_folder() -> Path | None:
-    """The folder, made; what nobody has used for long is removed. None where it cannot be written.
+    """The folder, made; what nobody has used for long is removed.
 
-    Compiled kernels are code, so a folder that others may write to is not used, but one below the temporary folder.
+    Where it cannot be written it is one below the temporary folder, and where others may write to it, as compiled
+    kernels are code. None where that cannot be written either.
     """
     folder = kernels_folder()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if others_may_write(folder.stat()):
+        if why := _unusable(folder):
             private = _private_folder()
             warnings.warn(
-                f"{folder} belongs to another user, or others may write to it: compiled kernels are kept in {private} "
-                f"instead; `chmod go-w` it where it is yours, or set GNNFLEET_KERNELS to another folder",
+                f"{folder} {why}: compiled kernels are kept in {private} instead; `chmod` it where it is yours, or set "
+                "GNNFLEET_KERNELS to another folder",
                 stacklevel=2,
             )
             folder = private
-        if not os.access(folder, os.W_OK):
-            return None
         _remove_unused(folder)
     except OSError:
         return None
     return folder
+
+
+def _unusable(folder: Path) -> str:
+    """Why ``folder``, which is made, is of no use; '' where it is."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if others_may_write(folder.stat()):
+            return "belongs to another user, or others may write to it"
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    return "" if os.access(folder, os.W_OK) else "cannot be written"
 
 
 def _private_folder() -> Path:

@@ -52,8 +52,10 @@ class Keeper:
         if os.path.exists(self._spec.ready_file):
             os.remove(self._spec.ready_file)
         assert self._spec.server is not None
-        compiles = not _has_kernels({**os.environ, **self._spec.server.get("env", {})})
-        self._tell_compiling_at = time.monotonic() + _LATE if compiles else float("inf")
+        found, why = _kernels({**os.environ, **self._spec.server.get("env", {})})
+        self._tell_compiling_at = float("inf") if found or why else time.monotonic() + _LATE
+        if why and not found:
+            self._journal.event("server-compiles", reason=why)
         self.child, self.ready = self._start("server", self._spec.server), False
         self._deadline = time.monotonic() + self._spec.start_timeout
 
@@ -121,11 +123,24 @@ class Keeper:
         self.findings.append({**finding, "text": text, "stop": False})
 
 
-def _has_kernels(env: Mapping[str, str]) -> bool:
-    """Whether a server with this environment finds compiled kernels on this host, as trainer/core/compiled.py does."""
+def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
+    """Whether a server with this environment finds compiled kernels on this host, and why it keeps them elsewhere than
+    in its cache ('' where it does not), as trainer/core/compiled.py does."""
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
+    why = ""
+    if not _writable(folder):
+        instead = os.path.join(env.get("TMPDIR") or "/tmp", f"gnnfleet-kernels-{os.geteuid()}")
+        why = f"{folder} cannot be written, so compiled kernels are kept in {instead}"
+        folder = instead
     try:
-        return any(name.endswith(".nbc") for name in os.listdir(folder))
+        return any(name.endswith(".nbc") for name in os.listdir(folder)), why
     except OSError:
-        return False
+        return False, why
+
+
+def _writable(folder: str) -> bool:
+    """Whether files can be made in ``folder``, or the first folder above it that is there."""
+    while not os.path.exists(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -36,6 +36,18 @@ def is_plain_path(path: str) -> bool:
     return min(words, default=0) >= 32 and all(part not in (b"", b".", b"..") for part in words.split(b"/"))
 
 
+def read_text(path: Path, most: int) -> str:
+    """The UTF-8 text of a file of at most ``most`` bytes. Raises ValueError (for other files) and OSError."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it is larger than {most:,} bytes")
+    try:
+        return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text (byte {error.start})") from None
+
+
 def inflated(data: bytes, most: int) -> bytes:
     """What zlib has packed in ``data``; raises ValueError when it is damaged, or larger than ``most`` bytes."""
     unpacker = zlib.decompressobj()

@@ -6,14 +6,15 @@ Texts are kept as written: what ``1e-3`` or ``on`` means is decided by the type 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from launcher.errors import Problem
-from launcher.hostlist import RangeError, expand, is_range
+from launcher.hostlist import MOST, RangeError, expand, is_range
 
 
 class Dumper(yaml.SafeDumper):
@@ -71,19 +72,87 @@ Tree = Scalar | YamlSequence | Section
 
 Report = Callable[[Problem], None]
 
+MOST_BYTES = 1 << 22  #: of a file with hosts or settings; 4,096 nodes with all their keys take a third of it
+
+_MOST_VALUES = 250_000  # keys and values of a file, as written
+
+_MOST_EXPANDED = 500_000  # values that they stand for, as aliases, ranges and `defaults` multiply them
+
+_SHOWN = 200  # characters of a value in a message
+
+_MOST_DEPTH = 64  # sections and lists around a value
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of UTF-16 pairs: neither can be a part of a name or path
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes within bounds; what is beyond them is no YAML for us."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """A value and all in it. Raises MarkedYAMLError."""
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
+            many = f"it has more than {_MOST_VALUES:,} values"
+            words = many if self._values > _MOST_VALUES else f"it is nested more than {_MOST_DEPTH} deep"
+            raise yaml.MarkedYAMLError(problem=words, problem_mark=self.peek_event().start_mark)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
 
 def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int | None = None) -> Tree | None:
     """Parse one YAML document; mistakes of syntax and duplicate keys are reported. None: nothing usable.
 
     ``line`` is given for text that is not in a file, and then stands for every line.
     """
+    loader = None
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        at, words = _explain(error, text)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        return None if node is None else _Builder(file, folder, report, line).build(node, ())
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter of an escape that no character has
+        at, words = (loader.line + 1 if loader else 1), str(error)
+        if isinstance(error, yaml.YAMLError):
+            at, words = _explain(error, text)
         report(Problem(file, at if line is None else line, f"not valid YAML: {words}"))
         return None
-    return None if node is None else _Builder(file, folder, report, line).build(node, ())
+    finally:
+        if loader:
+            loader.dispose()
+
+
+Extent = tuple[int, int]  #: values in trees, and how deep they are nested
+
+
+def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
+    """Of all the trees, those of an alias counted wherever it stands. ``known``: of each tree that was looked at."""
+    values = depth = 0
+    for tree in trees:
+        if id(tree) not in known:
+            inside = () if isinstance(tree, Scalar) else tree.items
+            more, deeper = extent(inside.values() if isinstance(inside, Mapping) else inside, known)
+            known[id(tree)] = 1 + more, 1 + deeper
+        more, deeper = known[id(tree)]
+        values, depth = values + more, max(depth, deeper)
+    return values, depth
+
+
+def check_extent(found: Extent) -> None:
+    """Raises ValueError, in words, for more values or levels than a config can need."""
+    if found[0] > _MOST_EXPANDED:
+        raise ValueError(f"it stands for more than {_MOST_EXPANDED:,} values")
+    if found[1] > _MOST_DEPTH:
+        raise ValueError(f"it is nested more than {_MOST_DEPTH} deep")
+
+
+def shortened(text: str) -> str:
+    """``text`` as a message shows it."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def describe(tree: Tree) -> str:
@@ -94,7 +163,8 @@ def describe(tree: Tree) -> str:
         return "a list"
     if tree.empty:
         return "nothing" + (' (a bare ~ is empty in YAML: write "~")' if tree.text == "~" else "")
-    return f"the text `{tree.text}`" if tree.tag == "str" else f"`{tree.text}`"
+    shown = shortened(tree.text)
+    return f"the text `{shown}`" if tree.tag == "str" else f"`{shown}`"
 
 
 @dataclass
@@ -103,6 +173,9 @@ class _Builder:
     folder: Path
     report: Report
     line: int | None
+    built: dict[int, Tree] = field(default_factory=dict)  #: of each node, which aliases share
+    extents: dict[int, Extent] = field(default_factory=dict)  #: of each tree
+    merged_keys: int = 0  #: taken over by ``<<``
 
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.file, node.start_mark.line + 1 if self.line is None else self.line, self.folder)
@@ -112,12 +185,28 @@ class _Builder:
         if any(node is parent for parent in parents):
             self.report(Problem(origin.file, origin.line, "this alias contains itself"))
             return Scalar(origin, "", "null")
+        if id(node) not in self.built:
+            self.built[id(node)] = self._build(node, origin, (*parents, node))
+            try:
+                check_extent(extent([self.built[id(node)]], self.extents))
+            except ValueError as error:
+                raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from None
+        return self.built[id(node)]
+
+    def _build(self, node: yaml.Node, origin: Origin, parents: tuple[yaml.Node, ...]) -> Tree:
         if isinstance(node, yaml.MappingNode):
-            return self.section(node, origin, (*parents, node))
+            return self.section(node, origin, parents)
         if isinstance(node, yaml.SequenceNode):
-            return YamlSequence(origin, tuple(self.build(item, (*parents, node)) for item in node.value))
+            return YamlSequence(origin, tuple(self.build(item, parents) for item in node.value))
         plain = isinstance(node, yaml.ScalarNode) and not node.style
-        return Scalar(origin, node.value, node.tag.rpartition(":")[2], plain)
+        return Scalar(origin, self.text(node), node.tag.rpartition(":")[2], plain)
+
+    def text(self, node: yaml.Node) -> str:
+        """A value's or key's characters."""
+        if found := _NO_TEXT.search(node.value):
+            words = f"the character {found[0]!r} is not allowed"
+            raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
+        return str(node.value)
 
     def section(self, node: yaml.MappingNode, origin: Origin, parents: tuple[yaml.Node, ...]) -> Section:
         items: dict[str, Tree] = {}
@@ -129,12 +218,16 @@ class _Builder:
                 merged += self.merged(self.build(value, parents))
             elif not isinstance(key, yaml.ScalarNode):
                 self.report(Problem(at.file, at.line, "a key must be one word, not a list or a section"))
-            elif key.value in items:
+            elif self.text(key) in items:
                 first = f"; first on line {keys[key.value].line}" if self.line is None else ""
                 self.report(Problem(at.file, at.line, f"key `{key.value}` is given twice{first}"))
             else:
                 items[key.value], keys[key.value] = self.build(value, parents), at
         for other in merged:
+            self.merged_keys += len(other.items)
+            if self.merged_keys > _MOST_EXPANDED:
+                words = f"`<<` stands for more than {_MOST_EXPANDED:,} keys"
+                raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
             items, keys = {**other.items, **items}, {**other.keys, **keys}
         return Section(origin, items, keys)
 
@@ -183,15 +276,38 @@ def _touches_a_word(mark: yaml.Mark) -> bool:
 def expand_nodes(tree: Tree) -> Tree:
     """``nodes: 2`` as two times localhost, ``node[01-04]`` as four hosts; each keeps its place in the file.
 
-    A range that stands for nothing is left as it is, for the reader to report.
+    A range that stands for nothing is left as it is, for the reader to report. Raises RangeError for more than ``MOST``
+    nodes, or more than all their values may be.
     """
     if isinstance(tree, Scalar) and is_count(tree):
-        return YamlSequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * int(tree.text))
+        number = int(tree.text) if len(tree.text) < 10 else MOST + 1
+        return YamlSequence(tree.origin, (Scalar(tree.origin, "localhost", "str"),) * _number(number))
     if isinstance(tree, Scalar) and is_range(tree.text):
         tree = YamlSequence(tree.origin, (tree,))
     if not isinstance(tree, YamlSequence):
         return tree
-    return YamlSequence(tree.origin, tuple(node for item in tree.items for node in _expanded(item)))
+    nodes: list[Tree] = []
+    values, known = 0, dict[int, Extent]()
+    for item in tree.items:
+        hosts = _hosts(item)
+        values += extent([item], known)[0] * max(1, len(hosts))
+        _number(len(nodes) + len(hosts))
+        check_values(values)
+        nodes += _expanded(item, hosts)
+        _number(len(nodes))
+    return YamlSequence(tree.origin, tuple(nodes))
+
+
+def check_values(values: int) -> None:
+    """Raises RangeError where nodes, with what `defaults` say of each, hold too many values."""
+    if values > _MOST_EXPANDED:
+        raise RangeError(f"the nodes stand for more than {_MOST_EXPANDED:,} values")
+
+
+def _number(nodes: int) -> int:
+    if nodes > MOST:
+        raise RangeError(f"there may be {MOST:,} nodes at most")
+    return nodes
 
 
 def is_count(tree: Tree) -> bool:
@@ -199,9 +315,13 @@ def is_count(tree: Tree) -> bool:
     return isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal()
 
 
-def _expanded(item: Tree) -> Iterator[Tree]:
+def _hosts(item: Tree) -> list[Scalar]:
+    """The hosts that an entry of `nodes` stands for; none where it is no range."""
     host = item.items.get("host") if isinstance(item, Section) else item
-    hosts = [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
+    return [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
+
+
+def _expanded(item: Tree, hosts: list[Scalar]) -> Iterator[Tree]:
     for one in hosts:
         yield Section(item.origin, {**item.items, "host": one}, item.keys) if isinstance(item, Section) else one
     if not hosts:

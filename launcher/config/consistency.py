@@ -11,6 +11,8 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_w
 from launcher.config.validation import Reader
 from launcher.text import count
 
+_MOST_RANKS = 65_536
+
 FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
 
 RANK_VARIABLES = frozenset(
@@ -125,6 +127,11 @@ def _nodes(config: ClusterConfig, reader: Reader) -> None:
         reader.report(("nodes",), "nodes: empty; list at least one host")
     elif config.nodes and not config.data.serving and reader.good(("nodes",), ("data", "serving")):
         _holders(config, reader)
+    if config.world_size > _MOST_RANKS and reader.good(("nodes",)):
+        reader.report(
+            ("nodes",),
+            f"nodes: {config.world_size:,} training processes in all; there may be {_MOST_RANKS:,} at most (procs)",
+        )
     if config.run.on_client_loss == "go-on" and not clients(config) and not config.data.serving and config.nodes:
         reader.report(
             ("run", "on_client_loss"),

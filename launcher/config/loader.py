@@ -20,11 +20,26 @@ from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.config.validation import KeyPath, Reader, dotted
 from launcher.errors import ConfigError, Problem
-from launcher.hostlist import fold
-from launcher.yaml_tree import Dumper, Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, read_tree
+from launcher.files import read_text
+from launcher.hostlist import RangeError, fold
+from launcher.yaml_tree import (
+    MOST_BYTES,
+    Dumper,
+    Origin,
+    Report,
+    Scalar,
+    Section,
+    Tree,
+    YamlSequence,
+    expand_nodes,
+    read_tree,
+)
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
+
+
+_MOST_WORDS = 16  #: of a dotted key
 
 
 def apply_override(tree: Section, override: str, report: Report) -> Section:
@@ -32,7 +47,7 @@ def apply_override(tree: Section, override: str, report: Report) -> Section:
     name = f"--set {override}"
     key, equals, text = override.partition("=")
     words = key.strip().split(".")
-    if not equals or not all(words):
+    if not equals or not all(words) or len(words) > _MOST_WORDS:
         report(Problem(name, 0, "expected key=value, for instance train.lr=0.01 or nodes.0.procs=2"))
         return tree
     origin = Origin(name, 0, Path.cwd())
@@ -40,7 +55,7 @@ def apply_override(tree: Section, override: str, report: Report) -> Section:
     value = read_tree(text, name, origin.folder, failed.append, line=0) or Scalar(origin, "", "null")
     try:
         changed = tree if failed else _put(tree, words, value, origin)
-    except LookupError as error:
+    except (LookupError, RangeError) as error:
         failed.append(Problem(name, 0, str(error.args[0])))
         changed = tree
     for problem in failed:
@@ -58,7 +73,7 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
         items = list(tree.items)
         if word == "*":
             return YamlSequence(tree.origin, tuple(_put(item, words[1:], value, origin, here) for item in items))
-        if not word.isdecimal() or int(word) >= len(items):
+        if not word.isdecimal() or len(word) > 9 or int(word) >= len(items):
             raise LookupError(f"{path} has entries 0 to {len(items) - 1}, no `{word}`")
         items[int(word)] = _put(items[int(word)], words[1:], value, origin, here)
         return YamlSequence(tree.origin, tuple(items))
@@ -143,6 +158,8 @@ def _checkpoint(reader: Reader, text: str) -> str:
 
 Choose = Callable[[ClusterConfig], ClusterConfig]
 
+_MOST_PROBLEMS = 10_000  #: each of 4,096 nodes may have the same two
+
 _NODE = re.compile(r"\bnodes\.\d+")
 
 
@@ -158,8 +175,15 @@ def load_config(
     ``foreign`` is such a file that has been read already.
     """
     problems: list[Problem] = []
-    tree = overridden(path, overrides, foreign, problems.append)
-    reader = Reader(problems.append)
+
+    def report(problem: Problem) -> None:
+        problems.append(problem)
+        if len(problems) == _MOST_PROBLEMS:
+            more = Problem(str(path), 0, "there may be more mistakes, which were not looked for")
+            raise ConfigError([*_folded(problems), more])
+
+    tree = overridden(path, overrides, foreign, report)
+    reader = Reader(report)
     config = resolve_paths(reader.cluster(tree), reader)
     check_nodes(config, reader)
     chosen = config if problems else choose(config)
@@ -210,9 +234,9 @@ def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
 def _read_file(path: Path, report: Report) -> Section:
     """The file's top level; mistakes that leave nothing to read end here."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(str(path), 1, f"not UTF-8 text (byte {error.start})")]) from None
+        text = read_text(path, MOST_BYTES)
+    except ValueError as error:
+        raise ConfigError([Problem(str(path), 1, str(error))]) from None
     except OSError as error:
         raise ConfigError([Problem(str(path), 0, f"cannot be read: {error.strerror}")]) from None
     found: list[Problem] = []

@@ -70,7 +70,7 @@ class NodeConfig:
         "CUDA device ids, as [0, 1]: one process for each; empty: train on the CPU.", (), at_least=0
     )
     procs: int | None = setting(
-        "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1
+        "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
     )
     address: str | None = setting("Address at which the other nodes reach this one; default: found by preflight.", None)
     interface: str | None = setting(
@@ -144,6 +144,7 @@ class DataConfig:
         "Number of parts the graph is cut into, at least one per node that holds parts; default: one for each.",
         None,
         at_least=1,
+        at_most=65536,
     )
     replicas: int = setting(
         "How many nodes hold each part: with 2 or more a run survives the loss of a graph server.", 1, at_least=1

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import Problem
-from launcher.hostlist import RangeError, expand, is_range
+from launcher.hostlist import MOST, RangeError, expand, is_range
 from launcher.yaml_tree import (
     FLOAT,
     Origin,
@@ -22,16 +22,29 @@ from launcher.yaml_tree import (
     Section,
     Tree,
     YamlSequence,
+    check_values,
     describe,
     expand_nodes,
+    extent,
     is_count,
+    shortened,
 )
 
 KeyPath = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
 
 _INT = re.compile(r"[-+]?\d[\d_]*")
 
-_HOST = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|[^\s@]*:[^\s@]*:[^\s@]*)(?::(?P<port>\d+))?")
+_HOST = re.compile(
+    r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
+)
+
+_MOST_LISTED = {int: 1024}  #: entries of a list of numbers: devices, fanouts
+
+_LONGEST_HOST = 1000  #: characters, with user and port
+
+_LARGEST = 2**64  #: no whole number may be
+
+_LONGEST_NUMBER = 100  #: characters
 
 _OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
 
@@ -105,12 +118,17 @@ class Reader:
 
     def _nodes(self, tree: Tree, defaults: Section | None, transport: Tree | None) -> Tree:
         local = isinstance(transport, Scalar) and transport.text == "local"
-        listed = expand_nodes(tree)
+        self.origins[("nodes",)] = tree.origin
         if is_count(tree) and not local:
-            self.origins[("nodes",)] = tree.origin
             self.report(("nodes",), "nodes: a number of nodes needs `transport: local`; list the hosts instead")
-        if not isinstance(listed, YamlSequence):
-            return listed
+        try:
+            listed = expand_nodes(tree)
+            if not isinstance(listed, YamlSequence):
+                return listed
+            check_values((extent([defaults], {})[0] if defaults else 0) * len(listed.items))
+        except RangeError as error:
+            self.report(("nodes",), f"nodes: {error}")
+            return YamlSequence(tree.origin, ())
         return YamlSequence(tree.origin, tuple(self._node(i, item, defaults) for i, item in enumerate(listed.items)))
 
     def _node(self, index: int, tree: Tree, defaults: Section | None) -> Tree:
@@ -128,10 +146,10 @@ class Reader:
         host = node.items.get("host")
         if not isinstance(host, Scalar) or host.empty:
             return node
-        match = _HOST.fullmatch(host.text)
+        match = _HOST.fullmatch(host.text) if len(host.text) <= _LONGEST_HOST else None
         wrong = _wrong_range(host.text) if is_range(host.text) else ""
         if not match and not wrong:
-            wrong = f"expected host, user@host or user@host:port, found `{host.text}`"
+            wrong = f"expected host, user@host or user@host:port, found `{shortened(host.text)}`"
         if not match or wrong:
             self.origins[path] = host.origin
             self.report(path, f"{dotted(path)}.host: {wrong}")
@@ -190,7 +208,7 @@ class Reader:
         """An unknown key, with the section it belongs in or the nearest key of this one."""
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name[:_LONGEST_NUMBER], known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
         if (*path, name) in _REMOVED:
             hint = _REMOVED[(*path, name)]
@@ -234,6 +252,8 @@ class Reader:
             tree = YamlSequence(
                 tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
             )
+        if isinstance(tree, YamlSequence) and len(tree.items) > _MOST_LISTED.get(kind, MOST):
+            raise _Wrong(f"a list of at most {_MOST_LISTED.get(kind, MOST):,} entries, found {len(tree.items):,}")
         if not isinstance(tree, YamlSequence):
             example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
@@ -339,10 +359,11 @@ def _scalar(wanted: type, tree: Tree) -> Any:
         return text
     if wanted is bool and tree.tag == "bool":
         return text.lower() in ("true", "yes", "on")
-    if wanted is int and tree.plain and _INT.fullmatch(text):
-        return int(text.replace("_", ""))
-    if wanted is float and tree.plain and FLOAT.fullmatch(text) and math.isfinite(float(text)):
-        return float(text)
+    number = text.replace("_", "") if tree.plain and len(text) <= _LONGEST_NUMBER else ""
+    if wanted is int and _INT.fullmatch(number) and abs(int(number)) < _LARGEST:
+        return int(number)
+    if wanted is float and FLOAT.fullmatch(number) and math.isfinite(float(number)):
+        return float(number)
     quoted = "" if tree.plain else " in quotes"
     raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}{quoted}")
 
@@ -352,7 +373,7 @@ def _choice(choices: Iterable[str], tree: Tree) -> str:
     text = tree.text if isinstance(tree, Scalar) and not tree.empty else None
     if text in valid:
         return str(text)
-    near = difflib.get_close_matches(text or "", valid, 1)
+    near = difflib.get_close_matches((text or "")[:_LONGEST_NUMBER], valid, 1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     raise _Wrong(f"expected one of {', '.join(valid)}, found {describe(tree)}{hint}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -115,7 +116,7 @@ MISTAKES = {
     TWO + "train: {dropout: 1}\n": ["3: train.dropout: must be at least 0 and below 1; found 1.0"],
     TWO + "train: {lr: 0}\n": ["3: train.lr: must be above 0; found 0.0"],
     TWO + "run: {master_port: 65536}\n": ["3: run.master_port: must be at least 1 and at most 65535; found 65536"],
-    NODES + "  - {host: a, procs: 0}\n": ["3: nodes.0.procs: must be at least 1; found 0"],
+    NODES + "  - {host: a, procs: 0}\n": ["3: nodes.0.procs: must be at least 1 and at most 1024; found 0"],
     NODES + "  - a:70000\n": ["3: nodes.0.port: must be at least 1 and at most 65535; found 70000"],
     NODES + "  - {host: a, devices: [-1]}\n": ["3: nodes.0.devices: must be at least 0; found -1"],
     NODES + "  - a b\n": ["3: nodes.0.host: expected host, user@host or user@host:port, found `a b`"],
@@ -207,6 +208,53 @@ MISTAKES = {
 @pytest.mark.parametrize("text", MISTAKES, ids=lambda text: repr(text)[-60:])
 def test_every_mistake_is_answered_with_its_line(load: Load, text: str) -> None:
     assert problems(load, text) == MISTAKES[text]
+
+
+def nested(opening: str, times: int) -> str:
+    return f"{DATASET}name: {opening * times}\n"
+
+
+DATASET = "data: {dataset: synthetic}\n"
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 100))
+MERGED = f"a: &a {{{', '.join(f'k{i}: 1' for i in range(1000))}}}\nb:\n" + "- <<: *a\n" * 1000
+HUGE = {  # what takes for ever, or more memory than there is, where nothing bounds it → one message
+    DATASET + "transport: local\nnodes: 20000000\n": "3: nodes: there may be 4,096 nodes at most",
+    DATASET + f"transport: local\nnodes: {'9' * 5000}\n": "3: nodes: there may be 4,096 nodes at most",
+    DATASET + "nodes: ['n[1-4000]', 'm[1-4000]']\n": "2: nodes: there may be 4,096 nodes at most",
+    DATASET + f"nodes: ['n[1-4096]']\ndefaults: {{env: {{{', '.join(f'A{i}: b' for i in range(1000))}}}}}\n":
+        "2: nodes: the nodes stand for more than 500,000 values",
+    DATASET + f"nodes:\n- host: n[1-4096]\n  setup: [{'x, ' * 1000}]\n":
+        "3: nodes: the nodes stand for more than 500,000 values",
+    DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
+        "2: nodes: 99,000 training processes in all; there may be 65,536 at most (procs)",
+    BOMB: "6: not valid YAML: it stands for more than 500,000 values",
+    CHAIN: "64: not valid YAML: it is nested more than 64 deep",
+    MERGED: "503: not valid YAML: `<<` stands for more than 500,000 keys",
+    nested("[", 100_000): "2: not valid YAML: it is nested more than 64 deep",
+    nested("{a: ", 100_000): "2: not valid YAML: it is nested more than 64 deep",
+    DATASET + f"nodes: [a]\nnmae: {'x' * 1000}\n": "3: unknown key `nmae` at the top level; did you mean `name`?",
+    "nodes: [a]\n#" + "x" * (5 << 20): "1: it is larger than 4,194,304 bytes",
+    DATASET + "nodes: [a]\ntrain: {epochs: " + "9" * 5000 + "}\n":
+        f"3: train.epochs: expected a whole number, found `{'9' * 200}…`",
+    DATASET + "nodes: [a]\ntrain: {lr: 1__0_, seed: -1" + "0" * 30 + "}\n":
+        f"3: train.seed: expected a whole number, found `-1{'0' * 30}`",
+    DATASET + "nodes: [a]\ntrain: {fanouts: [" + "1, " * 2000 + "]}\n":
+        "3: train.fanouts: a list of at most 1,024 entries, found 2,000",
+    DATASET + 'nodes: ["\\0"]\n': "2: not valid YAML: the character '\\x00' is not allowed",
+    DATASET + 'nodes: ["\\ud800"]\n': "2: not valid YAML: the character '\\ud800' is not allowed",
+    DATASET + 'nodes: ["\\U00110000"]\n': "2: not valid YAML: chr() arg not in range(0x110000)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HUGE, ids=lambda text: f"{len(text)}-{repr(text)[-30:]}")
+def test_what_no_cluster_needs_is_refused_at_once(load: Load, text: str) -> None:
+    began = time.monotonic()
+    assert problems(load, text) == [HUGE[text]]
+    assert time.monotonic() - began < 20
 
 
 def test_all_mistakes_of_a_file_come_at_once(load: Load) -> None:

@@ -127,7 +127,7 @@ MISTAKES = {
         "1: defaults.host: `n[1-2]` stands for 2 hosts; list it under nodes"
     ],
     "nodes:\n  - a\n  - host: n[1-16]\n    procs: 0\n    prt: 1\n": [
-        "4: nodes.1.procs: must be at least 1; found 0 (and so for nodes.[2-16])",
+        "4: nodes.1.procs: must be at least 1 and at most 1024; found 0 (and so for nodes.[2-16])",
         "5: unknown key `prt` in nodes.1; did you mean `port`? (and so for nodes.[2-16])",
     ],
     "nodes:\n  - n[1-2]:70000\n": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from golden_kit import GOLDEN, check_messages, check_text
 from launcher.cli.launch_compat import imported
 from launcher.cli.main import run
 from launcher.config.loader import load_config
-from launcher.errors import FleetError
+from launcher.errors import ConfigError, FleetError
 from launcher.files import CODE_ROOT
 from launcher.run.options import LaunchOptions, read_config
 
@@ -74,6 +75,32 @@ WRONG = {  # content of a file `hosts`, and the words after --config hosts
     "two environments": ("- 10.0.0.1 1\n", "--dataset synthetic --venv ~/a --conda b"),
     "two files": ("- 10.0.0.1 1\n", "--ip_config hosts --dataset synthetic"),
 }
+
+
+GROUPS = "".join(
+    f"[g{i}:children]\nx{i}\ny{i}\n[x{i}:children]\ng{i + 1}\n[y{i}:children]\ng{i + 1}\n" for i in range(60)
+)
+HUGE = {  # what takes for ever where nothing bounds it → the answer's beginning
+    "[a]\nn[1:99999999999]\n": "2: `n[1:99999999999]` stands for too many hosts; a range may stand for 4,096 at most",
+    "[a]\nn[1:4096]x[1:4096]\n": "2: `n[1:4096]x[1:4096]` stands for too many hosts",
+    "[a]\n" + "".join(f"n{i}x[1:4096]\n" for i in range(30)): "3: a group may have 4,096 hosts at most",
+    "[a]\nx ansible_port=22\n" + "[a]" * 30 + "x\n": "3: nodes.1.host: `[a][a]",
+    "[a]\n" + "x" * 5000 + "\n": "2: a line of 5,000 characters",
+    "a slots=" + "9" * 5000 + "\n": "1: a line of 5,008 characters",
+    "a slots=" + "9" * 50 + "\n": "1: expected `host slots=4`",
+    ":" * 4000 + "\n10.0.0.1\n": "1: nodes.0.host: expected host",
+    f"[z]\nx\n{GROUPS}[g60]\nhost\n": "1: it has several groups (z, g0)",
+}
+
+
+@pytest.mark.parametrize("text", HUGE, ids=lambda text: f"{len(text)}-{text[:20]!r}")
+def test_what_no_cluster_needs_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        load_config(tmp_path / "hosts", ("data.dataset=synthetic",))
+    assert str(refused.value).startswith(f"{tmp_path}/hosts:{HUGE[text]}")
+    assert time.monotonic() - began < 20
 
 
 def test_mistakes_are_answered_with_the_foreign_line(

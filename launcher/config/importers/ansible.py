@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 import shlex
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.config.importers.base import Flags, Foreign, Source, number, section, text
 from launcher.errors import ConfigError, Problem
+from launcher.hostlist import MOST
 from launcher.yaml_tree import Origin, Scalar, Section, Tree, YamlSequence, describe, read_tree
 
 ALL = "all"
@@ -29,7 +32,11 @@ _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
 
 _JUMPS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
 
-_RANGE = re.compile(r"\[(\w+):(\w+)(?::(\d+))?\]")
+_RANGE = re.compile(r"\[(\w{1,18}):(\w{1,18})(?::(\d{1,18}))?\]")
+
+_DEEPEST = 32  # groups around a group
+
+_MOST_ADDED = 16 * MOST  # hosts of a group, those that it is given again counted again
 
 Variables = dict[str, Scalar]
 
@@ -43,7 +50,13 @@ class Group:
     children: dict[str, Origin] = field(default_factory=dict)
     variables: Variables = field(default_factory=dict)
 
+    added: int = 0  #: hosts, with repetitions
+
     def add(self, host: str, origin: Origin, variables: Variables) -> None:
+        """One more host, or more of one. Raises ConfigError for more than any cluster has."""
+        self.added += 1
+        if self.added > _MOST_ADDED or len(self.hosts) > MOST:
+            raise ConfigError([Problem(origin.file, origin.line, f"a group may have {MOST:,} hosts at most")])
         self.origins.setdefault(host, origin)
         self.hosts.setdefault(host, {}).update(variables)
 
@@ -60,7 +73,8 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
         raise source.wrong(1, f"group {', '.join(chosen)} has no hosts")
     problems: list[Problem] = []
     notes: dict[str, None] = {}
-    nodes = [_node(source, groups, host, problems, notes) for host in hosts]
+    inner_last = _inner_last(groups)
+    nodes = [_node(source, groups, _variables(groups, inner_last, host), host, problems, notes) for host in hosts]
     if problems:
         raise ConfigError(problems)
     folder = source.path.absolute().parent
@@ -73,23 +87,30 @@ def inventory(source: Source, groups: Groups, flags: Flags, kind: str) -> Foreig
 
 
 def expand(source: Source, line: int, name: str) -> list[str]:
-    """``node[01:03]`` and ``node[a:c]`` as Ansible counts them, both ends included."""
-    match = _RANGE.search(name)
-    if not match:
-        return [name]
-    low, high, step = match[1], match[2], int(match[3] or 1)
+    """``node[01:03]`` and ``node[a:c]`` as Ansible counts them, both ends included. Raises ConfigError."""
+    choices, end = [], 0
+    for match in _RANGE.finditer(name):
+        choices += [[name[end : match.start()]], _middle(match)]
+        end = match.end()
+    choices.append([name[end:]])
+    if not all(choices):
+        raise source.wrong(line, f"`{name}`: expected a range such as node[01:16] or node[a:f]")
+    if math.prod(map(len, choices)) > MOST:
+        raise source.wrong(line, f"`{name}` stands for too many hosts; a range may stand for {MOST:,} at most")
+    return ["".join(words) for words in itertools.product(*choices)]
+
+
+def _middle(match: re.Match[str]) -> Sequence[str]:
+    """What one range stands for, one more than ``MOST`` at most; nothing where it is none."""
+    low, high, step = match[1], match[2], int(match[3] or 1) or 1
     if low.isdecimal() and high.isdecimal():
         width = len(low) if low.startswith("0") else 0
-        middle = [str(n).zfill(width) for n in range(int(low), int(high) + 1, step or 1)]
-    elif len(low) == len(high) == 1 and low in string.ascii_letters and high in string.ascii_letters:
-        letters = string.ascii_letters
-        middle = list(letters[letters.index(low) : letters.index(high) + 1 : step or 1])
-    else:
-        middle = []
-    if not middle or len(middle) > 4096:
-        raise source.wrong(line, f"`{name}`: expected a range such as node[01:16] or node[a:f]")
-    before, after = name[: match.start()], name[match.end() :]
-    return [one for part in middle for one in expand(source, line, before + part + after)]
+        numbers = range(int(low), int(high) + 1, step)
+        return [str(n).zfill(width) for n in numbers[: MOST + 1]]
+    letters = string.ascii_letters
+    if len(low) == len(high) == 1 and low in letters and high in letters:
+        return letters[letters.index(low) : letters.index(high) + 1 : step]
+    return ()
 
 
 def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
@@ -110,15 +131,17 @@ def _choose(source: Source, groups: Groups, wanted: str | None) -> list[str]:
     raise source.wrong(1, f"it has several groups ({', '.join(top)}); choose by --group {top[0]}, or --group all")
 
 
-def _hosts(groups: Groups, name: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+def _hosts(groups: Groups, name: str) -> Iterator[str]:
     """A group's hosts and those of its children; `all` has everybody's."""
-    if name == ALL:
-        yield from (host for group in groups.values() for host in group.hosts)
-        return
-    yield from groups[name].hosts
-    for child in groups[name].children:
-        if child not in above:
-            yield from _hosts(groups, child, (*above, name))
+    seen, waiting = set[str](), [name]
+    while waiting:
+        name = waiting.pop()
+        if name == ALL:
+            yield from (host for group in groups.values() for host in group.hosts)
+        elif name not in seen:
+            yield from groups[name].hosts
+            waiting += reversed(groups[name].children)
+        seen.add(name)
 
 
 def _children_exist(source: Source, groups: Groups) -> None:
@@ -128,11 +151,13 @@ def _children_exist(source: Source, groups: Groups) -> None:
                 raise source.wrong(origin.line, f"{name}: there is no group `{child}`")
 
 
-def _node(source: Source, groups: Groups, host: str, problems: list[Problem], notes: dict[str, None]) -> Section:
+def _node(
+    source: Source, groups: Groups, variables: Variables, host: str, problems: list[Problem], notes: dict[str, None]
+) -> Section:
     """One host with the variables that hold for it."""
     origin = next(group.origins[host] for group in groups.values() if host in group.origins)
     items: dict[str, Tree] = {"host": text(origin, host)}
-    for name, value in _variables(groups, host).items():
+    for name, value in variables.items():
         if "{{" in value.text:
             if name in KEYS:
                 problems.append(Problem(source.name, value.origin.line, f"{name} is a template; write its value"))
@@ -148,26 +173,34 @@ def _node(source: Source, groups: Groups, host: str, problems: list[Problem], no
             )
         elif name in _JUMPS:
             notes[f"{name} has no counterpart; a ProxyJump belongs in ~/.ssh/config, which is read"] = None
-    if host == "localhost" and "host" not in {KEYS.get(name) for name in _variables(groups, host)}:
+    if host == "localhost" and "host" not in {KEYS.get(name) for name in variables}:
         notes["localhost is reached by ssh; --set transport=local runs nodes on this machine"] = None
     return section(origin, items)
 
 
-def _variables(groups: Groups, host: str) -> Variables:
+def _inner_last(groups: Groups) -> list[tuple[Group, set[str]]]:
+    """The groups but `all`, each with its hosts: outer groups before inner ones, those of one depth by name."""
+    depths = dict.fromkeys(groups, 1)
+    for _ in range(_DEEPEST):
+        before = dict(depths)
+        for name, group in groups.items():
+            for child in group.children:
+                depths[child] = max(depths[child], depths[name] + 1)
+        if depths == before:
+            break
+    names = sorted(groups.keys() - {ALL}, key=lambda name: (depths[name], name))
+    return [(groups[name], set(_hosts(groups, name))) for name in names]
+
+
+def _variables(groups: Groups, inner_last: Sequence[tuple[Group, set[str]]], host: str) -> Variables:
     """Those of `all`, of outer groups, of inner groups, of the host; the last one holds."""
     found = dict(groups[ALL].variables) if ALL in groups else {}
-    mine = [name for name in groups if name != ALL and host in set(_hosts(groups, name))]
-    for name in sorted(mine, key=lambda name: (_depth(groups, name), name)):
-        found |= groups[name].variables
+    for group, hosts in inner_last:
+        if host in hosts:
+            found |= group.variables
     for group in groups.values():
         found |= group.hosts.get(host, {})
     return found
-
-
-def _depth(groups: Groups, name: str, seen: tuple[str, ...] = ()) -> int:
-    """How many groups stand around one."""
-    around = [other for other, group in groups.items() if name in group.children and other not in seen]
-    return 1 + max((_depth(groups, other, (*seen, name)) for other in around), default=0)
 
 
 _HEADER = re.compile(r"\[([^\[\]:\s]+)(?::(vars|children|hosts))?\]")
@@ -211,7 +244,7 @@ def _host(source: Source, line: int, words: str, group: Group) -> None:
 
 def _port(pattern: str, origin: Origin) -> tuple[str, Variables]:
     """``host:2222``, but not ``node[01:03]``."""
-    match = re.fullmatch(r"([^:]*(?:\[[^\]]*\][^:]*)*):(\d+)", pattern)
+    match = re.fullmatch(r"([^:\[]*(?:\[[^\]]*\][^:\[]*)*):(\d+)", pattern)
     return (match[1], {"ansible_port": text(origin, match[2])}) if match else (pattern, {})
 
 

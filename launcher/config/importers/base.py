@@ -14,6 +14,8 @@ from launcher.errors import ConfigError, Problem, UsageError
 from launcher.yaml_tree import Origin, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
 
+_LONGEST_LINE = 4096
+
 
 @dataclass(frozen=True)
 class Foreign:
@@ -48,9 +50,13 @@ class Source:
         return ConfigError([Problem(self.name, line, message)])
 
     def lines(self, comment: str = "#") -> list[tuple[int, str]]:
-        """(line, text) of lines that say something, from 1, without comments."""
+        """(line, text) of lines that say something, from 1, without comments. Raises ConfigError for very long ones."""
         bare = (re.split(rf"(?:^|\s)[{comment}]", line, maxsplit=1)[0].strip() for line in self.text.splitlines())
-        return [(number, line) for number, line in enumerate(bare, 1) if line]
+        found = [(number, line) for number, line in enumerate(bare, 1) if line]
+        for at, line in found:
+            if len(line) > _LONGEST_LINE:
+                raise self.wrong(at, f"a line of {len(line):,} characters; a host with all it has takes some hundred")
+        return found
 
 
 def number(origin: Origin, value: int | str) -> Scalar:

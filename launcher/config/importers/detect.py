@@ -10,7 +10,8 @@ from launcher.config.importers.base import NODES_ONLY, Flags, Foreign, Source
 from launcher.config.importers.glt import LISTS, read_glt
 from launcher.config.importers.hostfile import HOST, read_hostfile, read_ip_list, read_nodes
 from launcher.errors import ConfigError, Problem, UsageError
-from launcher.yaml_tree import Section
+from launcher.files import read_text
+from launcher.yaml_tree import MOST_BYTES, Section
 
 _KEY = re.compile(r"^([A-Za-z_]\w*)\s*:(?:\s|$)", re.MULTILINE)
 
@@ -30,8 +31,8 @@ def read_foreign(path: Path, flags: Flags = Flags()) -> Foreign | None:  # noqa:
     if path == NODES_ONLY:
         return read_nodes(flags)
     try:
-        source = Source(path, path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+        source = Source(path, read_text(path, MOST_BYTES))
+    except (OSError, ValueError):
         return None  # told by the reader of ours
     found = _read(source, flags)
     if found is None or flags.group is not None and "inventory" not in found.kind:

@@ -10,7 +10,7 @@ from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Origin, Section, Tree
 
-HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|[0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F:]*"
+HOST = r"(?:[^\s@:#=,\[\]]+@)?(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+(?::\d+)?|(?=[^\s:]*:[^\s:]*:)[0-9a-fA-F:]+"
 
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
 
@@ -62,7 +62,7 @@ def read_hostfile(source: Source) -> Foreign:
         match = _WITH_SLOTS.fullmatch(words)
         settings = dict(_SETTING.findall(match[2])) if match else {}
         count = settings.get("slots", "1")
-        if not match or not count.isdecimal() or not int(count):
+        if not match or not count.isdecimal() or len(count) > 6 or not int(count):
             problems.append(Problem(source.name, line, f"expected `host slots=4`, found `{words}`"))
             continue
         origin, before = slots.get(match[1], (source.at(line), 0))

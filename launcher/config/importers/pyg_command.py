@@ -57,6 +57,8 @@ def parse_remote(command: str) -> Remote:
     statements = _statements(command)
     for place, statement in enumerate(statements):
         words = _words(statement, command)
+        if not words:  # a comment
+            continue
         if any(_is_python(word) for word in words):
             if place + 1 < len(statements):
                 raise _refused(command, f"`{statements[place + 1]}` follows the script; only one script is started")

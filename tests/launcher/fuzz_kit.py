@@ -1,0 +1,117 @@
+"""Mutation fuzzing: texts are cut, spliced and filled with what is likely to break a reader, for some seconds.
+
+``GNNFLEET_FUZZ_SECONDS`` sets how long each such test runs (2 without it), ``GNNFLEET_FUZZ_SEED`` other cases.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+SECONDS = float(os.environ.get("GNNFLEET_FUZZ_SECONDS") or 2)
+
+SEED = os.environ.get("GNNFLEET_FUZZ_SEED", "0")
+
+PATIENCE = 30.0  #: seconds that one case may take
+
+#: Values that readers trip over.
+HOSTILE = (
+    "", "~", "null", "-1", "0", "1_", "1__0", ".5", "1e999", "nan", ".inf", "0x10", "0o7", "1:30", "٣", "²",
+    "9" * 25, "9" * 5000, "20000000", "1e-3", "true", "off", "[]", "{}", "[[[]]]", "[" * 80, "{a: " * 80, "- " * 80,
+    "*a", "&a", "&a [*a]", "<<: *a", "!!python/object:os.system x", "!!binary x", "!!set {a}", "? [a]: b", "|", ">",
+    "'", '"', "\\", '"\\0"', '"\\ud800"', '"\\U00110000"', "\x00", "\x1b[31m", "\ufeff", "\u2028", "\t", "\r", "---",
+    "...", "%YAML 9.9", "#", "@", "`", "é" * 50, "node[1-4096]", "node[1-99999999]", "n[1-9]x[1-9999]", "n[1-",
+    "n[3-1]", "n[a-c]", "[::1]:22", "u@h:99999", ":::::", "a" * 3000, "h[01:16]", "h[a:z]",
+    "h[1:99999999999999999999]", "[a][a][a][a][a][a][a][a][a][a][a][a][a][a][a][a][a][a]x", "../../x", "/", "~/x",
+    "{node_rank}", "$HOME", "`id`", "a=b", "slots=2", "slots=" + "9" * 5000, "ansible_host={{ x }}",
+    "ansible_port=x", "all", "ungrouped", "children", "hosts", "vars", "localhost", "127.0.0.1", "nodes", "data",
+    "train", "run", "defaults",
+)  # fmt: skip
+
+_TOKEN = re.compile(r"\w+|[^\w\s]|\n[ ]*|[ ]+")
+
+
+def fuzz(seeds: Sequence[str], read: Callable[[str], object], refusal: type[Exception]) -> None:
+    """``read`` mutated texts until the time is over; anything but a value or a ``refusal`` fails the test."""
+    until, case = time.monotonic() + SECONDS, 0
+    while time.monotonic() < until:
+        case += 1
+        text = mutated(random.Random(f"{SEED} {case}"), seeds)
+        began = time.monotonic()
+        try:
+            read(text)
+        except refusal as error:
+            assert str(error).strip(), f"no message: {_shown(case, text)}"
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}: {_shown(case, text)}") from error
+        assert time.monotonic() - began < PATIENCE, f"it took too long: {_shown(case, text)}"
+
+
+def _shown(case: int, text: str) -> str:
+    folder = Path(os.environ.get("GNNFLEET_FUZZ_KEEP") or "/tmp")
+    path = folder / f"gnnfleet-fuzz-{os.getpid()}.txt"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return f"case {case} of seed {SEED}, kept in {path}: {text[:500]!r}"
+
+
+def mutated(draw: random.Random, seeds: Sequence[str]) -> str:
+    """One of the texts with some mutations."""
+    text = draw.choice(seeds)
+    for _ in range(draw.choice((1, 1, 2, 3, 5, 10))):
+        text = draw.choice(_MUTATIONS)(draw, text, seeds)
+    return text[:50_000]
+
+
+def _token(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
+    """A word gives way to a hostile one, or to one of elsewhere."""
+    spans = [match.span() for match in _TOKEN.finditer(text)] or [(0, 0)]
+    start, end = draw.choice(spans)
+    other = draw.choice(_TOKEN.findall(draw.choice(seeds)) or [""])
+    return text[:start] + draw.choice((draw.choice(HOSTILE), other, "")) + text[end:]
+
+
+def _value(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
+    """What stands behind a colon, an equals sign or a dash gives way."""
+    spans = [match.span(1) for match in re.finditer(r"(?:[:=]|- ) *([^\n,}\]]*)", text)] or [(0, 0)]
+    start, end = draw.choice(spans)
+    return text[:start] + draw.choice(HOSTILE) + text[end:]
+
+
+def _line(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
+    """A line goes, comes twice, moves, is indented otherwise, or comes from elsewhere."""
+    lines = text.split("\n")
+    at = draw.randrange(len(lines))
+    kind = draw.randrange(5)
+    if kind == 0:
+        del lines[at]
+    elif kind == 1:
+        lines[at:at] = [lines[at]] * draw.choice((1, 2, 50))
+    elif kind == 2:
+        lines.insert(draw.randrange(len(lines)), lines.pop(at))
+    elif kind == 3:
+        lines[at] = " " * draw.randrange(6) + lines[at].lstrip()
+    else:
+        lines.insert(at, draw.choice(draw.choice(seeds).split("\n")))
+    return "\n".join(lines)
+
+
+def _cut(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
+    start, end = sorted(draw.randrange(len(text) + 1) for _ in range(2))
+    return draw.choice((text[:start], text[start:], text[:start] + text[end:], text[:start] + draw.choice(seeds)))
+
+
+def _character(draw: random.Random, text: str, seeds: Sequence[str]) -> str:
+    at = draw.randrange(len(text) + 1)
+    return text[:at] + chr(draw.choice((draw.randrange(128), draw.randrange(0xD800)))) + text[at + draw.randrange(2) :]
+
+
+_MUTATIONS = (_token, _token, _value, _value, _value, _line, _line, _cut, _character)
+
+#: A long run may take longer than the time that tests have.
+unhurried = pytest.mark.timeout(SECONDS + 300)

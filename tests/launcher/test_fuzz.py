@@ -1,0 +1,132 @@
+"""Config files, files of other launchers and manifests of any content: a value, or an error with a message."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from fuzz_kit import HOSTILE, fuzz, unhurried
+from golden_kit import GOLDEN
+from launcher.config.importers.base import Flags
+from launcher.config.importers.detect import read_foreign
+from launcher.config.importers.export import cluster_yml
+from launcher.config.importers.pyg_command import parse_remote
+from launcher.config.loader import load_config, overridden, to_yaml
+from launcher.errors import ConfigError, FleetError, UsageError
+from launcher.files import CODE_ROOT
+from launcher.plan.partition import read_partition_files
+from plan_kit import parts_folder
+
+pytestmark = unhurried
+
+CONFIGS = [
+    path.read_text() for path in (*sorted((CODE_ROOT / "templates").glob("*.yml")), *sorted(GOLDEN.glob("*.yml")))
+]
+ALIASES = """\
+defaults: &d {env: &e {A: b}}
+nodes: [{<<: *d, host: a}, *n]
+train: &n {fanouts: [2, 1], epochs: 2}
+data: {dataset: x}
+"""
+INVENTORY = (
+    "[a]\nx1:22 ansible_host=h\nx[1:3] ansible_user=u\n[b:children]\na\n[a:vars]\nansible_port=22\n[c:children]\nb\na\n"
+)
+IN_YAML = """\
+all:
+  children:
+    gpu:
+      hosts: {'x[1:2]': {ansible_port: 22}, y: }
+      vars: {ansible_user: u}
+      children: {b: {hosts: {z: }}}
+"""
+FOREIGN = [
+    *(
+        file.read_text()
+        for case in sorted((GOLDEN / "foreign").iterdir())
+        for file in sorted(case.iterdir())
+        if file.name != "words"
+    ),
+    INVENTORY,
+    IN_YAML,
+    "a slots=2\nb slots=3 max_slots=4\n",
+    "10.0.0.1 1234\n- u@h:22 5\n[::1] 3\nfe80::1\n",
+]
+REMOTE = [
+    "cd /x; source ~/venv/bin/activate && A=b CUDA_VISIBLE_DEVICES=0,1 python -m x train.py --a 'b c' > log",
+    "conda activate pyg; cd $HOME/x; /opt/conda/envs/pyg/bin/python3.10 e2e_homo.py --flag=1",
+]
+OVERRIDES = [
+    "nodes.0.procs=2",
+    "nodes.*.env.A=b",
+    "train.fanouts=[1,2]",
+    "nodes=node[1-3]",
+    "data.options={a: [1]}",
+    "nodes=2",
+]
+
+
+def test_configs(tmp_path: Path) -> None:
+    """What is read is written and read again to the same."""
+    path = tmp_path / "c.yml"
+
+    def read(text: str) -> None:
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        config = load_config(path)
+        path.write_text(to_yaml(config))
+        assert to_yaml(load_config(path)) == to_yaml(config)
+
+    fuzz([*CONFIGS, ALIASES], read, ConfigError)
+
+
+def test_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "c.yml"
+    path.write_text("nodes: [a, {host: b, env: {A: b}}]\ndata: {dataset: synthetic}\n")
+    fuzz(OVERRIDES, lambda text: load_config(path, text.split("\n")), ConfigError)
+
+
+def test_files_of_other_launchers(tmp_path: Path) -> None:
+    """What is read means the same once it is written as a cluster.yml."""
+    path, ours = tmp_path / "hosts", tmp_path / "ours" / "c.yml"
+    ours.parent.mkdir()
+
+    def read(text: str) -> None:
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        foreign = read_foreign(path, Flags(dataset="synthetic"))
+        if foreign is None:
+            return
+        sets = ("data={dataset: synthetic, folder: /parts}",)
+        config = load_config(path, sets, foreign=foreign)
+        tree = overridden(path, sets, foreign, lambda problem: None)
+        ours.write_text(cluster_yml(foreign, tree, "hosts", ours.parent))
+        assert to_yaml(load_config(ours)) == to_yaml(config)
+
+    fuzz(FOREIGN, read, FleetError)
+
+
+def test_commands_of_other_launchers() -> None:
+    fuzz(REMOTE, parse_remote, UsageError)
+
+
+def test_manifests(tmp_path: Path) -> None:
+    """What is accepted names files below the folder alone."""
+    folder = Path(parts_folder(tmp_path, 2).folder)
+    path = folder / "manifest.json"
+    seed = path.read_text()
+    values = [json.dumps(text) for text in HOSTILE]
+    seeds = [
+        seed,
+        json.dumps(json.loads(seed), indent=1),
+        '{"path": "shared/../../x", "bytes": -1, "nodes": {"a": []}}',
+    ]
+    seeds.append(random.Random(0).choice(values).join(seed.split('"f1"')))
+
+    def read(text: str) -> None:
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")
+        found = read_partition_files(folder)
+        assert found is not None
+        for file in found.files:
+            assert (folder / file.path).resolve().is_relative_to(folder) and file.bytes >= 0
+        found.of_parts([0, 1], replicated=True)
+
+    fuzz(seeds, read, FleetError)

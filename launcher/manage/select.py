@@ -27,9 +27,11 @@ _TIMEOUT = 20.0
 _LISTED = 6
 
 #: $1 a pattern of run.json files; a line of mtime and path for each.
-_LIST = 'compgen -G "${1/#\\~/$HOME}" | while IFS= read -r file; do stat -c "%Y %n" "$file"; done'
+_LIST = 'compgen -G "${1/#\\~/$HOME}" | while IFS= read -r file; do stat -c "gnnfleet-run %Y %n" "$file"; done'
 
-_PLACE = re.compile(r"(?P<run_id>[^/]+)/node(?P<node_rank>\d+)/run\.json$")
+_SEEN = re.compile(
+    r"gnnfleet-run (?P<mtime>\d{1,18}) (?P<path>/.*/(?P<run_id>[^/\0]+)/node(?P<node_rank>\d{1,9})/run\.json)$"
+)
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,9 @@ def _look_around(config: ClusterConfig, attempts: Mapping[int, Transport | Trans
 
 def _seen(host: int, listing: str) -> Iterator[RunFileSeen]:
     for line in listing.splitlines():
-        mtime, _, path = line.partition(" ")
-        place = _PLACE.search(path)
-        if place and mtime.isdigit():  # else a profile that prints
-            yield RunFileSeen(place["run_id"], int(place["node_rank"]), host, path, int(mtime))
+        found = _SEEN.search(line)  # a profile may have printed before it
+        if found:
+            yield RunFileSeen(found["run_id"], int(found["node_rank"]), host, found["path"], int(found["mtime"]))
 
 
 def _choose(
@@ -120,8 +121,13 @@ def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | Trans
         assert isinstance(line, Transport)
         done = line.run(Command(("cat", one.path)), timeout=_TIMEOUT)
         if done.returncode == 0:
-            return read_run(done.stdout.decode("utf-8"))
-        errors.append(f"{line.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
+            text = done.stdout.decode("utf-8", "replace")
+            try:
+                return read_run(text[max(0, text.find('{"format"')) :])  # a profile may have printed before it
+            except FleetError as error:
+                errors.append(f"{line.target}: {error}")
+        else:
+            errors.append(f"{line.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
     raise FleetError(f"the plan of run {seen[0].run_id} cannot be read: {'; '.join(errors)}")
 
 

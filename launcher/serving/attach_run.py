@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -166,8 +167,10 @@ def check_ways(serving: ServingCluster, plan: LaunchPlan, lines: Mapping[int, Tr
     """
     places = [place for server in serving.servers for place in _host_and_port(server.endpoint)]
     command = Command(("bash", "-c", _UNREACHED, "bash", *places))
-    answers = on_nodes(lines, lambda k: lines[k].run(command, timeout=_TIMEOUT).stdout.decode()).or_raise()
-    closed = {k: [serving.servers[i] for i in _places(told)] for k, told in answers.items()}
+    answers = on_nodes(
+        lines, lambda k: lines[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
+    ).or_raise()
+    closed = {k: [serving.servers[i] for i in _places(told) if i < len(serving.servers)] for k, told in answers.items()}
     labels = {node.node_rank: node.label for node in plan.nodes}
     cut_off = [labels[k] for k in sorted(closed) if len(closed[k]) == len(serving.servers)]
     if cut_off:
@@ -189,8 +192,7 @@ def _host_and_port(place: str) -> tuple[str, str]:
 
 
 def _places(told: str) -> list[int]:
-    words = [line.split() for line in told.splitlines()]
-    return sorted(int(word[1]) for word in words if len(word) == 2 and word[0] == "unreached")
+    return sorted(int(place) for place in re.findall(r"unreached (\d{1,6})$", told, re.MULTILINE))
 
 
 def leave(found: FoundRun) -> list[str]:

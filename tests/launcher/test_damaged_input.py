@@ -21,6 +21,7 @@ from fake_transport import FakeTransport, printed
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
 from launcher.command import Command
 from launcher.errors import FleetError, TransportError
+from launcher.manage import select
 from launcher.manage.node_views import OpenRun, node_view
 from launcher.manage.show_logs import LinePrinter, Wanted, print_logs
 from launcher.manage.status import Status, rendered
@@ -50,7 +51,9 @@ from launcher.serving.serve_status import ServeStatus
 from launcher.sync import collect
 from launcher.text import console_for
 from launcher.transport import process
+from launcher.transport.base import Completed
 from launcher.transport.local import LocalTransport
+from operate_kit import MadeRun
 from run_kit import make_launch, make_node
 from test_html import made_run
 
@@ -178,6 +181,23 @@ def test_a_profile_that_prints_a_window_title_does_not_make_stop_fail(tmp_path: 
     assert stop_session(answering(told), make_node(tmp_path, 0, []), timeout=1.0).killed == ("3 x",)
     with pytest.raises(FleetError, match="could not stop the run there"):
         stop_session(answering('{"stopped": true'), make_node(tmp_path, 0, []), timeout=1.0)
+
+
+def test_a_profile_that_prints_a_window_title_hides_no_run_on_the_hosts_of_a_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = MadeRun(tmp_path)
+    host = LocalTransport()
+    run = host.run
+
+    def with_title(command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
+        done = run(command, stdin=stdin, timeout=timeout)
+        return replace(done, stdout=TITLE.encode() + done.stdout)
+
+    monkeypatch.setattr(host, "run", with_title)
+    monkeypatch.setattr(select, "connect_all", lambda config: {0: host, 1: host})
+    with select.discovered(made.config, tmp_path / "cluster.yml", None) as found:
+        assert found.found.run_id == "r1" and found.found.needed_plan == made.plan
 
 
 # What files say

@@ -137,6 +137,12 @@ _GRAPH_OPTIONS = (
     ),
 )  # fmt: skip
 
+_DIGESTS = _from_run(
+    "--digests/--no-digests", "DIGESTS",
+    "Compare the files that are opened with the sha256 in the manifest, once on each host.",
+    default=True, show_default=True,
+)  # fmt: skip
+
 _REMOTE_ACCESS = tuple(field.name for field in fields(RemoteAccess))
 
 
@@ -148,7 +154,7 @@ def _graph_options(function: F) -> F:
         remote_access = RemoteAccess(**{name: options.pop(name) for name in _REMOTE_ACCESS})
         return function(**options, remote_access=remote_access)
 
-    for option in reversed(_GRAPH_OPTIONS):
+    for option in reversed((*_GRAPH_OPTIONS, _DIGESTS)):
         reaching = option(reaching)
     return cast(F, reaching)
 
@@ -170,10 +176,10 @@ def cli() -> None:
 @settings_options
 def train(
     parts: Path | None, run_dir: Path, part_ids: tuple[int, ...] | None, cluster: Path | None, key_file: Path | None,
-    remote_access: RemoteAccess, **settings: Any,
+    digests: bool, remote_access: RemoteAccess, **settings: Any,
 ) -> None:  # fmt: skip
     """Train a model on a partition folder; under torchrun, one rank of it."""
-    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access)
+    job = TrainJob(TrainSettings(**settings), parts, run_dir, part_ids, cluster, key_file, remote_access, digests)
     with _importing():
         from trainer.train.job import train as run
 
@@ -231,6 +237,7 @@ def infer(**options: Any) -> None:
 @click.option("--stats-file", type=_FOLDER, help="Load, clients and queues, as JSON every 2 s.")
 @_topology("replicated: the edges of all parts are in the folder, so only rows are asked of others.")
 @_server_wait("Seconds a lost server may take to come back when nobody else has its parts.")
+@_DIGESTS
 def serve(**options: Any) -> None:
     """Serve parts and whole batches to other hosts until SIGTERM."""
     with _importing():

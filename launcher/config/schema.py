@@ -167,6 +167,11 @@ class DataConfig:
     mode: Literal["sync", "verify"] = setting(
         "`sync` sends each node its parts; `verify` checks parts that the nodes already see.", "sync"
     )
+    digests: bool = setting(
+        "Each node compares all files of its parts with their digests when a run starts, at the speed of its disk; "
+        "`false` for parts for which that takes longer than `run.start_timeout`.",
+        True,
+    )
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ def _run_env(context: PlanContext, site: Site) -> dict[str, str]:
         "GNNFLEET_PART_IDS": ",".join(map(str, site.parts)),
         "GNNFLEET_CLUSTER": f"{site.run_dir}/cluster.json",
     }
+    if not context.config.data.digests:
+        env["GNNFLEET_DIGESTS"] = "0"
     if context.encrypted:
         env["GNNFLEET_SERVICE_KEY"] = f"{site.run_dir}/service.key"
     return env

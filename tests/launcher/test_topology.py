@@ -163,6 +163,13 @@ def test_processes_are_told() -> None:
     assert alone is not None and not any(name in alone.env for name in told)
 
 
+def test_no_process_compares_digests_where_the_config_says_so() -> None:
+    for digests, told in ((True, None), (False, "0")):
+        for node in plan_of(with_data(SERVED, digests=digests)).nodes:
+            for command in filter(None, (node.server, node.trainer)):
+                assert command.env.get("GNNFLEET_DIGESTS") == told
+
+
 def test_rounded_rows_and_precision_are_flags_where_they_are_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "c.yml"
     text = "nodes: [a, b]\ndata: {{dataset: synthetic{}}}\n{}\n"

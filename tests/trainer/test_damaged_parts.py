@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
+import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +17,18 @@ import pytest
 
 from damage_kit import all_of, damage, small_folder
 from forked import Forked
-from train_kit import environment
+from service_kit import write_cluster
+from train_kit import environment, finish, free_port, job, start_rank
 from trainer.core.errors import PartitionError
+from trainer.core.ranks import Ranks
+from trainer.graph.environment import open_any
+from trainer.service import serve
+from trainer.service.serve import ServeJob
 from trainer.store import digest_check, part_files
 from trainer.store.digest_check import checked_digests, sha256_of
 from trainer.store.part_store import open_parts
+from trainer.train.job import find_damage, train
+from trainer.train.settings import TrainJob, TrainSettings
 
 SECONDS = float(os.environ.get("GNNFLEET_DAMAGE_SECONDS") or 3)  #: longer: `make test` has no time for more
 EDGES = "part0/edges/v-1.0__pre-depends__v-1.0"
@@ -37,15 +49,25 @@ def folder(tmp_path: Path) -> Path:
 def test_whatever_is_damaged_is_an_error_and_never_a_crash_or_a_wrong_row(sound: Path, tmp_path: Path) -> None:
     seed = time.time_ns() % 2**40
     process = Forked(damage, (sound, tmp_path / "work", seed, SECONDS), environment())
-    try:
-        status = process.wait(SECONDS + 120)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        raise
-    tail = process.output[-3000:]
-    assert status == 0, f"ended by {status}: {tail}"
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS + 120)
+    status, tail = process.returncode, process.output[-3000:]
+    process.kill()
+    assert status == 0, f"ended by {status} (None: it hangs): {tail}"
     word, tried, refused = process.output.splitlines()[-1].split()
     assert word == "done" and int(tried) > 10 and int(refused) > int(tried) / 2, tail
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", f"{EDGES}/indices.npy", "part0/.gnnfleet-ranges.json"])
+def test_nobody_waits_for_a_pipe_in_the_place_of_a_file(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    if name.endswith("ranges.json"):
+        open_parts(folder)
+    else:
+        with pytest.raises(PartitionError, match="it is not a regular file"):
+            open_parts(folder)
 
 
 def rewrite(path: Path, change) -> None:
@@ -174,3 +196,44 @@ def test_a_process_that_is_started_again_in_the_same_run_compares_nothing_twice(
 
 def test_a_sound_folder_is_opened_alike_with_and_without_digests(sound: Path) -> None:
     assert all_of(sound, True) == all_of(sound, False)
+
+
+def test_a_graph_server_compares_its_files_before_it_serves(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "_catch_signals", threading.Event)
+    cluster = write_cluster(tmp_path / "cluster.json", (0, None, [0, 1]))
+    told = ServeJob(folder, (0, 1), "tcp://127.0.0.1:0", cluster, 0, tmp_path / "server.ready")
+    flip_a_byte(folder / EDGES / "orig_id.npy")
+    with pytest.raises(PartitionError, match=r"orig_id.npy does not have the sha256"):
+        serve.serve(told)
+    assert not told.ready_file.exists()
+    monkeypatch.setattr(serve, "warm_up", lambda graph: sys.exit("goes on"))
+    with pytest.raises(SystemExit, match="goes on"):
+        serve.serve(replace(told, digests=False))
+
+
+def test_where_no_server_does_the_first_rank_of_a_node_compares(folder: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("GNNFLEET_SERVER_READY", raising=False)
+    told = TrainJob(TrainSettings(target="v-1.0"), folder, tmp_path)
+    assert find_damage(told, Ranks()) is None
+    flip_a_byte(folder / NODES / "v-1.0" / "attrs" / "half.npy")
+    with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"):
+        train(told, Ranks())
+    assert find_damage(replace(told, digests=False), Ranks()) is None
+    assert find_damage(told, Ranks(rank=1, world_size=2, local_rank=1)) is None
+    run = {"GNNFLEET_PARTS": str(folder), "GNNFLEET_PART_IDS": "0,1", "GNNFLEET_CLUSTER": ""}
+    with pytest.raises(PartitionError, match=r"half.npy does not have the sha256"):
+        open_any(environ=run)
+    open_any(environ={**run, "GNNFLEET_DIGESTS": "0"}).close()
+    open_any(environ={**run, "GNNFLEET_SERVER_READY": "/run/server.ready"}).close()
+    open_any(folder).close()
+
+
+def test_damage_on_one_rank_is_told_on_all(folder: Path, tmp_path: Path) -> None:
+    damaged, port = shutil.copytree(folder, tmp_path / "damaged"), free_port()
+    flip_a_byte(damaged / NODES / "v-1.0" / "attrs" / "half.npy")
+    jobs = [replace(job(parts, tmp_path), settings=TrainSettings(target="v-1.0")) for parts in (folder, damaged)]
+    ranks = [start_rank([one], rank, 2, port, LOCAL_RANK="0") for rank, one in enumerate(jobs)]
+    first, second = (finish(process) for process in ranks)
+    assert first.returncode == second.returncode == 1
+    assert "half.npy does not have the sha256" in second.output
+    assert "error: rank 1 (node0" in first.output and "half.npy does not have the sha256" in first.output

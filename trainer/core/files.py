@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,14 @@ def write_whole(
         raise
     if sync:
         sync_path(path.parent)
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file; a pipe or device, which could be waited for, is an ``OSError``."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
 
 
 def sync_path(path: str | Path) -> None:

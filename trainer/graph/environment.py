@@ -16,6 +16,8 @@ from trainer.core.remote_settings import RemoteAccess
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.service.cluster import read_cluster
+from trainer.store.digest_check import checked_digests
+from trainer.store.part_store import open_parts
 
 _GLANCE = 0.02  #: seconds between looks for a graph server's ready file
 
@@ -39,6 +41,7 @@ def open_any(
             read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
             remote_access=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
         )  # fmt: skip
+    in_run = path is None
     if path is None:
         _check_in_run(environ)
         path = environ["GNNFLEET_PARTS"]
@@ -47,10 +50,22 @@ def open_any(
         part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
     else:
         part_ids = read_cluster(cluster).node(ranks.node_rank).parts if cluster else None
+    access = RemoteAccess.from_env(environ)
+    if in_run and compares_digests(ranks, environ) and environ.get("GNNFLEET_DIGESTS", "1") != "0":
+        with checked_digests(open_parts(path, part_ids, access.topology)):
+            pass
     return open_graph(
         path, part_ids, cluster_file=cluster, node_rank=ranks.node_rank, key_file=key_file, deadline=deadline,
-        ranks=ranks, placed=placed, remote_access=RemoteAccess.from_env(environ),
+        ranks=ranks, placed=placed, remote_access=access,
     )  # fmt: skip
+
+
+def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process compares the files it opens with their digests: once on each node is enough.
+
+    The node's graph server does before it is ready, where the launcher has started one.
+    """
+    return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 
 
 def await_own_server(environ: Mapping[str, str] = os.environ) -> None:

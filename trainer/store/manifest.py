@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
-from trainer.core.files import write_whole
+from trainer.core.files import read_regular, write_whole
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
 
@@ -179,7 +179,7 @@ def manifest_digest(folder: str | Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         where = "the folder does not exist" if not path.parent.is_dir() else "the folder holds no partition"
         raise PartitionError(f"{path} is missing: {where}; make one with `partition make`") from None

@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError
-from trainer.core.files import write_whole
+from trainer.core.files import read_regular, write_whole
 from trainer.store.manifest import FileEntry, Manifest
 
 _NOTE = ".gnnfleet-ranges.json"
@@ -98,7 +98,7 @@ class FileNote:
 
 def _read_json(path: Path) -> dict[str, str]:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
+        known = json.loads(read_regular(path))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -26,6 +26,7 @@ from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.job import (
     check_same_partition,
+    find_damage,
     layout_of,
     one_host_layout,
     open_places,
@@ -53,8 +54,9 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
     writes it to ``out/infer.json``. Raises ``TrainerError`` for what a user can act on, on every rank.
     """
     ranks = ranks or Ranks.from_env(os.environ)
+    damage = find_damage(job, ranks)
     with join_ranks(ranks, pick_device(ranks), "gloo", job.timeout) as group, ExitStack() as stack:
-        graph = group.agree(lambda: stack.enter_context(open_places(job, ranks)))
+        graph = group.agree(lambda: stack.enter_context(open_places(job, ranks, damage)))
         check_same_partition(graph, group)
         scratch = group.agree(lambda: _scratch(job.out, group.rank))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)

@@ -18,7 +18,7 @@ from trainer.core.schema import NodeType
 from trainer.core.slabs import keep_freed_memory
 from trainer.graph.cache_fill import FilledCache, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
-from trainer.graph.environment import await_own_server, is_client
+from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_client, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, LoaderSettings, columns_of
@@ -27,7 +27,9 @@ from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import build_model
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.service.cluster import read_cluster
+from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import Manifest
+from trainer.store.part_store import open_parts
 from trainer.train.checkpoint import Checkpoint, check_fits, graph_record, load_checkpoint
 from trainer.train.fit import Fit, FitResult
 from trainer.train.metrics import MetricsLog
@@ -36,11 +38,28 @@ from trainer.train.settings import InferJob, TrainJob, TrainSettings
 from trainer.train.task import node_classification, pick_target
 
 
-def open_places(job: TrainJob | InferJob, ranks: Ranks) -> Graph:
+def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
+    """What is wrong with the files that this node's ranks open; None where another process looks, or nobody is to.
+
+    It may take as long as reading them. Ranks that wait for this one meanwhile do so in their first meeting.
+    """
+    if not job.digests or job.parts is None or not compares_digests(ranks):
+        return None
+    try:
+        with checked_digests(open_parts(job.parts, job.part_ids, job.remote_access.topology)):
+            return None
+    except PartitionError as error:
+        return error
+
+
+def open_places(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
     """The job's parts opened here, the hosts of the others connected; on a client node the graph that servers hold.
 
-    Raises as ``open_graph`` and ``open_client`` do, and ``SettingsError`` without a partition folder elsewhere.
+    Raises ``damage`` if there is some, as ``open_graph`` and ``open_client`` do, and ``SettingsError`` without a
+    partition folder elsewhere.
     """
+    if damage is not None:
+        raise damage
     if job.parts is None:
         if job.cluster is None or not is_client(job.cluster, ranks.node_rank):
             raise SettingsError(
@@ -181,16 +200,16 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
     regroups = RegroupOptions.from_env(os.environ, job.run_dir)
-    with _RunResources(job, ranks, regroups is not None) as run:
+    with _RunResources(job, ranks, regroups is not None, find_damage(job, ranks)) as run:
         return with_team(run.train, ranks, device, settings.backend, settings.timeout, regroups)
 
 
 class _RunResources(ExitStack):
     """What one process opens and makes for a run, once, whoever leaves it; closed at the end."""
 
-    def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool):
+    def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool, damage: PartitionError | None):
         super().__init__()
-        self.job, self.ranks, self.regroups = job, ranks, regroups
+        self.job, self.ranks, self.regroups, self.damage = job, ranks, regroups, damage
         self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
 
     def train(self, group: RankGroup) -> FitResult:
@@ -204,7 +223,7 @@ class _RunResources(ExitStack):
         return self._made[0].run()
 
     def _prepare(self, group: RankGroup) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
-        graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks)))
+        graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks, self.damage)))
         check_same_partition(graph, group)
         metrics = group.agree(
             lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard))

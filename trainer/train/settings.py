@@ -91,6 +91,7 @@ class TrainJob:
     cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
     key_file: Path | None = None  #: service.key, when the graph service is encrypted
     remote_access: RemoteAccess = RemoteAccess()
+    digests: bool = True  #: whether files are compared with their digests, where no graph server of this node does
 
     @property
     def timeout(self) -> float:
@@ -111,6 +112,7 @@ class InferJob:
     remote_access: RemoteAccess = RemoteAccess()
     nodes_at_once: int = 4096  #: nodes computed together; bounds memory
     timeout: float = 120.0  #: seconds any wait may take
+    digests: bool = True
 
 
 class IntList(click.ParamType):

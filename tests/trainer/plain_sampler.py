@@ -79,7 +79,7 @@ def row_key(key, e, node, tree_key):
 
 
 def pick(graph, e, node, rule, key, tree_key=None):
-    """(edge ids in the order drawn, whether the row was taken whole)."""
+    """(edge ids in the order drawn, whether the row was taken whole: those of a bounded row are by time then)."""
     row = [int(edge) for edge in np.flatnonzero(graph.edges[e][1] == node)]
     candidates = [edge for edge in row if passes(graph, e, edge, rule)]
     drawn, n = row_key(key, e, node, tree_key), len(candidates)
@@ -96,6 +96,8 @@ def pick(graph, e, node, rule, key, tree_key=None):
         return [candidates[place] for place in places], False
     whole = rule.fanout < 0 or n <= rule.fanout
     steps = min(rule.shuffle, n - 1) if whole else rule.fanout
+    if whole and bounded and rule.shuffle == 0:
+        return sorted(candidates, key=lambda c: (graph.time(e, c, rule.time), c)), True
     if weighted or last:
         if weighted:
             race = {

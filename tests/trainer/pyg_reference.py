@@ -77,12 +77,13 @@ class PlainSampler(BaseSampler):
         edges = self.rows[edge_type].get(target, [])
         if bound is not None:
             edges = [e for e in edges if self._time(edge_type, e) is None or self._time(edge_type, e) <= bound]
+            edges.sort(key=lambda e: self._time(edge_type, e) or 0)  # as its CSC keeps them
         if self.weight:
             edges = [e for e in edges if self.weight[edge_type][e] > 0]
         if fanout < 0 or (len(edges) <= fanout and not self.replace) or not edges:
             return edges
         if self.last and bound is not None:
-            return sorted(edges, key=lambda e: self._time(edge_type, e) or 0)[-fanout:]
+            return edges[-fanout:]
         weights = [self.weight[edge_type][e] for e in edges] if self.weight else None
         if self.replace:
             return self.random.choices(edges, weights, k=fanout)

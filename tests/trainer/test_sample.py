@@ -93,9 +93,18 @@ def test_conditions_that_nothing_fails_change_no_draw():
 
 
 def test_row_taken_whole_keeps_edge_order_when_nobody_wants_a_prefix():
-    graph = star_graph(9, weights=np.arange(1, 10), times=np.arange(9)[::-1].copy())
-    for more in ({}, {"weight": "w"}, {"bound": TimeBound(np.array([9]), "t", "edge", last=True)}):
+    graph = star_graph(9, weights=np.arange(1, 10))
+    for more in ({}, {"weight": "w"}):
         assert np.array_equal(picked(graph, -1, 3, **more), np.arange(1, 10))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_row_taken_whole_is_in_order_of_time_when_nobody_wants_a_prefix(last):
+    times = np.random.default_rng(3).integers(0, 40, 200)
+    bound = TimeBound(np.array([30]), "t", "edge", last=last)
+    in_time = np.flatnonzero(times <= 30)
+    expected = 1 + in_time[np.argsort(times[in_time], kind="stable")]
+    assert np.array_equal(picked(star_graph(200, times=times), -1, 3, bound=bound), expected)
 
 
 @pytest.mark.parametrize(("degree", "kind"), [(80, "plain"), (12, "filtered")])

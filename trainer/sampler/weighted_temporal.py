@@ -54,11 +54,14 @@ def pick_candidates(
 ) -> Any:  # fmt: skip
     """(slots taken, int64; -1), grouped by row, or (none, slot) for an edge whose weight is none.
 
+    With times, a row that is taken whole is in order of time, earliest first, as in torch_geometric, unless a later hop
+    wants a prefix of it (``how.shuffle``).
     (none, ``TOO_MANY``) for more than ``most``. Fills ``counts`` int32 [n]. ``longest`` is the highest degree of a row.
     """
     slots, values = np.empty(longest, np.int64), np.empty(longest, np.float64)
     ranks = values.view(np.int64)
     out, used = np.empty(max(1024, len(rows)), np.int64), 0
+    timed = len(must.bounds) > 0
     for i in range(len(rows)):
         found = _collect(indptr, indices, rows[i], i, must, how.weighted, slots, values)
         if found < 0:
@@ -83,6 +86,8 @@ def pick_candidates(
             _take_race(slots[:found], values, ranks, begin, how.shuffle, drawn, picks)
         else:
             _take_shuffled(slots[:found], how.shuffle, drawn, picks)
+        if timed and how.shuffle == 0 and count == found and (how.last or not how.replace or how.fanout < 0):
+            _sort_by_time(must.times, picks, ranks)
         used += count
     return out[:used], -1
 
@@ -199,6 +204,20 @@ def _take_last(times: Any, slots: Any, ranks: Any, shuffle: int, picks: Any) -> 
             slots[j] = ~slots[j]
     for j in range(wanted):
         picks[j] = slots[j]
+
+
+@_jit
+def _sort_by_time(times: Any, picks: Any, ranks: Any) -> None:
+    """By time, then slot."""
+    in_order = True
+    for k in range(len(picks)):
+        ranks[k] = np.int64(times[picks[k]])
+        in_order = in_order and (
+            k == 0 or ranks[k - 1] < ranks[k] or (ranks[k - 1] == ranks[k] and picks[k - 1] < picks[k])
+        )
+    if not in_order:
+        _make_heap(ranks, picks, len(picks))
+        _sort_heap(ranks, picks, len(picks))
 
 
 @_jit

@@ -4,6 +4,7 @@
   rows that later layers read.
 - ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a batch
   (``batch.blocks``); ``build_model``: the bundled trainer's models of them.
+- ``inference``: torch_geometric's ``BasicGNN.inference`` with this package's loaders.
 - ``facts_of``, ``layer_needs``: what a model has to know of a graph, and what each of its layers has to compute.
 - ``ShardedEmbedding``: trainable rows of nodes, spread over the ranks.
 - ``DotProduct``, ``DistMult``, ``MLPDecoder``: scores of links; losses and ``LinkSums``, ``mrr``, ``hits_at``, ``auc``.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, facts_of, layer_needs
 from trainer.nn.hetero_layers import HeteroSAGEConv, HGTConv, RGCNConv
+from trainer.nn.inference import inference
 from trainer.nn.layers import GATConv, GCNConv, SAGEConv
 from trainer.nn.link_metrics import LinkScore, LinkSums, auc, hits_at, mrr, ranks
 from trainer.nn.links import (
@@ -59,6 +61,7 @@ __all__ = [
     "embedding_state",
     "facts_of",
     "hits_at",
+    "inference",
     "layer_needs",
     "load_embedding_state",
     "margin_loss",

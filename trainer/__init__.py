@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer.loader.link_loader import DistLinkNeighborLoader
     from trainer.loader.neighbor_loader import DistNeighborLoader
     from trainer.loader.subgraph_loaders import DistClusterLoader, DistShaDowKHopSampler
+    from trainer.loader.zip_loader import DistZipLoader
     from trainer.train.steplog import StepLog
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "DistLinkNeighborLoader",
     "DistNeighborLoader",
     "DistShaDowKHopSampler",
+    "DistZipLoader",
     "StepLog",
     "connect",
     "open",
@@ -50,6 +52,7 @@ _LAZY = {
     "DistLinkNeighborLoader": "trainer.loader.link_loader",
     "DistNeighborLoader": "trainer.loader.neighbor_loader",
     "DistShaDowKHopSampler": "trainer.loader.subgraph_loaders",
+    "DistZipLoader": "trainer.loader.zip_loader",
     "StepLog": "trainer.train.steplog",
 }
 

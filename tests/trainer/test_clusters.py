@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch_geometric.loader import ClusterData, ClusterLoader
 from torch_geometric.nn import GCN
+from torch_geometric.utils import sort_edge_index
 
 import graphs
 from load_kit import hetero_data, homo_data, opened, parts_of
@@ -160,6 +161,22 @@ def test_torch_geometrics_batches_of_the_same_clusters(batch_size):
         assert torch.equal(torch.from_numpy(cluster)[mine.n_id], torch.from_numpy(cluster)[other.id])
         mine.edge_index, other.edge_index = mine.n_id[mine.edge_index], other.id[other.edge_index]
         assert triples(mine) == triples(other)
+
+
+@pytest.mark.parametrize("sparse_format", ["csr", "csc"])
+@pytest.mark.parametrize("source", ["memory", "parts"])
+def test_edges_are_in_the_order_of_torch_geometrics_clusters(sparse_format, source):
+    data = homo_data(num_edges=900)  # some edges twice
+    graph = clustered(edges=900)[0] if source == "parts" else data
+    num_clusters = None if source == "parts" else 5
+    for batch in DistClusterLoader(graph, num_clusters, sparse_format=sparse_format, batch_size=3, shuffle=True):
+        in_order = sort_edge_index(batch.edge_index, sort_by_row=sparse_format == "csr")
+        assert torch.equal(batch.edge_index, in_order) and batch.num_edges
+        assert_whole(batch, data)
+    with pytest.raises(SettingsError, match="sparse_format 'coo'; it is 'csr' or 'csc'"):
+        DistClusterLoader(graph, num_clusters, sparse_format="coo")
+    with pytest.raises(SettingsError, match="keep_inter_cluster_edges: the other ends of edges .* are not in it"):
+        DistClusterLoader(graph, num_clusters, keep_inter_cluster_edges=True)
 
 
 def test_odd_graphs_and_clusters_without_nodes():

@@ -70,6 +70,7 @@ def test_loaders_on_a_connected_graph(folder, plain):
         for make in (
             lambda g: DistNeighborLoader(g, [4, 3], "train", batch_size=8, shuffle=True),
             lambda g: DistLinkNeighborLoader(g, [4], batch_size=50, neg_sampling="binary"),
+            lambda g: DistNeighborLoader(g, [], "train", batch_size=8),
         ):
             assert_identical(list(make(graph)), list(make(local)))
         (client,) = [client for client in plain.servers[1].scheduler_status().clients if "alice" in client.name]

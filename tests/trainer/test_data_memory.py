@@ -93,16 +93,20 @@ def test_what_numpy_cannot_hold_stays_with_the_data():
 
 
 def test_graphs_without_edges_or_ends():
-    with pytest.raises(DataError, match="mine: no edge_index$"):
-        dataset_of(Data(x=torch.zeros(2, 1)), "mine")
+    empty = dataset_of(Data(x=torch.zeros(2, 1)), "mine")
+    assert empty.nodes[HOMO_NODE].num_nodes == 2 and empty.edges[HOMO_EDGE].num_edges == 0
     data = HeteroData()
     data["a", "to", "b"].edge_index = torch.tensor([[0], [0]])
     with pytest.raises(DataError, match=r"ends at 'a', which has no nodes; set data\['a'\].num_nodes"):
         dataset_of(data, "mine")
-    data = HeteroData(a={"num_nodes": 2})
-    data["a", "to", "a"].adj_t = torch.eye(2).to_sparse_csr()
-    with pytest.raises(DataError, match=r"no edge_index of \('a', 'to', 'a'\); it is stored as adj_t"):
-        dataset_of(data, "mine")
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo])
+def test_edges_of_a_transposed_adjacency_matrix(layout):
+    data = HeteroData(a={"num_nodes": 3}, b={"num_nodes": 2})
+    entries = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]])  # 1 -> 0, 0 -> 1, 2 -> 1
+    data["a", "to", "b"].adj_t = entries.to_sparse(layout=layout)
+    assert dataset_of(data, "mine").edges["a", "to", "b"].edge_index.tolist() == [[1, 0, 2], [0, 1, 1]]
 
 
 def test_a_mask_that_fits_nothing_is_named():

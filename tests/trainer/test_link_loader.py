@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
 
+from load_kit import opened
+from partitions import typed_store
 from pyg_reference import link_loader
 from trainer import DistLinkNeighborLoader
 from trainer.core.errors import SettingsError
@@ -199,3 +201,49 @@ def test_what_makes_no_sense_is_refused(how, message):
 def test_a_heterogeneous_graph_needs_an_edge_type(given, message):
     with pytest.raises(SettingsError, match=message):
         DistLinkNeighborLoader(hetero(), [2], given)
+
+
+def without_edges(kind):
+    """(data, links, where a batch notes them): no edges at all, or a wholly held-out relation among others."""
+    links = torch.randint(0, 7, (2, 30), generator=torch.Generator().manual_seed(4))
+    if kind == "homo":
+        return Data(num_nodes=20), links, lambda batch: batch
+    if kind == "one type":
+        return HeteroData(user={"num_nodes": 20}), (("user", "user"), links), lambda batch: batch["user", "to", "user"]
+    likes = ("user", "likes", "item")
+    data = hetero() if kind == "hetero" else opened(
+        typed_store({"user": 12, "item": 7}, {of: hetero()[of].edge_index.numpy() for of in (TO, REV)}, 2)
+    )  # fmt: skip
+    return data, (likes, links), lambda batch: batch[likes]
+
+
+@pytest.mark.parametrize("kind", ["homo", "one type", "hetero", "2 parts"])
+@pytest.mark.parametrize("negatives", [None, "binary"])
+def test_links_of_a_type_without_edges_are_seeds_all_the_same(kind, negatives):
+    data, links, noted = without_edges(kind)
+    hops = [] if kind in ("homo", "one type") else [3]
+    avoid = {"avoid_links": True, "exclude": "self"} if negatives else {}
+    loader = DistLinkNeighborLoader(data, hops, links, neg_sampling=negatives, batch_size=10, **avoid)
+    given = links if kind == "homo" else links[1]
+    for step, batch in enumerate(loader):
+        store = noted(batch)
+        src, dst = (batch, batch) if kind == "homo" else (batch[store._key[0]], batch[store._key[2]])
+        ends = torch.stack([src.n_id[store.edge_label_index[0]], dst.n_id[store.edge_label_index[1]]])
+        assert torch.equal(ends[:, :10], given[:, 10 * step : 10 * step + 10])
+        assert ends.shape[1] == (20 if negatives else 10) and store.input_id.tolist() == [
+            *range(10 * step, 10 * step + 10)
+        ]
+        if not hops:
+            assert src.num_nodes == store.edge_label_index.unique().numel()
+    if kind != "homo":
+        assert loader.inputs.edge_type not in loader.graph.manifest.edges
+
+
+def test_a_relation_that_is_nearly_anothers_name_is_warned_of():
+    links = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.warns(UserWarning, match=r"no edges of \('user', 'buy', 'item'\).*did you mean 'buys'"):
+        DistLinkNeighborLoader(hetero(), [2], (("user", "buy", "item"), links))
+    with pytest.raises(ValueError, match=r"is no edge type; the graph has"):
+        DistLinkNeighborLoader(hetero(), [2], (("user", "likes", "item"), None))
+    with pytest.raises(ValueError, match=r"is no edge type; the graph has"):
+        DistLinkNeighborLoader(hetero(), [2], (("user", "likes", "shop"), links))

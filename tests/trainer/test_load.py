@@ -53,7 +53,7 @@ def opened(num_parts, here):
         clients = {}
         for part in sorted(set(range(num_parts)) - set(here)):
             served = LocalGraph(graph_store(num_parts, only=[part]))
-            server = GraphServer(served, "tcp://127.0.0.1:*", HelloInfo(part, "test", (part,), "digest"), threads=2)
+            server = GraphServer(served, "tcp://127.0.0.1:0", HelloInfo(part, "test", (part,), "digest"), threads=2)
             server.start()
             stack.callback(server.stop)
             clients[part] = HostClient(place_of(server.endpoint, part, "test", (part,)), deadline=20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,40 @@ def test_workers_become_threads_and_a_generator_a_seed():
     assert loader.batch_size == 20 and len(loader.dataset) == 60
 
 
+def test_worker_init_fn_is_called_on_each_sampler_thread():
+    called, both = [], threading.Barrier(2)
+
+    def prepare(number):
+        called.append((number, threading.current_thread().name))
+        both.wait(30)  # the second thread makes batches too
+
+    batches = list(DistNeighborLoader(homo_data(), [2], num_workers=2, worker_init_fn=prepare, batch_size=5))
+    assert sorted(number for number, _ in called) == [0, 1] and len({name for _, name in called}) == 2
+    assert len(batches) == 12
+    list(DistNeighborLoader(homo_data(), [2], worker_init_fn=prepare))  # without workers never, as in torch
+    assert len(called) == 2
+
+    def fail(number):
+        raise LookupError(f"no table for thread {number}")
+
+    with pytest.raises(LookupError, match="no table for thread"):
+        next(iter(DistNeighborLoader(homo_data(), [2], num_workers=1, worker_init_fn=fail)))
+
+
+@pytest.mark.parametrize("source", ["memory", "2 parts"])
+def test_no_hop_gives_the_seeds_alone(source):
+    data = homo_data() if source == "memory" else parts_of(homo_data(), 2)
+    batch = DistNeighborLoader(data, [], [4, 7])([0, 1])
+    assert batch.n_id.tolist() == [4, 7] and batch.num_edges == 0 and batch.blocks == ()
+    assert torch.equal(batch.x, homo_data().x[[4, 7]]) and batch.num_sampled_nodes == [2]
+
+
+def test_loaders_print_and_fail_as_torch_geometrics():
+    assert str(DistNeighborLoader(homo_data(), [2])) == "DistNeighborLoader()"
+    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+        DistNeighborLoader(homo_data(), [2], batch_size=0)
+
+
 def test_subgraph_type_as_enum_and_the_deprecated_directed():
     given = DistNeighborLoader(homo_data(), [2], [1], subgraph_type=SubgraphType.induced)
     with pytest.warns(DeprecationWarning, match="subgraph_type='induced'"):
@@ -145,7 +181,7 @@ HOMO_REFUSALS = {
     "input_time alone": ({"input_time": torch.zeros(60)}, "input_time is given without time_attr"),
     "sampler": ({"sampler": [1]}, "sampler: the loader itself orders the seeds"),
     "batch_sampler": ({"batch_sampler": [[1]]}, "batch_sampler: the loader itself cuts"),
-    "worker_init_fn": ({"worker_init_fn": print}, "worker_init_fn: .* no worker processes"),
+    "worker_init_fn": ({"worker_init_fn": 3}, "worker_init_fn must be a function of the thread's number, not 3"),
     "context": ({"multiprocessing_context": "fork"}, "multiprocessing_context: .* no worker processes"),
     "out of order": ({"in_order": False}, "batches always come in order"),
     "misspelt": ({"batchsize": 3}, "unknown argument 'batchsize'; did you mean 'batch_size'"),
@@ -173,7 +209,6 @@ HOMO_REFUSALS = {
     "split": ({"input_nodes": "test"}, r"'node' nodes have no split 'test'; there are \['train'\]"),
     "typed": ({"input_nodes": ("paper", None)}, "the graph is homogeneous; give the seeds alone"),
     "mapped fanouts": ({"num_neighbors": {CITES: [1]}}, "num_neighbors is a mapping over edge types, but"),
-    "no hop": ({"num_neighbors": []}, "num_neighbors is empty"),
     "odd fanouts": ({"num_neighbors": 5}, "5 is not a list of whole numbers"),
     "fanout": ({"num_neighbors": [-2]}, "fanout -2"),
     "rank": ({"rank": 1}, "rank is given without layout"),

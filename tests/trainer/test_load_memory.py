@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch_geometric.transforms as T
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.distributed import LocalFeatureStore, LocalGraphStore
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
@@ -160,3 +161,60 @@ def test_relations_of_any_name_work_in_memory():
     assert (
         batch["author__x"].n_id.tolist() == [0, 1, 2] and WRITES not in batch.edge_types and REV not in batch.edge_types
     )
+
+
+@pytest.mark.parametrize("subgraph_type", ["directional", "bidirectional", "induced"])
+def test_data_with_adj_t_gives_the_batches_of_its_edges(subgraph_type):
+    data = homo_data()
+    edge_index = data.edge_index.unique(dim=1)
+    edge_attr = torch.arange(float(edge_index.shape[1]))
+    edges = Data(x=data.x, edge_index=edge_index, edge_attr=edge_attr)
+    sparse = T.ToSparseTensor(attr="edge_attr")(edges.clone())
+    values = sparse.adj_t.values()
+    how = {"batch_size": 5, "subgraph_type": subgraph_type}
+    loaders = [DistNeighborLoader(of, [-1, -1], torch.arange(12), **how) for of in (sparse, edges)]
+    for mine, other in zip(*loaders, strict=True):
+        size = len(mine.n_id)
+        assert "edge_index" not in mine and mine.adj_t.shape == (size, size) == (mine.num_nodes,) * 2
+        torch._validate_sparse_csr_tensor_args(*parts_of_csr(mine.adj_t))
+        coo = mine.adj_t.to_sparse_coo()
+        found = mine.n_id[coo.indices().flip(0)].tolist()
+        assert sorted(zip(*found, strict=True)) == sorted(zip(*other.n_id[other.edge_index].tolist(), strict=True))
+        assert torch.equal(coo.values(), values[mine.e_id])
+        if subgraph_type != "bidirectional":
+            value = dict(zip(map(tuple, edge_index.T.tolist()), edge_attr.tolist(), strict=True))
+            assert coo.values().tolist() == [value[ends] for ends in zip(*found, strict=True)]
+
+
+def parts_of_csr(adj_t):
+    return adj_t.crow_indices(), adj_t.col_indices(), adj_t.values(), adj_t.shape
+
+
+def test_adj_t_of_edge_types():
+    data = hetero_data()
+    for of in data.edge_types:
+        data[of].edge_index = data[of].edge_index.unique(dim=1)
+        del data[of].edge_time, data[of].edge_weight
+    del data[CITES].edge_attr
+    sparse = T.ToSparseTensor(attr=None)(data.clone())
+    (mine,), (other,) = (DistNeighborLoader(of, [-1, -1], ("paper", torch.arange(9)), batch_size=9)
+                         for of in (sparse, data))  # fmt: skip
+    for of in (WRITES, CITES, REV):
+        assert mine[of].adj_t.shape == (mine[of[2]].num_nodes, mine[of[0]].num_nodes)
+        rows, columns = mine[of].adj_t.to_sparse_coo()._indices()
+        ends = mine[of[0]].n_id[columns].tolist(), mine[of[2]].n_id[rows].tolist()
+        theirs = [other[end].n_id[other[of].edge_index[k]].tolist() for k, end in ((0, of[0]), (1, of[2]))]
+        assert sorted(zip(*ends, strict=True)) == sorted(zip(*theirs, strict=True)) and len(ends[0])
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "last"])
+def test_neighbours_come_in_order_of_time_however_the_edges_are_listed(strategy):
+    data = homo_data()
+    data.time = torch.randperm(data.num_nodes, generator=torch.Generator().manual_seed(2))
+    target_then_time = np.lexsort((data.time[data.edge_index[0]], data.edge_index[1]))
+    in_time = Data(x=data.x, time=data.time, edge_index=data.edge_index[:, target_then_time])
+    how = {"batch_size": 9, "time_attr": "time", "temporal_strategy": strategy}
+    ours, listed = (DistNeighborLoader(of, [-1, -1], **how) for of in (data, in_time))
+    for mine, other in zip(ours, listed, strict=True):
+        assert torch.equal(mine.n_id, other.n_id) and torch.equal(mine.time, other.time)
+        assert torch.equal(mine.edge_index, other.edge_index)

@@ -8,6 +8,7 @@ import torch
 from torch_geometric.data import Batch
 from torch_geometric.loader import ShaDowKHopSampler
 from torch_geometric.nn import GraphSAGE
+from torch_geometric.utils import sort_edge_index
 
 from load_kit import hetero_data, homo_data, parts_of
 from samplers_kit import (
@@ -144,10 +145,18 @@ def test_torch_geometrics_batches_where_all_neighbours_are_taken(make):
     theirs = ShaDowKHopSampler(data, 2, 1000, torch.tensor([4, 1, 4, 9]), batch_size=3)
     ours = DistShaDowKHopSampler(parts_of(data, 2), 2, 1000, torch.tensor([4, 1, 4, 9]), batch_size=3)
     for mine, other in zip(ours, theirs, strict=True):
-        assert triples(mine) == triples(other)
+        assert triples(mine) == triples(other) and torch.equal(mine.edge_index, other.edge_index)
         for name in other.keys():
             if name not in ("edge_index", *(key for key in data.keys() if data.is_edge_attr(key))):
                 assert torch.equal(mine[name], other[name]), name
+
+
+def test_edges_are_by_root_then_source_then_target():
+    for data in (homo_data(), parts_of(homo_data(), 2)):
+        for batch in DistShaDowKHopSampler(data, 2, 3, torch.tensor([4, 1, 4, 9]), batch_size=3):
+            assert torch.equal(batch.edge_index, sort_edge_index(batch.edge_index)) and batch.num_edges
+            assert torch.equal(batch.n_id[batch.edge_index], homo_data().edge_index[:, batch.e_id])
+            assert (batch.batch[batch.edge_index[0]].diff() >= 0).all()
 
 
 def test_a_deep_model_learns_on_shallow_subgraphs():

@@ -5,7 +5,7 @@
     TrainerError
     ├── DataError          a dataset that cannot be read, or contradicts itself
     ├── PartitionError     a partition folder that is missing, damaged or of another version
-    ├── SettingsError      arguments that make no sense together
+    ├── SettingsError      arguments that make no sense together; a ValueError too
     ├── ServiceError       a graph server that failed, refused or did not answer in time
     │   ├── ServerGone     a graph server that is not there any more
     │   └── WireError      bytes that are not a message of the graph service
@@ -34,8 +34,8 @@ class PartitionError(TrainerError):
     """A partition folder is missing, damaged, or of another version."""
 
 
-class SettingsError(TrainerError):
-    """Arguments that make no sense together."""
+class SettingsError(TrainerError, ValueError):
+    """Arguments that make no sense together. A ``ValueError`` too, which torch_geometric's loaders raise for such."""
 
     exit_status = 2
 

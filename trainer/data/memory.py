@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
@@ -24,7 +26,8 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     PyG's own rules tell node from edge attributes; boolean ``<split>_mask`` [N] stay attributes and are splits too.
     A mask that fits neither nodes nor edges is warned of. What is no dense tensor is left to ``data``. ``time_attrs``
     keeps those that are one integer per node in every type that has them. Types keep PyG's names, whatever they are.
-    Raises ``DataError`` for an edge type without ``edge_index``, or whose node type has no nodes.
+    Edges are those of ``edge_index``, else of ``adj_t``; as in torch_geometric, what has neither has no edges. Raises
+    ``DataError`` for an edge type whose node type has no nodes, or that has attributes of edges and none.
     """
     from torch_geometric.data import HeteroData
 
@@ -67,11 +70,32 @@ def _node_data(store: Any, name: str) -> NodeData:
 
 
 def _edge_data(store: Any, name: str) -> EdgeData:
-    if "edge_index" not in store:
-        hint = "; it is stored as adj_t: leave out T.ToSparseTensor" if "adj_t" in store else ""
-        raise DataError(f"{name}: no edge_index{_of(store)}{hint}")
     attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=True)})
-    return EdgeData(shared_array(store.edge_index), attrs, bfloat16)
+    return EdgeData(_edge_index(store, name), attrs, bfloat16)
+
+
+def _edge_index(store: Any, name: str) -> Array:
+    """[2, E]; without edges [2, 0]. Those of ``adj_t`` come row by row, as torch_geometric counts them then."""
+    if "edge_index" in store:
+        return shared_array(store.edge_index)
+    if "adj_t" in store:
+        return np.stack(targets_and_sources(store.adj_t)[::-1])
+    if attrs := [key for key in store if store.is_edge_attr(key)]:
+        raise DataError(f"{name}: no edge_index{_of(store)}, but {attrs[0]} of edges")
+    return np.empty((2, 0), np.int64)
+
+
+def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
+    """The edges of a transposed adjacency matrix, row by row: a torch_sparse ``SparseTensor`` or a sparse tensor of
+    torch's, whose repeated entries are one edge unless it is a CSR tensor."""
+    import torch
+
+    if not isinstance(adj_t, torch.Tensor):
+        row, col, _ = adj_t.coo()
+        return shared_array(row), shared_array(col)
+    csr = adj_t if adj_t.layout == torch.sparse_csr else adj_t.to_sparse_csr()
+    counts = shared_array(csr.crow_indices().diff())
+    return np.repeat(np.arange(len(counts)), counts), shared_array(csr.col_indices()).astype(np.int64)
 
 
 def _of(store: Any) -> str:

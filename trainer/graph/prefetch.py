@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Protocol, TypeVar
 
 from trainer.core.errors import ServiceError
@@ -23,8 +24,9 @@ Result = TypeVar("Result")
 
 
 def ordered_ahead(
-    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float
-) -> Generator[Result, None, None]:
+    work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float,
+    thread_init: Callable[[int], object] | None = None,
+) -> Generator[Result, None, None]:  # fmt: skip
     """Yield ``work(item)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
 
     The one in use counts until the next is asked for, and nothing here refers to it: memory is bounded by ``ahead``
@@ -33,15 +35,25 @@ def ordered_ahead(
     What ``work`` raises is raised here, at its place in the order, and no later job is begun: after a lost host each
     would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
     longer than ``deadline`` seconds after it is waited for.
+
+    ``thread_init`` is called with each thread's number, from 0, before the thread's first job. What it raises is raised
+    here in place of that job's result.
     """
     pending: deque[Future[Result]] = deque()
     failed: list[int] = []  #: numbers of jobs that raised
+    started, of_thread = count(), threading.local()
+
+    def begin() -> None:
+        if thread_init is not None and not hasattr(of_thread, "number"):
+            of_thread.number = next(started)
+            thread_init(of_thread.number)
 
     def run(numbered: tuple[int, Item]) -> Result:
         number, item = numbered
         if failed and number > min(failed):
             raise CancelledError
         try:
+            begin()
             return work(item)
         except BaseException:
             failed.append(number)

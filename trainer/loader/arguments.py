@@ -31,7 +31,6 @@ AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
 _REFUSED = {
     "sampler": "the loader itself orders the seeds and shares them out over the ranks; use shuffle, or pass seeds",
     "batch_sampler": "the loader itself cuts the seeds into global batches; use batch_size, shuffle and drop_last",
-    "worker_init_fn": "batches are made by threads of this process, there are no worker processes to set up",
     "multiprocessing_context": "batches are made by threads of this process, there are no worker processes to start",
 }
 
@@ -39,7 +38,7 @@ _NO_EFFECT = ("dataset", "collate_fn", "persistent_workers", "pin_memory_device"
 
 _HONOURED = ("batch_size", "shuffle", "drop_last", "pin_memory", "timeout", "generator", "in_order", "local")
 
-_HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor")
+_HONOURED_OF_WORKERS = ("num_workers", "prefetch_factor", "worker_init_fn")
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class LoadOptions:
     prefetch: int = 2  #: batches under way
     deadline: float = 120.0  #: seconds that one request may take
     local: bool = False  #: this process alone: all seeds, nothing shared out
+    thread_init: Callable[[int], Any] | None = None  #: called on each sampler thread with its number, at its start
 
     def __post_init__(self) -> None:
         if isinstance(self.deadline, bool) or not (isinstance(self.deadline, (int, float)) and self.deadline > 0):
@@ -75,11 +75,15 @@ def load_options(
 ) -> LoadOptions:
     """Options from DataLoader's keyword arguments and ours.
 
-    num_workers gives the sampler threads, prefetch_factor the batches under way per thread, timeout
-    the deadline, generator the seed. Raises ``SettingsError`` for what makes no sense here.
+    num_workers gives the sampler threads, worker_init_fn is called on each of them (never with num_workers=0, as in
+    torch), prefetch_factor gives the batches under way per thread, timeout the deadline, generator the seed. Raises
+    ``SettingsError`` for what makes no sense here.
     """
     _check_names(given)
-    workers = max(whole_number("num_workers", given.get("num_workers", 0), 0), 1)
+    num_workers = whole_number("num_workers", given.get("num_workers", 0), 0)
+    workers, thread_init = max(num_workers, 1), given.get("worker_init_fn")
+    if thread_init is not None and not callable(thread_init):
+        raise SettingsError(f"worker_init_fn must be a function of the thread's number, not {thread_init!r}")
     factor = given.get("prefetch_factor")
     ahead = 3 if factor is None else whole_number("prefetch_factor", factor, 1) * workers
     return LoadOptions(
@@ -92,6 +96,7 @@ def load_options(
         threads=workers if threads is None else whole_number("threads", threads, 1),
         prefetch=max(ahead, workers) if prefetch is None else whole_number("prefetch", prefetch, 1),
         deadline=given.get("timeout") or deadline,
+        thread_init=thread_init if num_workers else None,
     )
 
 
@@ -175,8 +180,6 @@ def _whole(fanouts: Any) -> tuple[int, ...]:
         numbers = tuple(map(operator.index, fanouts))
     except (TypeError, ValueError):
         raise SettingsError(f"num_neighbors: {fanouts!r} is not a list of whole numbers, one per hop") from None
-    if not numbers:
-        raise SettingsError("num_neighbors is empty; give one number per hop")
     return numbers
 
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import SettingsError
 from trainer.core.files import write_whole
-from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.ranks import RankGroup
 from trainer.core.rng import GOLDEN, batch_key, fractions, hashed
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, edge_salt
 from trainer.graph.in_memory import as_graph
@@ -185,14 +184,6 @@ def _kept(
     return key, path, None if path is None else _read(path, key)
 
 
-def _sharing(loader: GraphSAINTSampler) -> RankGroup:
-    """The ranks that share the work: those of the process group if they are the loader's, else this one alone."""
-    world_size = loader.layout.world_size
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
-        return RankGroup.of_process(Ranks(loader.rank, world_size))
-    return RankGroup(Ranks())
-
-
 def _identity(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
     """Equal for equal graphs, settings and coverage: hex."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
@@ -275,7 +266,7 @@ class GraphSAINTSampler(PyGLoader):
         )  # fmt: skip
         self._norm = None
         if self.sample_coverage:
-            group = _sharing(self)
+            group = self.group()
             ends = group.agree(self._checked_ends)
             self._norm = saint_norm(self, ends, self.sample_coverage, save_dir, log and self.rank == 0, group)
         else:

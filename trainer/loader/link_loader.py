@@ -105,6 +105,7 @@ def excluded(
     pairs = {edge_type: [(targets, sources)]}
     if reverse is not None:
         pairs.setdefault(reverse, []).append((sources, targets))
+    pairs = {of: group for of, group in pairs.items() if of in store.manifest.edges}  # links may be of another type
     return {
         of: (np.concatenate([pair[0] for pair in group]), np.concatenate([pair[1] for pair in group]))
         for of, group in pairs.items()
@@ -208,7 +209,10 @@ class DistLinkNeighborLoader(PyGLoader):
         if neighbor_sampler is not None:
             raise SettingsError("neighbor_sampler: neighbours are drawn by the owners of the graph's parts")
         if (edge_label_time is None) != (time_attr is None):
-            raise SettingsError("edge_label_time and time_attr go together: the links' times, and what they bound")
+            unset = "edge_label_time" if edge_label_time is None else "time_attr"
+            raise SettingsError(
+                f"'{unset}' is not set: edge_label_time and time_attr go together, the links' times and what they bound"
+            )
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         kind = subgraph_kind(subgraph_type, directed)
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
@@ -275,6 +279,8 @@ class DistLinkNeighborLoader(PyGLoader):
 
     def _is_link(self, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
         of, store = self.inputs.edge_type, self.graph.store
+        if of not in self.graph.manifest.edges:
+            return np.zeros(len(src), np.bool_)
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
     def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +49,9 @@ def link_inputs(
 ) -> LinkInputs:
     """Seed links from ``edge_label_index``.
 
-    Homogeneous: None (all edges) or ids [2, n]. Heterogeneous: an edge type, or (edge type, None | ids).
-    Raises ``SettingsError``, and ``ServiceError`` where all edges are to be collected from other hosts.
+    Homogeneous: None (all edges) or ids [2, n]. Heterogeneous: an edge type, or (edge type, None | ids). Links that are
+    given by ids may be of a type that has no edges in the graph, such as one that was held out wholly. Raises
+    ``SettingsError``, and ``ServiceError`` where all edges are to be collected from other hosts.
     """
     edge_type, given = _typed(graph, edge_label_index)
     ends = _all_links(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
@@ -100,12 +103,26 @@ def labels_with_negatives(label: Tensor | None, rule: NegativeRule | None) -> Te
     return label + 1 if len(label) and not label.is_complex() and label.min() == 0 else label
 
 
-def canonical(graph: Graph, given: Any) -> EdgeType:
-    """The edge type meant by a full triple, or by an unambiguous (source, target) or relation name."""
+def canonical(graph: Graph, given: Any, with_ids: bool = False) -> EdgeType:
+    """The edge type meant by a full triple, or by an unambiguous (source, target) or relation name.
+
+    ``with_ids``: it may be one without edges in the graph, between node types that are there. As in torch_geometric
+    (source, target) alone is the relation ``to`` then. A name that is nearly another's is warned of.
+    """
     words = (given,) if isinstance(given, str) else tuple(given)
     if words in graph.manifest.edges:
         return words  # type: ignore[return-value]
     ends = [of for of in graph.manifest.edges if words in ((of[0], of[2]), (of[1],))]
+    if with_ids and not ends and len(words) in (2, 3) and {words[0], words[-1]} <= set(graph.manifest.nodes):
+        relation = words[1] if len(words) == 3 else "to"
+        alike = [of[1] for of in graph.manifest.edges if (of[0], of[2]) == (words[0], words[-1])]
+        if nearest := difflib.get_close_matches(relation, alike, 1):
+            warnings.warn(
+                f"edge_label_index: the graph has no edges of {(words[0], relation, words[-1])}, so the batches have"
+                f" none either; did you mean {nearest[0]!r}?",
+                stacklevel=5,
+            )
+        return words[0], relation, words[-1]
     if len(ends) != 1:
         what = "is ambiguous" if ends else "is no edge type"
         raise SettingsError(f"{given!r} {what}; the graph has {sorted(graph.manifest.edges)}")
@@ -120,7 +137,7 @@ def _typed(graph: Graph, given: Any) -> tuple[EdgeType, Any]:
     if isinstance(given, str) or (isinstance(given, (tuple, list)) and _words(given)):
         return canonical(graph, given), None
     if isinstance(given, (tuple, list)) and len(given) == 2 and _names_type(given[0]):
-        return canonical(graph, given[0]), given[1]
+        return canonical(graph, given[0], given[1] is not None), given[1]
     raise SettingsError(
         "the graph is heterogeneous: edge_label_index must say the edge type, as (edge type, ids);"
         f" there are {sorted(graph.manifest.edges)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +20,8 @@ from torch_geometric.loader.utils import (
 from torch_geometric.sampler import SamplerOutput
 
 from trainer.core import slabs
-from trainer.core.arrays import Array, Columns
+from trainer.core.arrays import Array, Columns, Ids
+from trainer.core.compiled import njit
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.graph.device import as_tensor
@@ -70,6 +72,56 @@ def edge_index(row: Tensor, col: Tensor) -> Tensor:
     return whole if alike and whole.is_contiguous() else torch.stack([row, col])
 
 
+def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> None:
+    """Sort the edges of one type (None: the only one) by target, then source; ``by_source``: by source, then target.
+
+    Edges between the same two nodes keep their order.
+    """
+    row, col, edge = (each.get(of) if isinstance(each, dict) else each for each in (out.row, out.col, out.edge))
+    if row is None or col is None:
+        return
+    first, second = (row, col) if by_source else (col, row)
+    found = _order_by(first.numpy(), second.numpy())
+    if found is None:
+        return
+    order = torch.from_numpy(found)
+    ends, ids = torch.stack([row, col])[:, order], None if edge is None else edge[order]
+    if of is None:
+        (out.row, out.col), out.edge = ends, ids
+        return
+    out.row[of], out.col[of] = ends
+    if out.edge is not None:
+        out.edge[of] = ids
+
+
+def _order_by(first: Array, second: Array) -> Ids | None:
+    """The stable order by ``first``, then ``second``: int64 [n], by counting, as both are positions in a batch.
+
+    None where they are in order.
+    """
+    order: Ids | None = None
+    for keys in (second, first):
+        ordered = keys if order is None else keys[order]
+        if (ordered[1:] < ordered[:-1]).any():
+            before = np.arange(len(keys)) if order is None else order
+            order = _counted(keys, before, np.zeros(int(keys.max()) + 2, np.int64), np.empty_like(before))
+    return order
+
+
+@njit()
+def _counted(keys: Any, order: Any, begin: Any, sorted_: Any) -> Any:
+    """``order`` sorted by key into ``sorted_``; ``begin`` is 0 for every key and one more."""
+    for k in range(len(keys)):
+        begin[keys[k] + 1] += 1
+    for key in range(1, len(begin)):
+        begin[key] += begin[key - 1]
+    for k in range(len(order)):
+        key = keys[order[k]]
+        sorted_[begin[key]] = order[k]
+        begin[key] += 1
+    return sorted_
+
+
 def _original(rows: Mapping[str, Array], apart: bool) -> Tensor:
     ids = rows["orig_id"]
     return _wide(ids) if apart or ids.dtype != np.int64 or not ids.flags.writeable else torch.from_numpy(ids)
@@ -91,9 +143,7 @@ Attrs = Mapping[AnyType, tuple[str, ...]]
 def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) -> Join:
     """How batches of this graph get their attributes."""
     if isinstance(graph.source, (Data, HeteroData)):
-        return lambda out, _: (filter_data if isinstance(out, SamplerOutput) else filter_hetero_data)(
-            graph.source, out.node, out.row, out.col, out.edge, None
-        )
+        return MemoryJoin(graph.source)
     if graph.source is not None:
         return lambda out, _: _join_stores(graph.source, out, custom_cls)
     return PartitionJoin(graph, attrs, custom_cls)
@@ -108,6 +158,41 @@ def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None)
     homo = isinstance(out, SamplerOutput)
     join = filter_custom_store if homo else filter_custom_hetero_store
     return join(*stores, out.node, out.row, out.col, out.edge, custom_cls)
+
+
+class MemoryJoin:
+    """torch_geometric's own rows of ``Data`` or ``HeteroData``.
+
+    Its filter does not take a sparse tensor of torch's as ``adj_t``: it is given a list of edges instead, of which a
+    batch gets a CSR tensor with the edges' values.
+    """
+
+    def __init__(self, data: Data | HeteroData):
+        types = [store._key for store in data.edge_stores if isinstance(store.get("adj_t"), Tensor)]
+        self._data = copy.copy(data) if types else data
+        self._values: dict[EdgeType | None, Tensor] = {}
+        for of in types:
+            store = _edge_store(self._data, of)
+            self._values[of] = store.pop("adj_t").to_sparse_csr().values()
+            store.edge_index = torch.empty((2, len(self._values[of])), dtype=torch.int64)
+
+    def __call__(self, out: Output, _: SampledBatch) -> Any:
+        for of in self._values:
+            sort_edges(out, of)
+        filtered = filter_data if isinstance(out, SamplerOutput) else filter_hetero_data
+        data = filtered(self._data, out.node, out.row, out.col, out.edge, None)
+        for of, values in self._values.items():
+            edge = out.edge if of is None or out.edge is None else out.edge.get(of)
+            col, row = _edge_store(data, of).pop("edge_index")
+            size = [len(out.node if of is None else out.node[end]) for end in ((0, 0) if of is None else of[::-2])]
+            ptr = torch.from_numpy(np.searchsorted(row.numpy(), np.arange(size[0] + 1)))
+            own = torch.ones(len(row)) if edge is None else values[edge]  # edges added to be bidirectional have none
+            _edge_store(data, of).adj_t = torch.sparse_csr_tensor(ptr, col.contiguous(), own, size)
+        return data
+
+
+def _edge_store(data: Data | HeteroData, of: EdgeType | None) -> Any:
+    return data._store if of is None else data[of]
 
 
 class PartitionJoin:
@@ -148,7 +233,7 @@ class PartitionJoin:
         self, to: Any, of: EdgeType, row: Tensor, col: Tensor, edge: Tensor | None, sampled: SampledBatch
     ) -> None:
         to.edge_index = edge_index(row, col)
-        rows = None if edge is None else self._rows_of_edges(of, edge, sampled)
+        rows = None if edge is None or not self._attrs[of] else self._rows_of_edges(of, edge, sampled)
         for name in self._attrs[of]:  # as in torch_geometric, edges without ids have no attributes
             to[name] = None if rows is None else as_tensor(rows[name], self._spec(of, name))
 

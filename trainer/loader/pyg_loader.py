@@ -24,6 +24,7 @@ from torch_geometric.sampler import HeteroSamplerOutput, SamplerOutput
 from trainer.core.arrays import Ids
 from trainer.core.batch_cost import Cost, CostSum
 from trainer.core.errors import SettingsError
+from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.rng import batch_key
 from trainer.graph.open import Graph
 from trainer.graph.prefetch import Sampler, ordered_ahead
@@ -99,57 +100,39 @@ class _SeededBatch:
     sampled: SampledBatch
 
 
-class PyGLoader(ABC):
-    """Yields this rank's ``Data`` or ``HeteroData`` of every step; each iteration is the next epoch."""
+class RankLoader(ABC):
+    """Yields what this rank has of every step's global batch; each iteration is the next epoch."""
 
-    def __init__(
-        self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
-        options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
-        layout: RankLayout | None = None,
-    ):  # fmt: skip
-        self.graph, self.settings, self.options, self.output_options = graph, settings, options, output
-        self.rank, self.layout = _placed(graph, options.local, rank, layout)
-        world = self.layout.world_size
-        self.order = SeedOrder(
-            num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
-        )
-        self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
-        self._join = join_of(graph, attrs, output.custom_cls)
-        self._same = SameOnAllRanks(_digest(digest, settings, self.order), self.rank, world)
+    def __init__(self, options: LoadOptions, order: SeedOrder, rank: int, layout: RankLayout, digest: str):
+        self.options, self.order, self.rank, self.layout = options, order, rank, layout
+        self.digest = hashlib.sha256(f"{digest} {order}".encode()).hexdigest()  #: equal on ranks that load the same
+        self._same = SameOnAllRanks(self.digest, rank, layout.world_size)
         self._epoch = 0
-        self._costs = CostSum()
-
-    @property
-    def cost(self) -> Cost:
-        """Bytes, rows and seconds of a sampler thread that all batches made so far took, those made ahead too."""
-        return self._costs.sum
-
-    def make_sampler(self, attrs: Attrs) -> Sampler:
-        """What finds the subgraph of a batch."""
-        return self.graph.sampler(self.settings, attrs)
 
     @abstractmethod
     def part_of(self, positions: Ids) -> Ids:
         """Part where each input lives, int64 [n]: ranks beside it load it first."""
 
     @abstractmethod
-    def seeds(self, share: SeedShare) -> BatchSeeds:
-        """Seed nodes of one share. Raises ``ServiceError``."""
+    def work(self, share: SeedShare) -> Any:
+        """What the sampler threads do. Raises ``ServiceError``."""
 
     @abstractmethod
-    def annotate(self, data: Any, out: Output) -> None:
-        """Set what tells of the seeds, from ``out.metadata``."""
+    def finish(self, made: Any) -> Any:
+        """What the iterating thread makes of it: a batch."""
 
-    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """torch_geometric's sampler output of a subgraph, with metadata."""
-        apart = self.output_options.transform_sampler_output is not None
-        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
-        out.metadata = seeded.metadata
-        return out
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Sampler threads."""
+
+    @property
+    @abstractmethod
+    def patience(self) -> float:
+        """Seconds that a batch may take."""
 
     def __repr__(self) -> str:
-        o, world = self.options, self.layout.world_size
-        return f"{type(self).__name__}({o.batch_size} of {self.order.num_seeds} inputs a step on each of {world} ranks)"
+        return f"{type(self).__name__}()"
 
     @property
     def batch_size(self) -> int:
@@ -182,32 +165,91 @@ class PyGLoader(ABC):
         key = batch_key(o.seed, o.stream, self._epoch, _CALLED)
         own = positions.astype(np.int64)
         share = SeedShare(_CALLED, key, n, own, np.arange(n), own)
-        return self._finished(self._worked(share))
+        return self.finish(self.work(share))
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
         """This rank's share of every step of an epoch."""
         return shares(self.order, self.part_of, self.rank, self.layout, epoch)
+
+    def group(self) -> RankGroup:
+        """The process group if its ranks are the loader's, else this rank alone. A collective call."""
+        world_size = self.layout.world_size
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size:
+            return RankGroup.of_process(Ranks(self.rank, world_size))
+        return RankGroup(Ranks())
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
+        o = self.options
+        ahead = ordered_ahead(
+            self.work, self.shares(epoch), threads=self.threads, ahead=o.prefetch, deadline=self.patience,
+            thread_init=o.thread_init,
+        )  # fmt: skip
+        with closing(ahead):
+            yield from map(self.finish, ahead)  # which keeps no batch that is handed over
+
+
+class PyGLoader(RankLoader):
+    """Yields this rank's ``Data`` or ``HeteroData`` of every step."""
+
+    def __init__(
+        self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
+        options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
+        layout: RankLayout | None = None,
+    ):  # fmt: skip
+        self.graph, self.settings, self.output_options = graph, settings, output
+        rank, layout = _placed(graph, options.local, rank, layout)
+        world = layout.world_size
+        order = SeedOrder(
+            num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world
+        )
+        self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
+        self._join = join_of(graph, attrs, output.custom_cls)
+        self._costs = CostSum()
+        super().__init__(options, order, rank, layout, f"{digest} {settings}")
+
+    @property
+    def cost(self) -> Cost:
+        """Bytes, rows and seconds of a sampler thread that all batches made so far took, those made ahead too."""
+        return self._costs.sum
+
+    def make_sampler(self, attrs: Attrs) -> Sampler:
+        """What finds the subgraph of a batch."""
+        return self.graph.sampler(self.settings, attrs)
+
+    @abstractmethod
+    def seeds(self, share: SeedShare) -> BatchSeeds:
+        """Seed nodes of one share. Raises ``ServiceError``."""
+
+    @abstractmethod
+    def annotate(self, data: Any, out: Output) -> None:
+        """Set what tells of the seeds, from ``out.metadata``."""
+
+    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
+        """torch_geometric's sampler output of a subgraph, with metadata."""
+        apart = self.output_options.transform_sampler_output is not None
+        out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, apart)
+        out.metadata = seeded.metadata
+        return out
 
     @property
     def num_requests(self) -> int:
         """How many requests one after the other a batch may take: each has its own deadline."""
         return self.settings.num_hops + 2
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
-        work, o = self.shares(epoch), self.options
-        threads = self.graph.threads(o.threads, o.prefetch)
-        patience = self.graph.patience(o.deadline, self.num_requests)
-        ahead = ordered_ahead(self._worked, work, threads=threads, ahead=o.prefetch, deadline=patience)
-        with closing(ahead):
-            yield from map(self._finished, ahead)  # which keeps no batch that is handed over
+    @property
+    def threads(self) -> int:
+        return self.graph.threads(self.options.threads, self.options.prefetch)
+
+    @property
+    def patience(self) -> float:
+        return self.graph.patience(self.options.deadline, self.num_requests)
 
     @property
     def _joins_late(self) -> bool:
         """Whether the user's transform_sampler_output has to run in the iterating thread."""
         return self.output_options.transform_sampler_output is not None and not self.output_options.on_threads
 
-    def _worked(self, share: SeedShare) -> Any:
-        """What the sampler threads do."""
+    def work(self, share: SeedShare) -> Any:
         seeded = self.seeds(share)
         made = _SeededBatch(seeded, self.sampler.sample(seeded.seeds, share.key))
         self._costs.add(made.sampled.cost)
@@ -216,8 +258,7 @@ class PyGLoader(ABC):
         data = self._joined(made)
         return self._transformed(data) if self.output_options.on_threads else data
 
-    def _finished(self, made: Any) -> Any:
-        """What the iterating thread does."""
+    def finish(self, made: Any) -> Any:
         data = self._joined(made) if self._joins_late else made
         if not self.output_options.on_threads:
             data = self._transformed(data)
@@ -278,10 +319,6 @@ def _placed(graph: Graph, local: bool, rank: int | None, layout: RankLayout | No
     if len(layout.ranks_of_part) != num_parts:
         raise SettingsError(f"the layout places {len(layout.ranks_of_part)} parts, the graph has {num_parts}")
     return rank, layout
-
-
-def _digest(seeds: str, settings: SampleSettings, order: SeedOrder) -> str:
-    return hashlib.sha256(f"{seeds} {settings} {order}".encode()).hexdigest()
 
 
 def _within(positions: Ids, count: int) -> bool:

@@ -31,7 +31,7 @@ from trainer.graph.prefetch import Sampler
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedShare, split_step
 from trainer.loader.arguments import AttrNames, OutputOptions, load_options, sample_settings, wanted_attrs, whole_number
 from trainer.loader.node_seeds import node_inputs, split_name
-from trainer.loader.pyg_batch import Attrs, Output
+from trainer.loader.pyg_batch import Attrs, Output, sort_edges
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, SampledSubgraph, SampleSettings, SeedSet
@@ -175,7 +175,7 @@ class DistShaDowKHopSampler(PyGLoader):
         return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """The neighbourhoods one after the other, nodes by id, edges by target."""
+        """The neighbourhoods one after the other, nodes by id, edges by source and target, as in torch_geometric."""
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
         ids, edges = sampled.rows[HOMO_NODE]["orig_id"], found.edges[HOMO_EDGE]
@@ -183,6 +183,8 @@ class DistShaDowKHopSampler(PyGLoader):
         member, root = found.member[order], found.root[order]
         ptr = np.searchsorted(root, np.arange(len(seeded.seeds.nodes[HOMO_NODE]) + 1))
         row, col, slot = edges_within(edges.row_begin, edges.row_count, edges.src, member, ptr, len(ids))
+        by_source = np.lexsort((col, row))
+        row, col, slot = row[by_source], col[by_source], slot[by_source]
         root_n_id = np.empty(len(ptr) - 1, np.int64)
         first = np.flatnonzero(order < len(root_n_id))  # the roots were found first
         root_n_id[root[first]] = first
@@ -258,6 +260,9 @@ class DistClusterLoader(PyGLoader):
         data: an opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
         num_clusters: of a graph in memory, made by METIS here; of an opened partition the clusters are those it was
             made with (``partition make --clusters K``, node attribute ``cluster``), else its whole parts.
+        sparse_format: ``"csr"``: edges by source, then target; ``"csc"``: by target, then source.
+        keep_inter_cluster_edges: refused where true: their other ends are not in the batch, and torch_geometric's
+            ``ClusterLoader`` leaves them out as well.
         batch_size: clusters per step and rank. shuffle, drop_last and other arguments of torch's ``DataLoader``;
             transform, attrs, seed, threads, prefetch, deadline, rank, layout: as in ``DistNeighborLoader``.
 
@@ -268,12 +273,22 @@ class DistClusterLoader(PyGLoader):
     """
 
     def __init__(
-        self, data: Any, num_clusters: int | None = None, *, transform: Callable[[Any], Any] | None = None,
+        self, data: Any, num_clusters: int | None = None, *, sparse_format: str = "csr",
+        keep_inter_cluster_edges: bool = False, transform: Callable[[Any], Any] | None = None,
         attrs: AttrNames | None = None, seed: int | None = None, threads: int | None = None,
         prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
         layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
+        if sparse_format not in ("csr", "csc"):
+            raise SettingsError(f"sparse_format {sparse_format!r}; it is 'csr' or 'csc'")
+        if keep_inter_cluster_edges:
+            raise SettingsError(
+                "keep_inter_cluster_edges: the other ends of edges that leave the clusters of a batch are not in it;"
+                " edges between the clusters of a batch are always there. Where nodes need all their neighbours, use"
+                " DistNeighborLoader with num_neighbors=[-1]"
+            )
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
+        self.sparse_format = sparse_format
         graph = as_graph(data)
         self.clusters = Clusters.of(graph, _cluster_of_nodes(graph, num_clusters, options.seed))
         super().__init__(
@@ -306,6 +321,13 @@ class DistClusterLoader(PyGLoader):
     def seeds(self, share: SeedShare) -> BatchSeeds:
         nodes = {of: members.of(share.positions) for of, members in self.clusters.members.items()}
         return BatchSeeds(SeedSet(nodes), None)
+
+    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
+        """Edges in the order of ``sparse_format``."""
+        out = super().output(sampled, seeded)
+        for of in [None] if isinstance(out, SamplerOutput) else list(out.row):
+            sort_edges(out, of, self.sparse_format == "csr")
+        return out
 
     def annotate(self, data: Any, out: Output) -> None:
         """Nothing more to tell."""

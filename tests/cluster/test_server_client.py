@@ -137,6 +137,24 @@ def test_with_a_copy_of_its_parts_the_others_take_over_from_a_server_that_answer
     assert stage.left() == []
 
 
+@pytest.mark.slow
+def test_when_the_only_clients_host_is_powered_off_the_run_is_reported(stage: Stage) -> None:
+    """Each server alone is one that the run could do without; both together say that it is over."""
+    host, run = stage.cluster.hosts[2], replace(stage, procs=(2,), serial=100).run(replicas=2).await_step(1, 5)
+    try:
+        host.power_cut()
+        cut = time.time()
+        done = run.end()
+        left = stage.left()
+    finally:
+        host.power_on()
+        host.wait_until_up()
+    assert done.status == 1 and done.result["state"] == "failed", done.output
+    assert done.result["first_failure"]["node_rank"] == 2 and "no sign of life for 6 s" in done.output
+    assert (done.run_dir / "result.json").stat().st_mtime - cut < 45
+    assert all((done.run_dir / f"logs/node{k}/server.log").is_file() for k in SERVERS) and left == []
+
+
 def ended_by(done: Launched, stage: Stage, k: int, name: str, since: float, seconds: float, *words: str) -> None:
     """The run failed by node ``k``, soon, and its report says so in its first line."""
     first = done.result["first_failure"]

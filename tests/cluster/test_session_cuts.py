@@ -1,0 +1,110 @@
+"""SSH sessions of the launcher and of a viewer are killed while ranks print long lines: no run is stopped by it, and
+neither of them misses a line."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launching import REPOSITORY, write_config
+from netns import Host, NetCluster
+from ssh_nodes import ssh_nodes
+from waiting import wait_until
+
+CUTS = int(os.environ.get("GNNFLEET_CUTS", "6"))  #: of each of the two
+PRINTS = """
+import os, time
+number, folder = 0, os.environ["GNNFLEET_RUN_DIR"]
+while not os.path.exists(folder + "/enough"):
+    print(f"LINE {number} " + "x" * 200_000, flush=True)
+    number += 1
+    time.sleep(0.3)
+print(f"{number} lines", flush=True)
+"""
+LINE = re.compile(rb"^node(\d)/rank\1 +\| (?:LINE (\d+) |(\d+) lines$)", re.MULTILINE)
+
+
+@dataclass
+class Watcher:
+    """A launcher or viewer at work."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+    cuts: int = 0
+
+    def ports(self, host: Host) -> set[str]:
+        """Of its connections to a host's sshd."""
+        listed = subprocess.run(["ss", "-Htnp", "dst", host.address], capture_output=True, text=True, check=True)
+        mine = [line.split() for line in listed.stdout.splitlines() if f"pid={self.process.pid}," in line]
+        return {words[3].rpartition(":")[2] for words in mine if words[4].endswith(":22")}
+
+    def cut(self, host: Host) -> None:
+        """Kill the sshd processes of its connection."""
+        (port,) = wait_until(lambda: self.ports(host))
+        listed = host.run(["ss", "-Htnp", "sport", "=", ":22", "and", "dport", "=", f":{port}"]).stdout
+        pids = set(re.findall(r"pid=(\d+)", listed))
+        assert pids, listed
+        host.run(["kill", "-9", *pids])
+        self.cuts += 1
+
+    def numbers(self) -> dict[int, list[int]]:
+        """Lines shown of each rank, and behind them how many it has printed."""
+        shown: dict[int, list[int]] = {}
+        for k, number, total in LINE.findall(self.output.read_bytes()):
+            shown.setdefault(int(k), []).append(int(number or total))
+        return shown
+
+
+@pytest.fixture
+def watch(cluster: NetCluster, tmp_path: Path) -> Callable[..., Watcher]:
+    """Starts launch.py with these words."""
+
+    def start(name: str, *words: str) -> Watcher:
+        output = tmp_path / f"{name}.txt"
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, str(REPOSITORY / "launch.py"), *words], cwd=tmp_path, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=subprocess.STDOUT, env=cluster.environment(), start_new_session=True,
+            )  # fmt: skip
+        return Watcher(process, output)
+
+    return start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_cut_sessions_stop_no_run_and_lose_no_line(
+    cluster: NetCluster, tmp_path: Path, watch: Callable[..., Watcher]
+) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+    write_config(tmp_path, ssh_nodes(cluster))
+    words = ("--config", "cluster.yml", "--run-id", "cuts", "--plain", "--", "python", "prints.py")
+    launcher = watch("launcher", *words)
+    wait_until(lambda: len(launcher.numbers()) == 3, timeout=200)
+    viewer = watch("viewer", "follow", "cuts", "--plain")
+    wait_until(lambda: len(viewer.numbers()) == 3)
+    draw = random.Random(7)
+    for i in range(2 * CUTS):
+        (launcher, viewer)[i % 2].cut(cluster.hosts[i // 2 % 3])
+        time.sleep(draw.uniform(0.1, 1.5))
+        assert launcher.process.poll() is None and viewer.process.poll() is None, launcher.output.read_text()[-3000:]
+    for k, host in enumerate(cluster.hosts):
+        host.write(f"/tmp/gnnfleet/runs/cuts/node{k}/enough", "")
+    for watcher in (launcher, viewer):
+        assert watcher.process.wait(120) == 0, watcher.output.read_text()[-3000:]
+        assert watcher.cuts == CUTS
+        for k, shown in watcher.numbers().items():
+            *lines, total = shown
+            assert lines == list(range(lines[0], total)), f"rank {k}"
+            assert watcher is viewer or lines[0] == 0
+    text = launcher.output.read_text()
+    assert "Done in" in text and text.count("line lost") >= CUTS / 2

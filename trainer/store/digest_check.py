@@ -72,5 +72,5 @@ def _check(path: Path, expected: str) -> None:
     if found != expected:
         raise PartitionError(
             f"{path} does not have the sha256 {expected[:12]}… of the manifest: it was damaged or changed since it was"
-            " made; send or make the part again (partition verify lists all that is wrong)"
+            " made; delete it and send or make the part again (partition verify lists all that is wrong)"
         )

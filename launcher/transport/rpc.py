@@ -26,6 +26,8 @@ _OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
 
 _CLOCK_ROUNDS = 2
 
+_SHOWN = 100  # characters of an answer that is none
+
 _PARSING = threading.Lock()
 
 # stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
@@ -97,8 +99,8 @@ class NodeAgent:
         sources = {name: source for name, source in bundle(program).items() if name not in self._sent}
         self._sent |= sources.keys()
         answer = self._exchange({"program": program, "sources": sources, "request": request}, timeout)
-        if "error" in answer:
-            last = "\n    ".join(answer["error"].strip().splitlines()[-5:])
+        if "reply" not in answer:
+            last = "\n    ".join(answer.get("error", "").strip().splitlines()[-5:])
             raise NodeCallError(f"{self._python} failed at {program}:\n    {last}", **_where(self._transport))
         return answer["reply"]
 
@@ -119,9 +121,17 @@ class NodeAgent:
             self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
-                answer: dict[str, Any] = parsed(line[len(MARKER) :])
-                return answer
+                return self._checked(line[len(MARKER) :])
         raise _ended(self._talk.ended(), self._python, self._transport)
+
+    def _checked(self, text: str) -> dict[str, Any]:
+        """The answer in a line, as ``node/programs/agent.py`` writes it. Raises ``NodeCallError``."""
+        with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
+            answer = parsed(text)
+            received, sent = answer["times"]
+            if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):
+                return dict(answer)
+        raise NodeCallError(f"{self._python} gives no answer of ours: {text[:_SHOWN]!r}", **_where(self._transport))
 
     def close(self) -> None:
         """End the agent. Safe to call twice."""

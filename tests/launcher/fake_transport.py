@@ -196,7 +196,7 @@ class FakeTalk(Talk):
             self._ended = done
         else:
             reply = json.loads(done.stdout.decode().partition(MARKER)[2])
-            self._answers.append(MARKER + repr({"reply": reply}))
+            self._answers.append(MARKER + repr({"reply": reply, "times": [0.0, 0.0]}))
 
     def receive(self, timeout: float) -> str | None:
         if self._lost:

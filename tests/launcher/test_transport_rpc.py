@@ -13,6 +13,7 @@ import pytest
 
 from launcher.command import Command
 from launcher.errors import CommandTimeout, NodeCallError
+from launcher.node.programs.agent import MARKER
 from launcher.transport import rpc
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent, bundle, call
@@ -98,6 +99,21 @@ def test_an_agent_needs_a_python(programs: Path) -> None:
     for python, says in (("/no/python", r"cannot run /no/python .* – set `python`, `venv` or"), ("false", "status 1")):
         with agent(Command((python,))) as node, pytest.raises(NodeCallError, match=says):
             node.call("agent", {}, 10)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["", "{", "[1]", "{'reply': 1}", "{'times': [1]}", "{'times': ['a', 'b']}", "{'error': 5, 'times': [1, 2]}"]
+    + ["(" * 10_000, "-" * 10_000 + "1", "{'times': [1e999, 0]}", "__import__('os')", "{[]: 1}"],
+)
+def test_an_answer_of_another_kind_is_that_nodes_error(answer: str) -> None:
+    """Whatever a node says, it is data, and no fault of this program."""
+    said = f"import sys\nfor _ in sys.stdin: print({MARKER + answer!r}, flush=True)"
+    hostile = Command((sys.executable, "-c", said, "--"))
+    with NodeAgent(LocalTransport(4), hostile) as node:
+        for ask in (lambda: node.call("agent", {}, 10), lambda: node.clock_offset(10)):
+            with pytest.raises(NodeCallError, match="gives no answer of ours"):
+                ask()
 
 
 def test_clock_offset_is_exact_to_milliseconds() -> None:

@@ -23,7 +23,7 @@ COLUMNS = {"x": 64, "wide": 512}  # float32
 CLIENTS = 20
 BUFFER_MB = 64
 MARGIN_MB = 40  #: beside the buffer: batches being made, what the network holds, and what malloc keeps
-FREED_WITHIN = 15.0  # seconds
+FREED_WITHIN = 40.0  # seconds, on a busy machine; the server waits for eight
 
 
 @pytest.fixture(scope="module")

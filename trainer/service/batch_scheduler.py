@@ -258,6 +258,11 @@ class BatchScheduler(Generic[Work]):
             other = [*self._others.peers(), *(job.peer for job in self._running_others)]
             return list(dict.fromkeys([*self._client_of, *other]))
 
+    def holders(self) -> set[Peer]:
+        """Connections to which batches were sent that they have not taken yet."""
+        with self._changed:
+            return {peer for client in self._busy.values() for peer, _ in client.sent}
+
     def status(self) -> SchedulerStatus:
         """Queues, buffer and clients; forgets those long without work."""
         with self._changed:

@@ -243,6 +243,7 @@ class Channel:
             return
         if reply.kind == Kind.ALIVE:
             self.state, self._heard_at = _BUSY, time.monotonic()
+            self._put(())  # so are we: the server may keep what it has for us
             return
         call = self._calls.pop(reply.request_id, None)
         if call is not None:

@@ -56,6 +56,8 @@ _MESSAGES_AT_ONCE = 32  #: of one connection
 
 _SENT_AHEAD = 4  #: answers of one connection that wait in memory; then its requests wait, too
 
+SILENT = 8.0  #: seconds without a sign of life until one that has not taken its batches counts as stopped
+
 _STUCK = 0.5  #: seconds without ``_PROGRESS`` until a connection that holds answers counts as one that takes none
 
 _PROGRESS = 1 << 16  #: bytes
@@ -98,6 +100,7 @@ class _Connection:
     partial_since: float = 0.0  #: since when there is an incomplete message
     taken: int = 0  #: bytes of answers sent since ``taken_since``
     taken_since: float = 0.0
+    heard: float = 0.0  #: when something last came from it, or was taken by it
 
     def __post_init__(self) -> None:
         self.descriptor = self.sock.fileno()
@@ -107,7 +110,7 @@ class NetworkThread(threading.Thread):
     """Runs until ``stop()``; the only user of its sockets.
 
     Requests go to ``short``. A connection that takes no answers is paused in both queues. Connections with scheduled
-    work hear each second that the server lives. Bytes that are no message end their connection.
+    work hear each second that the server lives, and say so themselves. Bytes that are no message end their connection.
     """
 
     def __init__(
@@ -210,7 +213,8 @@ class NetworkThread(threading.Thread):
             self._close(connection)
             return
         try:
-            if event & select.EPOLLOUT:
+            if event & select.EPOLLOUT:  # it takes what waited
+                connection.heard = time.monotonic()
                 self._flush(connection)
             if event & select.EPOLLIN:
                 self._read(connection)
@@ -315,6 +319,7 @@ class NetworkThread(threading.Thread):
     def _read_once(self, connection: _Connection) -> None:
         reader, host, before = connection.reader, connection.host, connection.reader.partial
         reader.read(connection.sock.recv_into)
+        connection.heard = time.monotonic()
         if reader.partial and not before:
             connection.partial_since = time.monotonic()
         host.partial += reader.partial - before
@@ -456,6 +461,9 @@ class NetworkThread(threading.Thread):
                     self._hold(connection)
         if now >= self._alive_at:
             self._alive_at = now + _ALIVE_EVERY
+            for peer in self._scheduler.holders():
+                if (holder := self._by_peer.get(peer)) is not None and now - holder.heard > SILENT:
+                    self._close(holder)
             for peer in self._scheduler.peers():
                 if (waiting := self._by_peer.get(peer)) is not None and not waiting.writer.unsent:
                     self._send(waiting, self._alive)

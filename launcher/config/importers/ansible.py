@@ -161,7 +161,7 @@ def _node(
         if "{{" in value.text:
             if name in KEYS:
                 problems.append(Problem(source.name, value.origin.line, f"{name} is a template; write its value"))
-        elif name in KEYS:
+        elif name in KEYS and value.text:
             if not (name == "ansible_python_interpreter" and value.text.startswith("auto")):
                 items[KEYS[name]] = number(value.origin, value.text) if KEYS[name] == "port" else value
         elif name in _PASSWORDS:

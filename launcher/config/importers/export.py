@@ -47,7 +47,7 @@ def _moved(tree: Tree, folder: Path, key: str) -> Tree:
         return replace(tree, items=items)
     if isinstance(tree, YamlSequence):
         return replace(tree, items=tuple(_moved(item, folder, key) for item in tree.items))
-    if key not in _HERE or tree.text.startswith(("/", "~")):
+    if key not in _HERE or not tree.text or tree.text.startswith(("/", "~")):
         return tree
     path = os.path.relpath(tree.origin.folder / tree.text, folder.absolute())
     return replace(tree, text=path, tag="str")

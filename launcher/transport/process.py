@@ -36,6 +36,8 @@ _JOIN_TIMEOUT = 5.0
 
 # Closing a channel ends nothing, and sshd takes signals only for users other than root. So
 # each command first writes its pid to stderr, and is ended by a second command.
+_MOST_STDERR = 8 << 20  # bytes, the last ones
+
 _PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
 
 _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
@@ -97,8 +99,10 @@ class Process(ABC):
             self._feeder.join(_JOIN_TIMEOUT)
 
     def finish(self, deadline: float) -> bool:
-        """Read to the end; False when that has not come by ``deadline``."""
+        """Read to the end; False when that has not come by ``deadline``. Raises TransportError for too much output."""
         while self.read(max(0.0, deadline - time.monotonic())):
+            if len(self.stdout) > MAX_LINE:
+                raise TransportError(f"more than {MAX_LINE >> 20} MiB came from one command")
             if time.monotonic() >= deadline:
                 return False
         return self.await_status(max(0.0, deadline - time.monotonic()))
@@ -121,6 +125,7 @@ class Process(ABC):
 
     def _add_stderr(self, data: bytes) -> None:
         self.stderr += data
+        del self.stderr[:-_MOST_STDERR]
         if not self.pid and (found := _PID_LINE.search(self.stderr)):
             self.pid = int(found[1])
             del self.stderr[found.start() : found.end()]
@@ -216,7 +221,12 @@ class ProcessTransport(Transport):
         deadline = time.monotonic() + timeout
         with self._started(command, deadline) as process:
             process.feed(stdin)
-            if not process.finish(deadline):
+            try:
+                ended = process.finish(deadline)
+            except TransportError:
+                self._kill(process)
+                raise
+            if not ended:
                 self._kill(process)
                 raise self._timed_out(command, timeout)
             return Completed(self.status_of(process), bytes(process.stdout), bytes(process.stderr))

@@ -144,6 +144,16 @@ def test_a_line_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.Monk
         LocalTransport().stream(Command(("cat", "/dev/zero")), print, threading.Event())
 
 
+def test_output_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command prints is bounded; of its errors, the last are kept."""
+    monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
+    with pytest.raises(TransportError, match="more than 1 MiB came from one command"):
+        LocalTransport().run(Command(("yes",)), timeout=60)
+    monkeypatch.setattr(process, "_MOST_STDERR", 1 << 16)
+    done = LocalTransport().run(Command(("sh", "-c", "yes | head -c 10000000 >&2; echo last >&2")), timeout=60)
+    assert len(done.stderr) <= 1 << 16 and done.stderr.endswith(b"y\nlast\n")
+
+
 def test_a_log_line_that_is_too_long_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "_LONGEST", 1 << 20)
     path = tmp_path / "logs/rank0.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import shutil
@@ -20,10 +21,12 @@ from launcher.transport.openssh import OpenSshTransport
 
 HOME = Path.home()
 TIMEOUT = 15.0  # the machine may be busy
+HANGS = 100.0  #: seconds of one variant, after which the stacks of all threads are told
 
 
 def main() -> None:
     for variant in json.load(sys.stdin):
+        faulthandler.dump_traceback_later(HANGS, exit=True)
         with prepared(variant):
             by_ssh, said = with_ssh(variant["host"])
         with prepared(variant):

@@ -206,8 +206,9 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
             timeout=300,
             check=False,
         )
-        assert done.returncode == 0, done.stderr
-        yield {answer["name"]: answer for answer in map(json.loads, done.stdout.splitlines())}
+        told = done.stdout.splitlines()
+        assert done.returncode == 0, f"{done.stderr}\nvariant {len(told) + 1}, after {told[-1:]}"
+        yield {answer["name"]: answer for answer in map(json.loads, told)}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

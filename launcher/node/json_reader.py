@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -238,6 +239,8 @@ def message_in(line: str) -> dict[str, Any] | None:
 
 _NAME = matching(r"rank\d{1,9}|server|node|launcher")
 
+_SIGNAL = matching("|".join([*signal.Signals.__members__, r"SIG\d{1,3}"]))
+
 _TEXTS = items(text)
 
 _RANK_OR_NONE = none_or(place)
@@ -274,7 +277,7 @@ OUTCOME = Record(
         **dict.fromkeys(("stopped", "oom"), (flag, False)),
         **dict.fromkeys(("traceback", "tail"), (_TEXTS, list)),
         "returncode": (none_or(whole), None),
-        "signal": (none_or(text), None),
+        "signal": (none_or(_SIGNAL), None),
         "note": (text, ""),
     },
     {"failed": flag},
@@ -379,6 +382,7 @@ EVENT = Record(
         "returncode": none_or(whole),
         "finding": FINDING,
         "versions": table(text, ".*"),
+        "nodes": items(place),
     },
 )
 

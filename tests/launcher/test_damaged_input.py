@@ -316,6 +316,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 def test_no_message_of_a_node_is_a_bug_of_ours(place: Path, data: st.DataObject) -> None:
     said = [data.draw(damaged_text(text)) for text in data.draw(st.lists(st.sampled_from(MESSAGES), max_size=3))]
+    (place / "events.jsonl").unlink(missing_ok=True)
     scene = Scene(place, FakeNode(0))
     for text in [*said, *MESSAGES]:
         if message := message_or_none(text):
@@ -373,6 +374,21 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"logs/node0/{name}.json").write_text(json.dumps(message[name]))
     (folder / "outcomes/node0/rank0.json").write_text(json.dumps(message["result"]["outcomes"][0]))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "sound", "damaged"),
+    [("events.jsonl", '"nodes": [0, 1]', '"nodes": null'), ("result.json", '"signal": null', '"signal": "SIGNED"')],
+)
+def test_what_the_fuzz_test_has_found(run_folder: Path, name: str, sound: str, damaged: str) -> None:
+    file = run_folder / name
+    whole = file.read_text()
+    file.write_text(whole.replace(sound, damaged))
+    try:
+        assert file.read_text() != whole
+        read_all(run_folder)
+    finally:
+        file.write_text(whole)
 
 
 FILES = ("events.jsonl", "result.json", "launch.json", "logs/node0/metrics-rank0.jsonl", "outcomes/node0/rank0.json")

@@ -345,7 +345,7 @@ def _config(record: RunRecord) -> Iterator[Block]:
 
 def _versions(events: list[Mapping[str, Any]]) -> Table:
     """A column for each set of nodes that have the same."""
-    told = [(spans(sorted(map(int, event.get("nodes", ())))), dict(event.get("versions") or {})) for event in events]
+    told = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
     names = sorted({name for _, versions in told for name in versions})
     rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in told)) for name in names)
     return Table(("package", *(f"node {nodes}" for nodes, _ in told)), rows, "Versions")

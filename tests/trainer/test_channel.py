@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +109,7 @@ def test_a_server_that_was_stopped_is_asked_for_a_sign_of_life_and_given_up(monk
         slow = client.submit_gather([RowRequest(HOMO_NODE, np.arange(3), ("sleep1.5",))])
         assert len(slow.result()[0]["sleep1.5"]) == 3  # silent, but it answers when asked
         os.kill(process.pid, signal.SIGSTOP)
+        wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
         assert seconds_until_gone(client) < 10
         os.kill(process.pid, signal.SIGCONT)
         wait_until(lambda: answers(client))

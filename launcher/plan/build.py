@@ -21,7 +21,7 @@ from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, node_commands, own_argv
 from launcher.plan.files import SharedFiles, code_digest, node_files, shared_files
 from launcher.plan.model import KeptServers, LaunchPlan, NodeFacts, NodePlan, PlannedFile, generated
-from launcher.plan.own_script import own_command_files, resume_file
+from launcher.plan.own_script import OwnCommand, own_command_files, resume_file
 from launcher.plan.partition import PartitionFiles, check_train_seeds, outdated, partitioning, read_partition_files
 from launcher.plan.placement import Site, make_sites, node_login, session_name
 from launcher.plan.ports import choose, control_candidates, master_candidates
@@ -68,7 +68,6 @@ def make_plan(
     usable = manifest if _fits(config, manifest) else None
     sites = make_sites(config, run_id, facts, code_digest, usable, serving, kept)
     own = own_command_files(own_command, config.run.files, cwd) if own_command else None
-    warned = own is not None and config.run.on_client_loss == "go-on"
     first = lead(config)
     context = PlanContext(
         config=config,
@@ -99,11 +98,7 @@ def make_plan(
         runs_dir=config.run.runs_dir,
         code_digest=code_digest,
         final=_all_known(config, facts) and _parts_known(config, usable, serving),
-        notes=(
-            *filter(None, [config.left_out, _OWN_GOES_ON if warned else ""]),
-            *_notes(config, facts, manifest, usable, serving),
-            *(own.notes if own else ()),
-        ),
+        notes=(*_notes(config, own, facts, manifest, usable, serving), *(own.notes if own else ())),
         control_port=context.control_port,
         lead=first,
         serving=config.data.serving or "",
@@ -228,12 +223,15 @@ def _all_known(config: ResolvedConfig, facts: Mapping[int, NodeFacts]) -> bool:
 
 def _notes(
     config: ResolvedConfig,
+    own: OwnCommand | None,
     facts: Mapping[int, NodeFacts],
     manifest: PartitionFiles | None,
     usable: PartitionFiles | None,
     serving: ServingCluster | None,
 ) -> list[str]:
-    notes = []
+    notes = [config.left_out] if config.left_out else []
+    if own is not None and config.run.on_client_loss == "go-on":
+        notes.append(_OWN_GOES_ON)
     if config.data.serving and serving is None:
         notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
     notes += _servers_of(serving) if serving else []

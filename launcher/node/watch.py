@@ -32,6 +32,8 @@ from launcher.node.record import stamp
 
 LOST = 3  #: exit status when the supervisor is gone without a result
 
+_EVENTS = "events.jsonl"
+
 _CHUNK = 1 << 18  # bytes of one file at once
 
 _LONGEST = 1 << 23  # bytes of a line; of a longer one each piece of that size is told as a line
@@ -79,7 +81,7 @@ class Watcher:
         self.tell_state()
         end = self.end()
         for name, size in list(self.files()):
-            while self.offsets.get(name, 0) < size and self.tell_chunk(name):
+            while self.offsets.get(name, 0) < size and self.tell_new(name, self.new_lines(name)):
                 pass
         self.tell({"now": time.time()})
         if end is not None:
@@ -133,19 +135,27 @@ class Watcher:
         self._told = time.monotonic()
 
     def tell_lines(self) -> bool:
-        """Tell new lines of all files, at most a chunk of each; whether there were any."""
+        """Tell new lines of all files, at most a chunk of each; whether there were any.
+
+        Events are read first and told last: what a process said before its end is told before that end.
+        """
+        events = self.new_lines(_EVENTS) if self._followed(_EVENTS) else b""
         news = False
         for name, size in self.files():
-            if size > self.offsets.get(name, 0):
-                news |= self.tell_chunk(name)
-        return news
+            if name != _EVENTS and size > self.offsets.get(name, 0):
+                news |= self.tell_new(name, self.new_lines(name))
+        return self.tell_new(_EVENTS, events) or news
 
-    def tell_chunk(self, name: str) -> bool:
-        """Tell the next complete lines of a file, about 256 KiB at most; whether there were any."""
-        offset = self.offsets.get(name, 0)
-        data = complete_lines(self._path(name), offset)
+    def new_lines(self, name: str) -> bytes:
+        """The next complete lines of a file, about 256 KiB at most; empty where it does not exist."""
+        with suppress(FileNotFoundError, IsADirectoryError):
+            return complete_lines(self._path(name), self.offsets.get(name, 0))
+        return b""
+
+    def tell_new(self, name: str, data: bytes) -> bool:
+        """Tell ``new_lines`` of a file, and go on behind them; whether there are any."""
         if data:
-            self.offsets[name] = offset + len(data)
+            self.offsets[name] = self.offsets.get(name, 0) + len(data)
             whole = data[:-1] if data.endswith(b"\n") else data
             lines = whole.decode("utf-8", "replace").split("\n")
             self.tell({"file": name, "offset": self.offsets[name], "lines": lines})
@@ -163,10 +173,13 @@ class Watcher:
             return
         for entry in entries:
             name = os.path.join(folder, entry.name)
-            if name.endswith(suffix) and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only):
+            if name.endswith(suffix) and self._followed(name):
                 with suppress(FileNotFoundError):  # taken away meanwhile
                     if entry.is_file():
                         yield name, entry.stat().st_size
+
+    def _followed(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.run_dir, name)

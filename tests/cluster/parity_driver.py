@@ -7,8 +7,10 @@ import faulthandler
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from launcher.transport.openssh import OpenSshTransport
 
 HOME = Path.home()
 TIMEOUT = 15.0  # the machine may be busy
-HANGS = 100.0  #: seconds of one variant, after which the stacks of all threads are told
+HANGS = 80.0  #: seconds of one variant, after which the stacks of all threads are told
 
 
 def main() -> None:
     for variant in json.load(sys.stdin):
+        print(f"variant {variant['name']}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback_later(HANGS, exit=True)
         with prepared(variant):
             by_ssh, said = with_ssh(variant["host"])
@@ -47,9 +50,9 @@ def prepared(variant: dict[str, Any]) -> Iterator[None]:
     environment = {**variant.get("env", {}), "LANG": "C"}
     with contextlib.ExitStack() as stack:
         if variant.get("agent"):
-            socket = stack.enter_context(agent(variant["agent"]))
+            agent_socket = stack.enter_context(agent(variant["agent"]))
             if not variant.get("hidden_agent"):
-                environment["SSH_AUTH_SOCK"] = socket
+                environment["SSH_AUTH_SOCK"] = agent_socket
         old = dict(os.environ)
         os.environ.pop("SSH_AUTH_SOCK", None)
         os.environ.update(environment)
@@ -67,17 +70,27 @@ def prepared(variant: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def agent(keys: list[str]) -> Iterator[str]:
-    socket = str(HOME / ".ssh/agent")
-    with subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL) as process:
-        while not os.path.exists(socket):
+    path = str(HOME / ".ssh/agent")
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
+    try:
+        while not listens(path):
             assert process.poll() is None
-        env = {**os.environ, "SSH_AUTH_SOCK": socket, "SSH_ASKPASS_REQUIRE": "force", "SSH_ASKPASS": "/bin/echo"}
+            time.sleep(0.01)
+        env = {**os.environ, "SSH_AUTH_SOCK": path, "SSH_ASKPASS_REQUIRE": "force", "SSH_ASKPASS": "/bin/echo"}
         names = [str(HOME / ".ssh" / key) for key in keys]
-        subprocess.run(["ssh-add", "-q", *names], env=env, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(["ssh-add", "-q", *names], env=env, check=True, timeout=TIMEOUT)
         for name in names:
             os.remove(name)
-        yield socket
-        process.terminate()
+        yield path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def listens(path: str) -> bool:
+    """The file is there a moment before connections are taken."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(path) == 0
 
 
 def with_ssh(host: str) -> tuple[bool, str]:

@@ -15,6 +15,7 @@ from typing import IO, Any
 import pytest
 
 from launcher.node.record import stamp, write_json
+from launcher.node.watch import Watcher
 from node_kit import NODE, PYTHON, RunFolder, python
 from waiting import wait_until
 
@@ -130,6 +131,28 @@ def test_killed_supervisor_is_told_as_lost(run: RunFolder) -> None:
     assert (
         f"the supervisor (pid {run.supervisor.pid}) is gone" in lost["reason"] and lost["state"]["state"] == "training"
     )
+
+
+def test_what_a_rank_said_before_its_end_is_told_before_that_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watcher = Watcher(str(tmp_path), {})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "events.jsonl").write_text('{"kind": "first"}\n')
+    scan = watcher.files
+
+    def a_rank_ends_meanwhile() -> Iterator[tuple[str, int]]:
+        yield from scan()
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('{"kind": "process-exit"}\n')
+        (tmp_path / "logs/rank0.log").write_text("last words\n")
+
+    monkeypatch.setattr(watcher, "files", a_rank_ends_meanwhile)
+    watcher.tell_lines()
+    monkeypatch.setattr(watcher, "files", scan)
+    watcher.tell_lines()
+    told = [line for each in capsys.readouterr().out.splitlines() for line in json.loads(each)["lines"]]
+    assert told == ['{"kind": "first"}', "last words", '{"kind": "process-exit"}']
 
 
 @pytest.mark.parametrize("end", ["stdin", "stdout"])

@@ -1,7 +1,7 @@
-"""gnnfleet's orchestrator: turns a YAML list of SSH hosts into one training cluster.
+"""Multi-node launcher: starts one distributed training run on the SSH hosts of a YAML file.
 
-It never imports torch or ``trainer``; the two packages meet through command lines,
-environment variables and the files described in ``docs/ARCHITECTURE.md``.
+It never imports torch or ``trainer``. The two packages exchange command lines, environment variables and the files
+described in ``docs/ARCHITECTURE.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Commands as argv lists, secrets that print as ``***``, and the one place that quotes for a shell."""
+"""Commands as argv lists, secrets that print as ``***``, and shell quoting."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 class Secret(str):
-    """Text that prints as ``***``; ``reveal()`` gives it to the boundary that needs it."""
+    """Text that prints as ``***``; ``reveal()`` returns the text itself."""
 
     def __repr__(self) -> str:
         return "'***'"
@@ -25,16 +25,16 @@ class Secret(str):
 
 @dataclass(frozen=True)
 class Command:
-    """An argv list with the surroundings it runs in."""
+    """An argv list with its environment, working directory and setup lines."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    cwd: str = ""  #: "" is the login directory
-    setup: tuple[str, ...] = ()  #: shell lines run before, in the same shell (module load, conda activate)
+    cwd: str = ""  #: "" for the login directory
+    setup: tuple[str, ...] = ()  #: shell lines run first, in the same shell (``module load``, ``conda activate``)
 
 
 def render(command: Command) -> str:
-    """``command`` as bash source, every word quoted; ``~/`` stays expandable in cwd and argv."""
+    """``command`` as bash source with every word quoted; a leading ``~/`` in cwd and argv is still expanded."""
     lines = ["set -e", *command.setup]
     lines += [f"export {name}={quote(value)}" for name, value in sorted(command.env.items())]
     if command.cwd:
@@ -44,12 +44,12 @@ def render(command: Command) -> str:
 
 
 def shell_line(command: Command) -> str:
-    """``render`` wrapped for a login shell of any kind: ``bash -c '…'``."""
+    """``render(command)`` wrapped in ``exec bash -c '…'``, which any POSIX login shell can run."""
     return f"exec bash -c {shlex.quote(render(command))}"
 
 
 def quote(word: str) -> str:
-    """Quote one word; a leading ``~/`` is left for the node's shell to expand."""
+    """Quote one word for a shell; a leading ``~/`` stays unquoted, so that the node's shell expands it."""
     plain = word.reveal() if isinstance(word, Secret) else word
     if plain.startswith("~/"):
         return "~/" + shlex.quote(plain[2:])

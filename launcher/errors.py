@@ -1,27 +1,27 @@
-"""The error tree of the launcher, with the exit status of each error.
+"""Exceptions of the launcher and their exit statuses.
 
 ::
 
     FleetError                    1
-    ├── UsageError                2   bad command line
+    ├── UsageError                2   invalid command line
     ├── ConfigError               2   one or more Problems in the YAML, each with file:line
-    ├── PreflightRefused          3   findings that would break the run, per node
+    ├── PreflightRefused          3   preflight has at least one blocking finding
     ├── NodeError                 3   one node (node_rank, host, remedy)
-    │   ├── NodeCallError             its python is missing, or failed at one of our small programs
-    │   └── TransportError            the line to it
+    │   ├── NodeCallError             its Python is missing, or a program of ``launcher/node/programs`` failed there
+    │   └── TransportError            the connection to it failed
     │       ├── UnreachableError
     │       ├── AuthError
-    │       │   └── PasswordRefused   asked for once more
+    │       │   └── PasswordRefused   the user is asked a second time
     │       ├── HostKeyError
     │       ├── CommandTimeout
     │       ├── ConnectionLost
     │       └── RemoteFileError   1   a file on the node cannot be read or written
-    ├── SyncError                 1   a file could not be brought over, or differs
+    ├── SyncError                 1   a file could not be transferred, or its digest differs
     ├── SessionError              1   a tmux session could not be started or stopped
-    ├── OutOfReach                1   no node answers any more; the run goes on without us
+    ├── OutOfReach                1   the nodes no longer answer the launcher; the run may still be running
     └── Interrupted             130
 
-Every message says what, where and what to do; the command line prints it without a traceback.
+Every message states what failed, where, and what to do. The command line prints it without a traceback.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from dataclasses import dataclass
 
 
 class FleetError(Exception):
-    """Base of all errors a user can cause or can act on."""
+    """Base of all errors that a user can cause or fix."""
 
     exit_status = 1
 
 
 class UsageError(FleetError):
-    """The command line asks for something that cannot be."""
+    """The command line is invalid."""
 
     exit_status = 2
 
@@ -47,7 +47,7 @@ class Problem:
     """One mistake in a config file."""
 
     file: str
-    line: int  #: counted from 1; 0 when the mistake has no line (a --set value)
+    line: int  #: counted from 1; 0 for a mistake without a line (a ``--set`` value)
     message: str
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Problem:
 
 
 class ConfigError(FleetError):
-    """All mistakes of one config, found in one pass."""
+    """All mistakes of one config file; the file is read to its end before this is raised."""
 
     exit_status = 2
 
@@ -65,7 +65,7 @@ class ConfigError(FleetError):
 
 
 def node_label(node_rank: int, host: str) -> str:
-    """``node1 (gnn2)``, as messages name a node."""
+    """The name of a node in messages: ``node1 (gnn2)``."""
     return f"node{node_rank} ({host})"
 
 
@@ -76,7 +76,10 @@ class PreflightRefused(FleetError):
 
 
 class NodeError(FleetError):
-    """Something is wrong with one node, or the way to it."""
+    """An operation on one node failed. ``str()`` is ``node1 (gnn2): message – remedy``.
+
+    ``host`` may be empty; ``node_rank`` is None where the rank is unknown; ``remedy`` tells the user what to do.
+    """
 
     exit_status = 3
 
@@ -87,41 +90,42 @@ class NodeError(FleetError):
 
 
 class NodeCallError(NodeError):
-    """A small program of ours could not run on a node, or raised there."""
+    """A program of ``launcher/node/programs`` could not be started on a node, or raised an exception there."""
 
 
 class TransportError(NodeError):
-    """The line to one node failed."""
+    """The connection to one node failed."""
 
 
 class UnreachableError(TransportError):
-    """No TCP connection or no SSH banner."""
+    """No TCP connection could be opened, or no SSH server answered."""
 
 
 class AuthError(TransportError):
-    """Reached, but no key, agent or password was accepted."""
+    """The host was reached but accepted none of the keys and passwords offered."""
 
 
 class PasswordRefused(AuthError):
-    """A password or passphrase was wrong; or (``wants_more``) the key was taken, and a password is wanted, too."""
+    """A password or passphrase was wrong. With ``wants_more``: the key was accepted and the host also asks for a
+    password."""
 
     wants_more = False
 
 
 class HostKeyError(TransportError):
-    """The host's key is unknown under ``strict``, or differs from the known one."""
+    """The host key differs from the known one, is revoked, or is unknown and ``host_keys`` does not allow to add it."""
 
 
 class CommandTimeout(TransportError):
-    """A remote command outlived its deadline."""
+    """A remote command did not end or answer in time."""
 
 
 class ConnectionLost(TransportError):
-    """An open line broke; retrying may help."""
+    """An open connection broke; connecting again may help."""
 
 
 class RemoteFileError(TransportError):
-    """A file on the node cannot be read or written; ``errno`` says why (ENOENT: not there)."""
+    """A file on the node cannot be read or written; ``errno`` is the system's error number, None if unknown."""
 
     exit_status = 1
 
@@ -139,11 +143,11 @@ class SessionError(FleetError):
 
 
 class OutOfReach(FleetError):
-    """A run that goes on cannot be followed any more."""
+    """The launcher can no longer follow a run; the run may still be running."""
 
 
 def reason_of(error: Exception) -> str:
-    """An error's message, without the name of the node that a TransportError puts before it."""
+    """The message of ``error`` without the node's name and the remedy that ``str()`` of a TransportError adds."""
     return error.message if isinstance(error, TransportError) else str(error)
 
 

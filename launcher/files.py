@@ -1,4 +1,4 @@
-"""Atomic writes of local files, checks of names and bytes that others give, and the root folder of our own code."""
+"""Local files: atomic writes, digests, bounded reads, and checks of paths and bytes received from nodes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import BinaryIO
 
 
 def written_path(path: Path) -> str:
-    """``~/…`` where it lies in the home folder of this machine, which is another one on the hosts."""
+    """``path`` as text for a config file: ``~/…`` inside the home folder, since hosts have other home folders."""
     home = os.path.expanduser("~").rstrip("/")
     text = str(path)
     return "~" + text[len(home) :] if home and text.startswith(home + "/") else text
 
 
-CODE_ROOT = Path(__file__).resolve().parents[1]
+CODE_ROOT = Path(__file__).resolve().parents[1]  #: the folder that contains ``launcher`` and ``trainer``
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether ``path``, which a node or a file gives, names something below the folder it is relative to.
+    """Whether ``path``, received from a node or read from a file, stays below the folder to which it is relative.
 
-    No absolute path, no empty part, ``.`` or ``..``, no NUL or other control character, nothing that no file can be
-    called.
+    False for absolute paths, for empty, ``.`` and ``..`` components, for control characters (NUL included) and for
+    text that cannot be encoded as a file name.
     """
     try:
         words = os.fsencode(path)
@@ -37,7 +37,10 @@ def is_plain_path(path: str) -> bool:
 
 
 def read_text(path: Path, most: int) -> str:
-    """The UTF-8 text of a file of at most ``most`` bytes. Raises ValueError (for other files) and OSError."""
+    """Read a UTF-8 file of at most ``most`` bytes; line ends become ``\\n``.
+
+    Raises ValueError for a larger file or one that is not UTF-8, OSError if it cannot be read.
+    """
     with path.open("rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -49,7 +52,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def inflated(data: bytes, most: int) -> bytes:
-    """What zlib has packed in ``data``; raises ValueError when it is damaged, or larger than ``most`` bytes."""
+    """Decompress zlib ``data``. Raises ValueError if it is damaged, cut off, or larger than ``most`` bytes."""
     unpacker = zlib.decompressobj()
     try:
         unpacked = unpacker.decompress(data, most + 1)
@@ -63,7 +66,7 @@ def inflated(data: bytes, most: int) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a whole file."""
+    """SHA-256 of a file's content, as 64 hex digits."""
     with path.open("rb") as file:
         return _hex(iter(lambda: file.read(1 << 20), b""))
 
@@ -80,9 +83,10 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
-    """A file written beside ``dest`` that takes its place only when the block ends well; parents are made.
+    """Open a temporary file in the folder of ``dest`` and rename it to ``dest`` when the block ends without an error.
 
-    ``mode``: permissions of the file, from its first byte on; None: as the umask has it.
+    Missing parent folders are created. ``mode``: permissions of the file before its first byte is written; None for
+    the umask's default.
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
     beside = dest.with_name(f".{dest.name}.{uuid.uuid4().hex[:8]}.part")
@@ -100,12 +104,12 @@ def appearing(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
 
 @atexit.register
 def remove_unfinished() -> None:
-    """Remove what threads have begun to write when the program ends."""
+    """Remove temporary files that threads had not finished when the program ends."""
     for path in tuple(_unfinished):
         path.unlink(missing_ok=True)
 
 
 def write_whole(dest: Path, text: str, *, private: bool = False) -> None:
-    """Write ``text`` in UTF-8 to ``dest``; ``private``: readable by this user only, as it may hold secrets."""
+    """Write ``text`` to ``dest`` in UTF-8, atomically. ``private``: mode 0600, for text that may contain secrets."""
     with appearing(dest, mode=0o600 if private else None) as out:
         out.write(text.encode())

@@ -1,4 +1,4 @@
-"""Host ranges: expands ``node[01-16].lab`` to sixteen hosts, and folds hosts back into ranges for messages."""
+"""Host ranges: expands ``node[01-16].lab`` to 16 host names, and folds host names into ranges for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-MOST = 4096  #: hosts that one range may stand for
+MOST = 4096  #: maximum number of hosts in one range
 
 _BRACKETS = re.compile(r"\[([^\[\]:]*)\]")
 
@@ -19,17 +19,20 @@ _DIGITS = re.compile(r"([0-9]+)")
 
 
 class RangeError(ValueError):
-    """A range that stands for nothing sensible, in words."""
+    """An invalid host range; the message explains the mistake."""
 
 
 def is_range(text: str) -> bool:
-    """Whether ``text`` has brackets that are not those of an IPv6 address."""
+    """Whether ``text`` contains a bracket that does not belong to an IPv6 address."""
     return "[" in (rest := _IPV6.sub("", text)) or "]" in rest
 
 
 def expand(text: str) -> list[str]:
-    """All that ``text`` stands for, the first bracket varying slowest; leading zeros stay. Raises RangeError."""
-    words = _BRACKETS.split(text)  # between brackets, in brackets, between, …
+    """Host names of the range ``text``, in order; the last bracket varies fastest and leading zeros are kept.
+
+    Raises RangeError.
+    """
+    words = _BRACKETS.split(text)  # alternately text between brackets and text in brackets
     if any(is_range(between) for between in words[::2]):
         raise RangeError(f"`{text}`: its brackets do not match; write a range as node[01-16]")
     spans = [[_span(text, span) for span in inside.split(",")] for inside in words[1::2]]
@@ -37,11 +40,14 @@ def expand(text: str) -> list[str]:
     if number > MOST:
         raise RangeError(f"`{text}` stands for {number:,} hosts; a range may stand for {MOST:,} at most")
     choices = [[str(n).zfill(width) for start, stop, width in one for n in range(start, stop)] for one in spans]
-    return ["".join(_woven(words[::2], chosen)) for chosen in itertools.product(*choices)]
+    return ["".join(_alternate(words[::2], chosen)) for chosen in itertools.product(*choices)]
 
 
 def fold(names: Iterable[str]) -> str:
-    """``node[01-16].lab, gpu1``: neighbours that differ in one number, counting up, as one range."""
+    """Host names as text, such as ``node[01-16].lab, gpu1``.
+
+    Consecutive names become one range if they differ only in one number that counts up by one.
+    """
     runs: list[list[str]] = []
     for name in names:
         if runs and _follows(runs[-1], name):
@@ -52,7 +58,7 @@ def fold(names: Iterable[str]) -> str:
 
 
 def _span(text: str, span: str) -> tuple[int, int, int]:
-    """First number, one after the last, and the digits to fill up to."""
+    """First number, last number + 1, and the width in digits (0: no leading zeros) of one span such as ``01-16``."""
     match = _SPAN.fullmatch(span)
     if not match:
         inside = f", found `{span}`" if span else ""
@@ -73,18 +79,18 @@ def _padded(number: str) -> bool:
     return len(number) > 1 and number[0] == "0"
 
 
-def _woven(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
+def _alternate(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
     return [word for pair in itertools.zip_longest(between, chosen, fillvalue="") for word in pair]
 
 
 def _follows(run: list[str], name: str) -> bool:
-    """Whether ``name`` goes on counting where ``run`` counts, in the same number."""
-    place = _counting(run[-1], name)
-    return place is not None and (len(run) == 1 or place == _counting(run[0], run[1]))
+    """Whether ``name`` continues the names in ``run``, counting up in the same number."""
+    place = _incremented(run[-1], name)
+    return place is not None and (len(run) == 1 or place == _incremented(run[0], run[1]))
 
 
-def _counting(before: str, after: str) -> int | None:
-    """Which number of two names is one higher in the second, all else being equal."""
+def _incremented(before: str, after: str) -> int | None:
+    """Index (in ``_DIGITS.split``) of the only number in which two names differ, if it is one higher in the second."""
     one, two = _DIGITS.split(before), _DIGITS.split(after)
     differing = [place for place, (a, b) in enumerate(itertools.zip_longest(one, two)) if a != b]
     if len(one) != len(two) or len(differing) != 1 or not differing[0] % 2:

@@ -1,4 +1,4 @@
-"""Text for people: counts in words, tables that fit the terminal, consoles, set-up commands."""
+"""Text for terminals: plurals, folded numbers, tables that fit the width, consoles, and pip commands to paste."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A title, and when to leave it out: those of the lowest ``worth`` go first. One with ``cut_to`` may be cut."""
+    """One column of a ``FittedTable``."""
 
     title: str
-    worth: int
-    right: bool = False
-    cut_to: int | None = None  #: characters that must stay, where the texts have as many
+    worth: int  #: columns with the lowest values are left out first when the terminal is too narrow
+    right: bool = False  #: aligned to the right
+    cut_to: int | None = None  #: minimum width when texts are cut; None: never cut
 
 
 @dataclass(frozen=True)
 class FittedTable:
-    """Rows of one line each, at whatever width they are printed."""
+    """A table with one line per row that leaves out or cuts columns to fit the width at which it is printed."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
@@ -70,12 +70,12 @@ def _total(shown: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def count(number: int, thing: str, plural: str = "s") -> str:
-    """``1 node``, ``2 nodes``, ``3 processes``."""
+    """A number with its noun: ``1 node``, ``2 nodes``, ``3 processes`` (``plural="es"``)."""
     return f"{number:,} {thing}{'' if number == 1 else plural}"
 
 
 def spans(numbers: Iterable[int], name: str = "") -> str:
-    """Ascending numbers with runs folded: ``0–2, 4``; with ``name`` before each: ``node0–node2, node4``."""
+    """Ascending numbers with consecutive ones folded: ``0–2, 4``; with a ``name``: ``node0–node2, node4``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -85,8 +85,8 @@ def spans(numbers: Iterable[int], name: str = "") -> str:
     return ", ".join(f"{name}{run[0]}" if len(run) == 1 else f"{name}{run[0]}–{name}{run[-1]}" for run in runs)
 
 
-# Escape sequences (ECMA-48, with xterm's end of one by BEL), control characters other than tab and line end, and halves
-# of UTF-16 pairs, which JSON may hold but no file takes
+# Escape sequences (ECMA-48, and xterm's, which end with BEL), control characters other than tab and line feed, and
+# lone UTF-16 surrogates, which JSON can contain but UTF-8 cannot encode
 _UNPRINTABLE = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
@@ -97,21 +97,24 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 def printable(text: str, *, colours: bool = False) -> str:
-    """``text`` without terminal escapes and control characters; ``colours``: those that set colours stay."""
+    """``text`` without terminal escapes and control characters; ``colours``: keep the escapes that set colours.
 
-    def instead(found: re.Match[str]) -> str:
+    A lone UTF-16 surrogate becomes U+FFFD.
+    """
+
+    def replacement(found: re.Match[str]) -> str:
         if "\ud800" <= found[0] <= "\udfff":
             return "\ufffd"
         return found[0] if colours and _COLOUR.fullmatch(found[0]) else ""
 
-    return _UNPRINTABLE.sub(instead, text)
+    return _UNPRINTABLE.sub(replacement, text)
 
 
 class PlainConsole(Console):
-    """Shows no terminal escapes but its own: what nodes, logs and files tell may hold any."""
+    """A rich console that removes terminal escapes from the text it prints, as text from nodes may contain any."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Segments of the renderable, their texts printable."""
+        """Segments of the renderable, with their text passed through ``printable``."""
         for segment in super().render(renderable, options):
             if segment.control or not _UNPRINTABLE.search(segment.text):
                 yield segment
@@ -119,27 +122,29 @@ class PlainConsole(Console):
                 yield Segment(printable(segment.text), segment.style)
 
 
-UNBOUNDED = 100_000  #: columns of what is no terminal: a file or a pipe has lines as long as they need to be
+UNBOUNDED = 100_000  #: width in columns for output to a file or a pipe, where lines are not folded
 
 
 def console_for(*, stderr: bool) -> Console:
-    """For stdout, or ``stderr``. Into a file or a pipe tables are as wide as what they hold, with nothing cut or
-    folded, unless COLUMNS says how wide they may be."""
+    """A console for stdout or stderr. In a file or a pipe tables are not cut or folded, unless COLUMNS is set."""
     stream = sys.stderr if stderr else sys.stdout
     bounded = stream.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return PlainConsole(stderr=stderr, highlight=False, width=None if bounded else UNBOUNDED)
 
 
-OWN_VENV = "~/gnnfleet-venv"  #: where one is put when nobody says otherwise
+OWN_VENV = "~/gnnfleet-venv"  #: default folder of a new virtual environment on a node
 
 WHEELS = "https://download.pytorch.org/whl/"
 
 
 def new_venv(venv: str, pins: Sequence[str], tag: str) -> str:
-    """The line that makes ``venv`` with ``pins`` in it; ``tag``: torch's build, as cpu or cu126, '' for PyPI's."""
+    """The shell command that creates ``venv`` and installs ``pins`` in it.
+
+    ``tag``: build of torch, such as ``cpu`` or ``cu126``; "" for the one on PyPI.
+    """
     return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join([*pins, *index(tag)])}"
 
 
 def index(tag: str) -> list[str]:
-    """pip's words for where such a build of torch is."""
+    """pip arguments that name the index with this build of torch; none for ""."""
     return [f"--extra-index-url {WHEELS}{tag}"] if tag else []

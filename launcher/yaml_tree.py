@@ -1,6 +1,6 @@
-"""Parses YAML into a tree whose values know their file and line.
+"""Parses YAML into a tree whose values carry their file and line.
 
-Texts are kept as written: what ``1e-3`` or ``on`` means is decided by the type that the config wants there.
+Scalars keep their text as written: ``1e-3`` or ``on`` is converted later, to the type of the config field.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.hostlist import MOST, RangeError, expand, is_range
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes texts such as 1e-3, which YAML 1.1 leaves bare and ``load_config`` reads as numbers."""
+    """Quotes text such as ``1e-3``, which PyYAML would write without quotes and ``load_config`` reads as a number."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -30,21 +30,21 @@ FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written."""
+    """Where a value was written: file and line."""
 
     file: str  #: as the user named it, or ``--set key=value``
-    line: int  #: from 1; 0 for --set
-    folder: Path  #: what relative paths written there refer to
+    line: int  #: counted from 1; 0 for ``--set``
+    folder: Path  #: the folder to which relative paths in this file refer
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """One word, number, text or nothing."""
+    """A value that is no list or mapping; may be empty."""
 
     origin: Origin
     text: str
-    tag: str  #: what YAML 1.1 would make of it: str, int, float, bool, null, …
-    plain: bool = True  #: not quoted
+    tag: str  #: type by YAML 1.1: str, int, float, bool, null, …
+    plain: bool = True  #: written without quotes
 
     @property
     def empty(self) -> bool:
@@ -61,39 +61,39 @@ class YamlSequence:
 
 @dataclass(frozen=True)
 class Section:
-    """A mapping; ``keys`` tells where each key stands."""
+    """A mapping."""
 
     origin: Origin
     items: Mapping[str, Tree]
-    keys: Mapping[str, Origin] = field(default_factory=dict)
+    keys: Mapping[str, Origin] = field(default_factory=dict)  #: origin of each key
 
 
 Tree = Scalar | YamlSequence | Section
 
 Report = Callable[[Problem], None]
 
-MOST_BYTES = 1 << 22  #: of a file with hosts or settings; 4,096 nodes with all their keys take a third of it
+MOST_BYTES = 1 << 22  #: maximum size of a file with hosts or settings; 4,096 nodes with all keys take a third of it
 
-_MOST_VALUES = 250_000  # keys and values of a file, as written
+_MOST_VALUES = 250_000  # maximum number of keys and values in a file, as written
 
-_MOST_EXPANDED = 500_000  # values that they stand for, as aliases, ranges and `defaults` multiply them
+_MOST_EXPANDED = 500_000  # maximum number of values after aliases, ranges and `defaults` are expanded
 
 _SHOWN = 200  # characters of a value in a message
 
-_MOST_DEPTH = 64  # sections and lists around a value
+_MOST_DEPTH = 64  # maximum nesting of sections and lists
 
-_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and halves of UTF-16 pairs: neither can be a part of a name or path
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL and lone UTF-16 surrogates, which no name or path can contain
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes within bounds; what is beyond them is no YAML for us."""
+    """A YAML loader that refuses files with too many values or levels."""
 
     def __init__(self, text: str):
         super().__init__(text)
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A value and all in it. Raises MarkedYAMLError."""
+        """Compose a value and everything below it. Raises MarkedYAMLError beyond the limits."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._depth > _MOST_DEPTH or self._values > _MOST_VALUES:
             many = f"it has more than {_MOST_VALUES:,} values"
@@ -106,16 +106,17 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int | None = None) -> Tree | None:
-    """Parse one YAML document; mistakes of syntax and duplicate keys are reported. None: nothing usable.
+    """Parse one YAML document; syntax errors and duplicate keys go to ``report``.
 
-    ``line`` is given for text that is not in a file, and then stands for every line.
+    ``line``: the line number of every value, for text that is not in a file; None to count lines. Returns None for an
+    empty or invalid document.
     """
     loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         return None if node is None else _Builder(file, folder, report, line).build(node, ())
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the latter of an escape that no character has
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # OverflowError: an escape beyond Unicode's range
         at, words = (loader.line + 1 if loader else 1), str(error)
         if isinstance(error, yaml.YAMLError):
             at, words = _explain(error, text)
@@ -126,11 +127,14 @@ def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int |
             loader.dispose()
 
 
-Extent = tuple[int, int]  #: values in trees, and how deep they are nested
+Extent = tuple[int, int]  #: number of values in trees, and their depth
 
 
 def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
-    """Of all the trees, those of an alias counted wherever it stands. ``known``: of each tree that was looked at."""
+    """Number of values and depth of all trees together; an aliased tree counts each time it occurs.
+
+    ``known``: cache of extents by ``id`` of the tree.
+    """
     values = depth = 0
     for tree in trees:
         if id(tree) not in known:
@@ -143,7 +147,7 @@ def extent(trees: Iterable[Tree], known: dict[int, Extent]) -> Extent:
 
 
 def check_extent(found: Extent) -> None:
-    """Raises ValueError, in words, for more values or levels than a config can need."""
+    """Raise ValueError for more values or levels than a config can need."""
     if found[0] > _MOST_EXPANDED:
         raise ValueError(f"it stands for more than {_MOST_EXPANDED:,} values")
     if found[1] > _MOST_DEPTH:
@@ -151,12 +155,12 @@ def check_extent(found: Extent) -> None:
 
 
 def shortened(text: str) -> str:
-    """``text`` as a message shows it."""
+    """``text`` cut to the length that a message shows."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 def describe(tree: Tree) -> str:
-    """What was found, in words."""
+    """A description of the value for "expected …, found …"."""
     if isinstance(tree, Section):
         return "a section of keys"
     if isinstance(tree, YamlSequence):
@@ -173,9 +177,9 @@ class _Builder:
     folder: Path
     report: Report
     line: int | None
-    built: dict[int, Tree] = field(default_factory=dict)  #: of each node, which aliases share
-    extents: dict[int, Extent] = field(default_factory=dict)  #: of each tree
-    merged_keys: int = 0  #: taken over by ``<<``
+    built: dict[int, Tree] = field(default_factory=dict)  #: by ``id`` of the YAML node; aliases share one
+    extents: dict[int, Extent] = field(default_factory=dict)  #: by ``id`` of the tree
+    merged_keys: int = 0  #: keys copied by ``<<`` so far
 
     def origin(self, node: yaml.Node) -> Origin:
         return Origin(self.file, node.start_mark.line + 1 if self.line is None else self.line, self.folder)
@@ -202,7 +206,7 @@ class _Builder:
         return Scalar(origin, self.text(node), node.tag.rpartition(":")[2], plain)
 
     def text(self, node: yaml.Node) -> str:
-        """A value's or key's characters."""
+        """The text of a key or value. Raises MarkedYAMLError for characters that are not allowed."""
         if found := _NO_TEXT.search(node.value):
             words = f"the character {found[0]!r} is not allowed"
             raise yaml.MarkedYAMLError(problem=words, problem_mark=node.start_mark)
@@ -269,15 +273,15 @@ def _explain(error: yaml.YAMLError, text: str) -> tuple[int, str]:
 
 
 def _touches_a_word(mark: yaml.Mark) -> bool:
-    """Whether what is marked follows without a space, as the bracket of node[01-04] does."""
+    """Whether the marked character directly follows a word, as the bracket of ``node[01-04]`` does."""
     return bool((mark.buffer or "")[mark.pointer - 1 : mark.pointer].strip())
 
 
 def expand_nodes(tree: Tree) -> Tree:
-    """``nodes: 2`` as two times localhost, ``node[01-04]`` as four hosts; each keeps its place in the file.
+    """Expand the value of ``nodes``: ``2`` to two times localhost, ``node[01-04]`` to four hosts.
 
-    A range that stands for nothing is left as it is, for the reader to report. Raises RangeError for more than ``MOST``
-    nodes, or more than all their values may be.
+    Each node keeps the file and line of the entry it comes from. An invalid range is left as it is, for the config
+    reader to report. Raises RangeError for more than ``MOST`` nodes, or if their values exceed the limit.
     """
     if isinstance(tree, Scalar) and is_count(tree):
         number = int(tree.text) if len(tree.text) < 10 else MOST + 1
@@ -299,7 +303,7 @@ def expand_nodes(tree: Tree) -> Tree:
 
 
 def check_values(values: int) -> None:
-    """Raises RangeError where nodes, with what `defaults` say of each, hold too many values."""
+    """Raise RangeError if the nodes together, with ``defaults`` applied to each, have too many values."""
     if values > _MOST_EXPANDED:
         raise RangeError(f"the nodes stand for more than {_MOST_EXPANDED:,} values")
 
@@ -311,12 +315,12 @@ def _number(nodes: int) -> int:
 
 
 def is_count(tree: Tree) -> bool:
-    """``nodes: 2``."""
+    """Whether the tree is a plain number, as in ``nodes: 2``."""
     return isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal()
 
 
 def _hosts(item: Tree) -> list[Scalar]:
-    """The hosts that an entry of `nodes` stands for; none where it is no range."""
+    """The hosts of an entry of ``nodes`` that is a range; empty for any other entry."""
     host = item.items.get("host") if isinstance(item, Section) else item
     return [Scalar(host.origin, name, "str") for name in _names(host)] if isinstance(host, Scalar) else []
 
@@ -329,7 +333,7 @@ def _expanded(item: Tree, hosts: list[Scalar]) -> Iterator[Tree]:
 
 
 def _names(host: Scalar) -> list[str]:
-    """The hosts of a range; none where it is no range, or a wrong one."""
+    """The hosts of a range; empty if ``host`` is no range or an invalid one."""
     try:
         return expand(host.text) if is_range(host.text) else []
     except RangeError:

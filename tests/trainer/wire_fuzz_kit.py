@@ -1,0 +1,194 @@
+"""Damages messages between graph servers and clients, and byte streams, and reads what is left of them.
+
+Each function runs in a process of its own: a fault in a kernel could end it. It prints ``done TRIED REFUSED``.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from hostile_kit import Forge, Frames, valid_requests
+from raw_peer import framed
+from trainer.core.errors import TrainerError, WireError
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.local_graph import LocalGraph
+from trainer.service.handlers import Handlers, is_long
+from trainer.service.stream import PING, MessageReader
+from trainer.service.wire import batch_messages, hop_messages, messages
+from trainer.service.wire.frames import Kind, Message, Status, decode, encode
+from trainer.store.part_store import open_parts
+
+LIMIT = 1 << 24  #: bytes of an answer, and of a message that a reader keeps
+SLOWEST = 30.0  #: seconds that one case may take
+
+
+def make_handlers(folder: Path) -> tuple[Handlers, int]:
+    """The handlers of a server with all parts, and the number of nodes."""
+    graph = LocalGraph(open_parts(folder))
+    manifest = graph.store.manifest
+    info = messages.HelloInfo(0, "host", (0, 1), "digest")
+    stats = messages.ServerStats(0, 0, 0, 0, 0, 0, {})
+    handlers = Handlers(graph, info, lambda: stats, lambda: (1, ()), LIMIT)
+    handlers.routed = DistGraph(graph, {})
+    return handlers, next(iter(manifest.nodes.values())).num_nodes
+
+
+def answer(handlers: Handlers, request: Message) -> Message:
+    """As a server's threads make it."""
+    if request.status != Status.REQUEST or request.kind in (Kind.ALIVE, Kind.TAKEN):
+        raise WireError("not a request")
+    if request.kind == Kind.BATCH:
+        work, _ = batch_messages.read_batch_request(request)
+        return handlers.batch(request, work)
+    return handlers.routed_answer(request) if is_long(request) else handlers.short(request)
+
+
+def cases(seed: int, seconds: float) -> Iterator[tuple[str, random.Random]]:
+    """Numbers of cases until the time is over; fails for a case that takes long."""
+    until, number = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        number += 1
+        began = time.monotonic()
+        yield f"case {number} of seed {seed}", random.Random(f"{seed} {number}")
+        assert time.monotonic() - began < SLOWEST, f"case {number} of seed {seed} took too long"
+
+
+def requests(folder: Path, seed: int, seconds: float) -> None:
+    """Damaged requests at a server: a reply, or an error with a message."""
+    handlers, num_nodes = make_handlers(folder)
+    forge, tried, refused = Forge(seed, num_nodes), 0, 0
+    for case, _ in cases(seed, seconds):
+        frames = forge.message()
+        tried += 1
+        try:
+            reply = answer(handlers, decode(frames, LIMIT, LIMIT))
+            encode(reply, LIMIT)
+        except TrainerError as error:
+            assert str(error).strip(), f"{case}: no message"
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{case}: {error!r} for {shown(frames)}") from error
+    print("done", tried, refused)
+
+
+def replies(folder: Path, seed: int, seconds: float) -> None:
+    """Damaged replies at a client: a value, or an error with a message."""
+    handlers, num_nodes = make_handlers(folder)
+    answered = []
+    for request in valid_requests(num_nodes):
+        with suppress(TrainerError):  # some are well-formed and refused
+            frames = [bytes(frame) for frame in encode(answer(handlers, request), LIMIT)]
+            answered.append((reader_of(request), frames))
+    assert len(answered) > 10
+    tried = refused = 0
+    for case, draw in cases(seed, seconds):
+        read, whole = draw.choice(answered)
+        frames = damaged(draw, whole, draw.choice(answered)[1])
+        tried += 1
+        try:
+            message = decode(frames, LIMIT, LIMIT)
+            if message.status == Status.OK:
+                read(message)
+        except TrainerError as error:
+            assert str(error).strip(), f"{case}: no message"
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{case}: {error!r} for {shown(frames)}") from error
+    print("done", tried, refused)
+
+
+def reader_of(request: Message) -> Callable[[Message], object]:
+    """The function by which a client reads the reply to ``request``."""
+    if request.kind == Kind.BATCH:
+        work, _ = batch_messages.read_batch_request(request)
+        return lambda reply: batch_messages.read_batch(reply, work)
+    if request.kind == Kind.SAMPLE:
+        hops = hop_messages.read_sample_request(request)
+        return lambda reply: hop_messages.read_samples(reply, hops)
+    if request.kind == Kind.GATHER:
+        rows = messages.read_gather_request(request)
+        return lambda reply: messages.read_rows(reply, rows)
+    if request.kind == Kind.HAS_EDGES:
+        _, _, dst = messages.read_has_edges_request(request)
+        return lambda reply: messages.read_found(reply, len(dst))
+    if request.kind == Kind.EDGES:
+        return lambda reply: messages.read_edges(reply, 50)
+    if request.kind == Kind.SHARED:
+        asked = messages.read_shared_request(request)
+        return lambda reply: messages.read_shared(reply, asked)
+    if request.kind == Kind.TO_GLOBAL:
+        _, ids = messages.read_to_global_request(request)
+        return lambda reply: messages.read_ids(reply, len(ids))
+    if request.kind == Kind.MANIFEST:
+        return messages.read_manifest_text
+    return messages.read_hello if request.kind == Kind.HELLO else messages.read_stats
+
+
+def damaged(draw: random.Random, frames: Frames, other: Frames) -> Frames:
+    """Some changes of bits, numbers, lengths and order."""
+    frames = list(frames)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        place = draw.randrange(len(frames))
+        frame, kind = bytearray(frames[place]), draw.randrange(6)
+        if kind == 0:
+            frames[place] = bytes(frame[: draw.randrange(len(frame) + 1)])
+        elif kind == 1 and frame:
+            frame[draw.randrange(len(frame))] ^= 1 << draw.randrange(8)
+            frames[place] = bytes(frame)
+        elif kind == 2 and len(frame) >= 8:
+            size = draw.choice((1, 2, 4, 8))
+            at = draw.randrange(len(frame) - size + 1)
+            value = draw.choice((0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1, draw.getrandbits(64)))
+            frame[at : at + size] = (value % 2 ** (8 * size)).to_bytes(size, "little")
+            frames[place] = bytes(frame)
+        elif kind == 3:
+            frames[place] = draw.choice(other)
+        elif kind == 4:
+            frames.insert(place, draw.choice((b"", draw.randbytes(40), frames[place])))
+        elif len(frames) > 1:
+            frames.pop(place)
+    return frames
+
+
+class Pieces:
+    """Gives ``data`` in pieces of random sizes, as a socket does."""
+
+    def __init__(self, data: bytes, draw: random.Random):
+        self._data, self._draw = io.BytesIO(data), draw
+
+    def receive(self, target: memoryview) -> int:
+        return self._data.readinto(target[: self._draw.choice((1, 7, 1000, 1 << 20))])
+
+
+def streams(folder: Path, seed: int, seconds: float) -> None:
+    """Damaged streams of bytes, in pieces: messages, or ``WireError``; few bytes are kept."""
+    forge, tried, refused = Forge(seed, 100), 0, 0
+    for case, draw in cases(seed, seconds):
+        sent = [forge.as_it_is() for _ in range(draw.randint(1, 4))]
+        data = b"".join(framed(frames) + PING * draw.randrange(3) for frames in sent)
+        if draw.random() < 0.8:
+            data = b"".join(damaged(draw, [data], [framed(forge.message())]))
+        reader, source = MessageReader(draw.choice((0, 100, LIMIT))), Pieces(data, draw)
+        tried += 1
+        try:
+            while True:
+                reader.read(source.receive)
+                assert reader.partial <= 2 * LIMIT, f"{case}: {reader.partial} bytes are kept"
+                reader.messages.clear()
+        except EOFError:
+            pass
+        except WireError as error:
+            assert str(error).strip(), f"{case}: no message"
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{case}: {error!r} for {data[:300]!r}") from error
+    print("done", tried, refused)
+
+
+def shown(frames: Frames) -> str:
+    return str([frame[:200].hex() for frame in frames[:5]])

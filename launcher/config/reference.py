@@ -1,4 +1,4 @@
-"""``python -m launcher.config.reference``: writes docs/config.md from the config dataclasses."""
+"""Generates docs/config.md from the config dataclasses (``python -m launcher.config.reference``)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ nodes: [alice@gnn1, alice@gnn2]
 data: {dataset: synthetic}
 ```
 
-**Defaults.** `defaults:` at the top level takes the same keys as a node and holds for every node. A node's own key
-wins; `env` is merged name by name; a node's own `python`, `venv` or `conda` replaces whichever of the three a
-default gives.
+**Defaults.** `defaults:` at the top level takes the same keys as a node and applies to every node. A key of the node
+itself takes precedence. `env` is merged variable by variable. A node's own `python`, `venv` or `conda` replaces the
+default for any of the three.
 
-**Short forms.** A node may be just `host`, `user@host` or `user@host:port`. With `transport: local`, `nodes: 2` stands
-for two nodes on this machine. A list of numbers may be written `15,10,5`, and a list of one text as that text.
+**Short forms.** A node may be written as `host`, `user@host` or `user@host:port`. With `transport: local`, `nodes: 2`
+means two nodes on this machine. A list of numbers may be written `15,10,5`, and a list of one text as that text.
 
-**Host ranges.** `node[01-16].lab` is sixteen nodes, `10.0.0.[10-14]` five, `n[1-3,7]r[1-2]` eight, the first bracket
-varying slowest; leading zeros are kept. A range stands for up to 4,096 hosts, among `nodes` or in `host:`, whose other
-keys then hold for each of them:
+**Host ranges.** `node[01-16].lab` is sixteen nodes, `10.0.0.[10-14]` five, `n[1-3,7]r[1-2]` eight; the first bracket
+varies slowest, and leading zeros are kept. A range may stand in `nodes` or in `host:` and have up to 4,096 hosts; the
+other keys of its entry apply to each host:
 
 ```yaml
 nodes:
@@ -42,15 +42,15 @@ nodes:
 data: {dataset: synthetic}
 ```
 
-In YAML's own brackets and braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address keeps
-its brackets before a port: `[fe80::1]:22`. A host may carry several nodes; its devices are divided among them.
+Inside YAML brackets or braces a range must be quoted: `nodes: ["node[01-04]", "gpu[1-2]"]`. An IPv6 address before a
+port is written in brackets: `[fe80::1]:22`. Several nodes may share a host; each must list its own `devices`.
 
-**Servers and clients.** A node's `role` is `worker` (holds parts and trains), `server` (holds parts, and samples for
-those who train) or `client` (trains, and is sent whole batches by the servers). Parts are spread over workers and
-servers in node order; `data.replicas` puts each on several of them. Clients ask the servers, or the workers where there
-are no servers. `procs` and `devices` of `defaults`, `--set 'nodes.*.procs=2'` and `--num-training-procs` leave servers
-alone. With `data.serving` the graph comes from a serving cluster, and all nodes that train are clients.
-[server_client.md](server_client.md) has the rest, `templates/server_client.yml` is a start:
+**Servers and clients.** A node's `role` is `worker` (holds parts and trains), `server` (holds parts and samples for
+clients) or `client` (trains on whole batches that servers send). Parts are distributed over workers and servers in node
+order; `data.replicas` stores each part on several of them. Clients use the servers, or the workers if no node is a
+server. `procs` and `devices` of `defaults`, `--set 'nodes.*.procs=2'` and `--num-training-procs` do not apply to
+servers. With `data.serving` the graph comes from a serving cluster, and all nodes that train are its clients.
+[server_client.md](server_client.md) describes roles in detail; `templates/server_client.yml` is a file to start from:
 
 ```yaml
 nodes:
@@ -59,42 +59,42 @@ nodes:
 data: {dataset: ogbn-products, num_parts: 4, replicas: 2}
 ```
 
-**Paths.** Paths of this machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`, `train.resume`) are
-relative to the YAML file they stand in; given with `--set` they are relative to the current directory, and so is
-`run.runs_dir` always. Paths of a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode verify) begin with
-`/` or `~/`; only with `transport: local` may they be relative to the YAML file. `~` is the home folder of whoever owns
-the path.
+**Paths.** Paths on the launching machine (`key`, `data.source`, `data.folder` in mode sync, `run.files`,
+`train.resume`) are relative to the YAML file that contains them. Given with `--set`, they are relative to the current
+directory; `run.runs_dir` always is. Paths on a node (`workdir`, `venv`, `data_folder`, and `data.folder` in mode
+verify) must begin with `/` or `~/`; only with `transport: local` may they be relative to the YAML file. `~` is the home
+folder on the machine that the path refers to.
 
-**Changing a key for one run.** `--set key=value`, as often as needed: `--set train.lr=1e-3`,
-`--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`; `--set 'nodes.*.procs=2'` sets it on every node. The value
-is YAML; `null` takes a key back to its default.
+**Changing a key for one run.** `--set key=value` may be repeated: `--set train.lr=1e-3`,
+`--set nodes.0.devices=[0,1]`, `--set defaults.venv=~/venv`; `--set 'nodes.*.procs=2'` sets the key on every node. The
+value is YAML; `null` resets a key to its default.
 
-**Fewer hosts or devices for one run.** `--include` and `--exclude` choose among the nodes, on every command that reads
-the file, as often as needed; what is included is kept in the file's order, then what is excluded is taken away, and
-node ranks are counted anew. The first node left that trains is the master, `procs` goes with the devices, and so does
-the default of `data.num_parts` with the nodes.
+**Fewer hosts or devices for one run.** `--include` and `--exclude` select nodes. Every command that reads the file
+accepts both, repeatedly. Included nodes keep the order of the file, excluded nodes are then removed, and the remaining
+nodes get new node ranks. The lead node is the first remaining node that trains. `procs` follows the number of remaining
+devices, and the default of `data.num_parts` the number of remaining nodes.
 
-| written | chooses |
+| value | selects |
 |---|---|
 | `node03`, `node03.lab`, `alice@node03:2222` | the host `node03.lab`, with or without domain, user and port |
-| `node[03-05]`, `node03,node05`, `gpu*`, `gpu?` | several; case does not matter |
+| `node[03-05]`, `node03,node05`, `gpu*`, `gpu?` | several hosts; case is ignored |
 | `node04:0,2`, `gpu[1-2]:0-3` | devices of a host, by the ids in its `devices` |
-| `node04:0,2@node05` | several joined by `@`, as DeepSpeed writes it |
-| `node3`, `node[0-3]` | nodes by their rank in the whole file, as tables show it, where no host is called so |
+| `node04:0,2@node05` | several hosts joined by `@`, as in DeepSpeed |
+| `node3`, `node[0-3]` | nodes by their rank in the file, unless a host has a name of this form |
 
 ```bash
 gnnfleet check --config cluster.yml --exclude host2
 ```
 
-**Mistakes.** All of them are listed at once, each with file and line; nothing is started. `gnnfleet check` goes on to
-look at the machines themselves.
+**Errors.** All errors of a file are reported at once, each with file and line, before anything is started.
+`gnnfleet check` also checks the machines.
 """
 
 _TITLES = {"": "Top level", "nodes": "nodes (one entry), and defaults"}
 
 
 def config_page() -> str:
-    """The whole of docs/config.md."""
+    """Return the text of docs/config.md."""
     parts = [_INTRO]
     for name, section in sections().items():
         title = _TITLES.get(name, name)
@@ -103,7 +103,7 @@ def config_page() -> str:
 
 
 def main() -> None:
-    """Write the page where it belongs."""
+    """Write docs/config.md."""
     Path(CODE_ROOT / "docs" / "config.md").write_text(config_page(), encoding="utf-8")
 
 
@@ -121,7 +121,7 @@ def _cells(item: Field[Any], hint: Any) -> str:
 
 
 def type_in_words(hint: Any) -> str:
-    """``list of whole numbers``, ``sync or verify``, …"""
+    """Describe a field's type, for instance ``list of whole numbers`` or ``sync or verify``."""
     words = {str: "text", int: "whole number", float: "number", bool: "true or false"}
     kind, inside = get_origin(hint), get_args(hint)
     if hint in words:

@@ -1,6 +1,7 @@
-"""The cluster config: one frozen dataclass per YAML section, every field documented.
+"""The cluster config as frozen dataclasses, one per section of cluster.yml.
 
-``launcher.config.loader`` reads YAML into these; ``docs/config.md`` is generated from them.
+``launcher.config.loader`` reads YAML into these classes; ``launcher.config.reference`` generates ``docs/config.md``
+from them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any, Literal
 
 
 def node_workdir(node: NodeConfig, node_rank: int) -> str:
-    """``workdir`` with {node_rank} filled in."""
+    """Return the node's ``workdir`` with {node_rank} replaced and without a trailing slash."""
     return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
 
 
 def setting(help: str, default: Any = ..., **limits: float) -> Any:
-    """A config field: its one-line help, its default (``...``: required), its limits.
+    """Return a dataclass field with a one-line help text, a default and limits.
 
-    Limits are ``at_least``, ``above``, ``at_most``, ``below``; for a list they hold for each element.
+    ``default`` is a value, a factory, or ``...`` for a required key. ``limits`` are ``at_least``, ``above``,
+    ``at_most`` and ``below``; they apply to each element of a list.
     """
     metadata = {"help": help, "limits": limits}
     if default is ...:
@@ -34,149 +36,152 @@ Role = Literal["worker", "server", "client"]
 
 
 def login_text(user: str | None, host: str, port: int | None) -> str:
-    """``user@host:port`` as far as given; an IPv6 address before a port stands in brackets."""
+    """Return ``user@host:port`` without the parts that are None. An IPv6 address before a port is put in brackets."""
     name = f"[{host}]:{port}" if port and ":" in host else f"{host}:{port}" if port else host
     return f"{user}@{name}" if user else name
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """One machine (or one share of a machine) of the cluster."""
+    """One machine of the cluster. Several nodes may share a machine."""
 
     host: str = setting("Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.")
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)
     user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None)
     key: str | None = setting(
-        "Private key file on this machine; default: SSH agent, ~/.ssh/config, usual places.", None
+        "Private key file on this machine; default: the SSH agent, ~/.ssh/config, the usual files in ~/.ssh.", None
     )
-    password: bool = setting("Ask for an SSH password at start, once, without echo.", False)
+    password: bool = setting("Ask for an SSH password once, when a command starts, without echo.", False)
     python: str = setting(
-        "Python on the node when neither venv nor conda is given; with `transport: local` this very Python.", "python3"
+        "Python on the node if neither venv nor conda is given; with `transport: local` the default is the launcher's.",
+        "python3",
     )
-    venv: str | None = setting("Folder of a virtual environment on the node (the one that holds bin/python).", None)
+    venv: str | None = setting("Virtual environment on the node: the folder that contains bin/python.", None)
     conda: str | None = setting("Conda environment on the node, by name or prefix path.", None)
     workdir: str = setting(
-        "Folder on the node for our code, its parts and its runs; {node_rank} becomes 0, 1, …",
+        "Folder on the node for gnnfleet's code, the node's parts and its runs; {node_rank} is replaced by 0, 1, …",
         "~/gnnfleet/node{node_rank}",
     )
     data_folder: str | None = setting(
-        "Where this node sees the shared partition folder, if not at data.folder (mode verify).", None
+        "Path of the shared partition folder on this node, if not data.folder (mode verify).", None
     )
     role: Role = setting(
-        "`worker` holds parts and trains; `server` holds parts and samples for others; `client` trains and holds none.",
+        "`worker` holds parts and trains; `server` holds parts and samples for clients; `client` trains without parts.",
         "worker",
     )
     devices: tuple[int, ...] = setting(
-        "CUDA device ids, as [0, 1]: one process for each; empty: train on the CPU.", (), at_least=0
+        "CUDA device ids, as [0, 1], one process per device; empty: train on the CPU.", (), at_least=0
     )
     procs: int | None = setting(
         "Trainer processes on this node; default: one per device, or 1 on the CPU.", None, at_least=1, at_most=1024
     )
-    address: str | None = setting("Address at which the other nodes reach this one; default: found by preflight.", None)
-    interface: str | None = setting(
-        "Network interface of that address, as eth0, for gloo and NCCL; default: found by preflight.", None
+    address: str | None = setting(
+        "Address at which the other nodes reach this node; default: found by preflight.", None
     )
-    env: Mapping[str, str] = setting("Environment variables for everything that runs on the node.", dict)
-    setup: tuple[str, ...] = setting("Bash lines run before anything else on the node, as `module load cuda`.", ())
+    interface: str | None = setting(
+        "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None
+    )
+    env: Mapping[str, str] = setting("Environment variables of all processes on the node.", dict)
+    setup: tuple[str, ...] = setting("Bash lines run before each command on the node, as `module load cuda`.", ())
 
     @property
     def nproc(self) -> int:
-        """Trainer processes on this node."""
+        """Number of trainer processes on this node; 0 for a server."""
         return self.procs or len(self.devices) or 1 if self.trains else 0
 
     @property
     def holds(self) -> bool:
-        """Whether it holds parts of the graph."""
+        """Whether the node's role is to hold parts of the graph."""
         return self.role != "client"
 
     @property
     def trains(self) -> bool:
+        """Whether the node runs training processes."""
         return self.role != "server"
 
     @property
     def login(self) -> str:
-        """``user@host:port`` as far as the config gives it."""
+        """``user@host:port``, without the parts that the config does not give."""
         return login_text(self.user, self.host, self.port)
 
 
 @dataclass(frozen=True)
 class PartitionConfig:
-    """How the graph is divided."""
+    """How the graph is cut into parts."""
 
     method: Literal["metis", "random", "hash", "frequency"] = setting(
-        "`metis` cuts few edges; `frequency` has vertices where train.fanouts visit them most; `random` and `hash` "
-        "are quick and cut most edges, `hash` by a vertex's type and id alone.",
+        "`metis` cuts few edges; `frequency` puts each vertex into the part whose seeds sample it most with "
+        "train.fanouts; `random` and `hash` (by vertex type and id) are fast and cut the most edges.",
         "metis",
     )
     balance: Literal["nodes", "types", "seeds", "types+seeds"] = setting(
-        "What the parts have equal numbers of, to 3 % (metis and frequency): vertices, those of each type, train "
-        "seeds, or each type and its train seeds.",
+        "What is balanced over the parts to within 3 % (metis and frequency): the number of vertices, of vertices of "
+        "each type, of train seeds, or of both vertices and train seeds of each type.",
         "types+seeds",
     )
     clusters: int | None = setting(
-        "Divide each part into so many clusters, for batches of clusters (Cluster-GCN).", None, at_least=1
+        "Clusters per part, for batches of clusters (Cluster-GCN); default: none.", None, at_least=1
     )
     seed: int = setting("Seed of the partition algorithm.", 0, at_least=0, below=2**32)
     rows: Literal["stored", "float16", "int8"] = setting(
-        "What floating-point attributes are kept as in the parts: as the dataset has them, rounded to float16, or to "
-        "int8 with a scale for each row.",
+        "Type of floating-point attributes in the parts: that of the dataset, float16, or int8 with a scale per row.",
         "stored",
     )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The graph, and where its parts live."""
+    """The graph, and where its parts are stored."""
 
     dataset: str = setting(
-        "`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; not needed where "
-        "`serving` names a cluster that has the graph.",
+        "`synthetic`, `file`, an `ogbn-…` name, or a torch_geometric dataset as `Planetoid:Cora`; required unless "
+        "`serving` is given.",
         "",
     )
     source: str | None = setting(
-        "What `file` reads: a folder of .npy/.npz files or a .pt file; for others the download folder.", None
+        "For `dataset: file` the folder of .npy/.npz files or the .pt file to read; else the download folder.", None
     )
-    options: Mapping[str, Any] = setting("Options of the dataset, as num_nodes for `synthetic`.", dict)
+    options: Mapping[str, Any] = setting("Options of the dataset, for instance num_nodes of `synthetic`.", dict)
     folder: str = setting(
-        "Partition folder: on this machine in mode sync, as the nodes see it in mode verify.", "parts"
+        "Partition folder: a path on this machine in mode sync, on the nodes in mode verify.", "parts"
     )
     num_parts: int | None = setting(
-        "Number of parts the graph is cut into, at least one per node that holds parts; default: one for each.",
+        "Number of parts, at least one per node that holds parts; default: exactly one per such node.",
         None,
         at_least=1,
         at_most=65536,
     )
     replicas: int = setting(
-        "How many nodes hold each part: with 2 or more a run survives the loss of a graph server.", 1, at_least=1
+        "Number of nodes that hold each part; with 2 or more a run survives the loss of a graph server.", 1, at_least=1
     )
     serving: str | None = setting(
-        "Name of a serving cluster (`gnnfleet serve`) that has the graph: all nodes are its clients then.", None
+        "Name of a serving cluster (`gnnfleet serve`) to train on; all nodes then train as its clients.", None
     )
-    partition: PartitionConfig = setting("How the graph is cut.", PartitionConfig)
+    partition: PartitionConfig = setting("How the graph is cut into parts.", PartitionConfig)
     topology: Literal["auto", "replicated", "partitioned"] = setting(
-        "`replicated`: each node that holds parts has the edges of all, so that only rows cross the network; "
-        "`partitioned`: its own only; `auto`: replicated where they take at most 4 GB, and a tenth of the memory, of "
-        "each host.",
+        "Edges on each node that holds parts: `replicated` stores those of all parts, so that only rows cross the "
+        "network; `partitioned` stores those of its own parts; `auto` replicates if that takes at most 4 GB and a "
+        "tenth of the memory of each host.",
         "auto",
     )
     cache: str = setting(
-        "Rows of other hosts that each host keeps, those most likely to be needed: a share of them (10%), a size "
+        "Rows of other hosts that each host caches, the most often needed first: a share of them (10%), a size "
         "(512MB), or 0.",
         "10%",
     )
     mode: Literal["sync", "verify"] = setting(
-        "`sync` sends each node its parts; `verify` checks parts that the nodes already see.", "sync"
+        "`sync` sends each node its parts; `verify` checks parts that the nodes can already read.", "sync"
     )
     digests: bool = setting(
-        "Each node compares all files of its parts with their digests when a run starts, at the speed of its disk; "
-        "`false` for parts for which that takes longer than `run.start_timeout`.",
+        "At the start of a run each node compares all files of its parts with their digests, at the speed of its disk; "
+        "set `false` if that takes longer than `run.start_timeout`.",
         True,
     )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The bundled trainer's settings; each becomes one flag of `python -m trainer train`."""
+    """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
 
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
         "GraphSAGE, GCN or GAT; for heterogeneous graphs RGCN, HGT or GraphSAGE per edge type.", "sage"
@@ -186,71 +191,76 @@ class TrainConfig:
     )
     hidden: int = setting("Width of the hidden layers.", 256, at_least=1)
     layers: int | None = setting(
-        "Number of layers; follows from fanouts, and must equal its length if given.", None, at_least=1
+        "Number of layers; default, and the only valid value: the number of fanouts.", None, at_least=1
     )
-    heads: int = setting("Attention heads (gat and hgt).", 4, at_least=1)
+    heads: int = setting("Number of attention heads (gat and hgt).", 4, at_least=1)
     dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
     fanouts: tuple[int, ...] = setting(
-        "Neighbours sampled per vertex and hop, first hop first; -1 takes all.", (15, 10, 5)
+        "Neighbours sampled per vertex, one number per hop, first hop first; -1: all neighbours.", (15, 10, 5)
     )
-    eval_fanouts: tuple[int, ...] | None = setting("The same for evaluation; default: as fanouts.", None)
+    eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: those of training.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
     weight_attr: str | None = setting(
-        "Edge attribute: a neighbour's chance to be sampled goes with it; 0: never.", None
+        "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None
     )
     time_attr: str | None = setting(
-        "Integer vertex attribute: no neighbour that is later than its seed is sampled.", None
+        "Integer vertex attribute used as time; neighbours later than their seed are never sampled.", None
     )
     temporal_strategy: Literal["uniform", "last"] = setting(
-        "With time_attr: `uniform` draws among the earlier neighbours, `last` takes the latest of them.", "uniform"
+        "With time_attr: `uniform` samples among the earlier neighbours, `last` takes the most recent ones.", "uniform"
     )
-    disjoint: bool = setting("Sample a subgraph for each seed that shares no vertex with the others.", False)
+    disjoint: bool = setting(
+        "Sample a separate subgraph for each seed; a vertex may then occur several times in a batch.", False
+    )
     batch_size: int = setting("Global batch: seed vertices per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
-    epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
+    epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate of Adam.", 0.004, above=0)
     embedding_lr: float | None = setting(
-        "Learning rate of the trainable rows of vertices without features (SparseAdam); default: lr.", None, above=0
+        "Learning rate of the embeddings of vertices without features (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay of Adam.", 0.0, at_least=0)
-    seed: int = setting("Seed of batch order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
-    eval_every: int = setting("Evaluate on the val split every so many epochs; 0: only at the end.", 1, at_least=0)
-    checkpoint_every: int = setting("Write a checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
-    tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard on each host.", False)
+    seed: int = setting(
+        "Random seed of batch order, sampling, dropout and initial weights.", 0, at_least=0, below=2**32
+    )
+    eval_every: int = setting("Epochs between evaluations on the val split; 0: only at the end.", 1, at_least=0)
+    checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
+    tensorboard: bool = setting("Write scalars for TensorBoard; each host needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
     prefetch: int = setting(
-        "Batches alive per process, the one in use among them; at least one more than sampler_threads.", 2, at_least=1
+        "Batches in memory per process, including the one in use; at least sampler_threads + 1.", 2, at_least=1
     )
     device_cache: str = setting(
-        "Rows of features kept on each GPU, those asked for most: a share of all (10%), a size (512MB), or 0.", "0"
+        "Feature rows cached on each GPU, the most often needed first: a share of all (10%), a size (512MB), or 0.", "0"
     )
     backend: Literal["auto", "gloo", "nccl"] = setting(
-        "torch.distributed backend; auto: nccl when every node has devices, else gloo.", "auto"
+        "torch.distributed backend; auto: nccl if every training node has devices, else gloo.", "auto"
     )
     precision: Literal["float32", "bfloat16"] = setting(
-        "What layers compute in; `bfloat16` adds up in float32, and changes results.", "float32"
+        "Type in which the layers compute; `bfloat16` accumulates in float32, and changes results.", "float32"
     )
-    timeout: float = setting("Seconds after which any wait for another process fails.", 120.0, above=0, below=1_000_000)
+    timeout: float = setting("Seconds after which a wait for another process fails.", 120.0, above=0, below=1_000_000)
     resume: str | None = setting(
-        "Checkpoint to go on from: a file on this machine, or the id of an earlier run in runs_dir.", None
+        "Checkpoint to continue from: a file on this machine, or the id of an earlier run in runs_dir.", None
     )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How a run is placed and watched."""
+    """Ports, timeouts and failure handling of a run."""
 
     master_addr: str = setting(
-        "Address of the first node that trains, as the others see it; auto: found by preflight.", "auto"
+        "Address at which the other nodes reach the lead node (the first that trains); auto: found by preflight.",
+        "auto",
     )
     master_port: int | Literal["auto"] = setting(
-        "Port for torch.distributed on the first node that trains; auto: 29500 or the next free one.",
+        "Port for torch.distributed on the lead node; auto: 29500 or the next free port.",
         "auto",
         at_least=1,
         at_most=65535,
     )
     service_port: int | Literal["auto"] = setting(
-        "Graph service port of node 0, one higher for each next node; auto: free ones from 29600.",
+        "Graph service port of node 0; each further node uses the next port; auto: free ports from 29600.",
         "auto",
         at_least=1,
         at_most=65535,
@@ -258,68 +268,71 @@ class RunConfig:
     runs_dir: str = setting("Folder on this machine for logs, checkpoints and results of runs.", "runs")
     connect_timeout: float = setting("Seconds to wait for an SSH connection.", 10.0, above=0, below=1_000_000)
     start_timeout: float = setting(
-        "Seconds to wait for a node's supervisor and graph server, which compiles its kernels first.",
+        "Seconds to wait for a node's supervisor and graph server to start, which includes compiling kernels.",
         120.0,
         above=0,
         below=1_000_000,
     )
-    grace: float = setting("Seconds between SIGTERM and SIGKILL when stopping.", 5.0, at_least=0, below=1_000_000)
+    grace: float = setting(
+        "Seconds between SIGTERM and SIGKILL when processes are stopped.", 5.0, at_least=0, below=1_000_000
+    )
     lost_after: float = setting(
-        "Seconds without a line to any node after which this machine gives up following; the run goes on.",
+        "Seconds without a connection to any node after which the launcher stops following; the run continues.",
         60.0,
         above=0,
         below=1_000_000,
     )
     control_port: int | Literal["auto"] = setting(
-        "Port on the first node that trains by which the nodes know of each other; auto: a free one from 29400.",
+        "Port on the lead node for the connections between supervisors; auto: a free port from 29400.",
         "auto",
         at_least=1,
         at_most=65535,
     )
     peer_timeout: float = setting(
-        "Seconds without a sign of life between the nodes after which one counts as lost and the others stop.",
+        "Seconds without a message from a node's supervisor after which the node counts as lost and the others stop.",
         6.0,
         at_least=2,
         below=1_000_000,
     )
     on_interrupt: Literal["ask", "stop", "detach"] = setting(
-        "What the first Ctrl-C does: `ask`, `stop` every node, or `detach` and let the run go on.", "ask"
+        "What the first Ctrl-C does: `ask`, `stop` every node, or `detach` and let the run continue.", "ask"
     )
-    on_stall: Literal["stop", "warn"] = setting("What happens when no process gets on with its steps.", "stop")
+    on_stall: Literal["stop", "warn"] = setting(
+        "What happens when no process completes a step for `stall_after`.", "stop"
+    )
     stall_after: float | Literal["auto"] = setting(
-        "Seconds without a step after which a run counts as stalled; auto: learned from the steps before.",
+        "Seconds without a completed step after which a run counts as stalled; auto: derived from earlier steps.",
         "auto",
         above=0,
         below=1_000_000,
     )
-    on_nan: Literal["stop", "warn"] = setting("What happens when the loss is no number any more.", "warn")
+    on_nan: Literal["stop", "warn"] = setting("What happens when the loss becomes NaN or infinite.", "warn")
     server_wait: float = setting(
-        "Seconds that a lost graph server may take to come back before those who need it give up.",
+        "Seconds to wait for a lost graph server to come back before the processes that need it fail.",
         60.0,
         at_least=0,
         below=1_000_000,
     )
     server_restarts: int = setting(
-        "How often a graph server that died is started again, within an hour.", 3, at_least=0
+        "Number of times that a graph server that died is restarted, per hour.", 3, at_least=0
     )
     on_client_loss: Literal["stop", "go-on"] = setting(
-        "When a `client` node is lost: `stop` the run, or `go-on` with the others (not without the first that trains).",
+        "When a `client` node is lost: `stop` the run, or `go-on` with the others. Without its lead node a run stops.",
         "stop",
     )
     server_buffer: int = setting(
-        "Megabytes of finished batches that a graph server keeps at most for those who ask for them.", 512, at_least=1
+        "Maximum size in MB of the finished batches that a graph server keeps for its clients.", 512, at_least=1
     )
     server_threads: int | Literal["auto"] = setting(
-        "Threads by which a graph server makes batches for clients; auto: one per processor.", "auto", at_least=1
+        "Threads with which a graph server makes batches for clients; auto: one per processor.", "auto", at_least=1
     )
     wire_rows: Literal["stored", "float16", "int8"] = setting(
-        "What floating-point rows are rounded to on their way between hosts; `int8` has a scale for each row.",
-        "stored",
+        "Type to which floating-point rows are rounded when sent between hosts; `int8` has a scale per row.", "stored"
     )
     encrypt: Literal["auto", "on", "off"] = setting(
         "Encrypt the graph service (TLS 1.3); auto: on, except with `transport: local`.", "auto"
     )
-    files: tuple[str, ...] = setting("Files and folders of this machine that your own script needs beside it.", ())
+    files: tuple[str, ...] = setting("Files and folders of this machine to send along with your own script.", ())
 
 
 @dataclass(frozen=True)
@@ -327,34 +340,37 @@ class ClusterConfig:
     """A whole cluster.yml."""
 
     nodes: tuple[NodeConfig, ...] = setting(
-        "The machines, in node_rank order; the first one that trains is the master."
+        "The machines, in node_rank order; the first one that trains is the lead node."
     )
-    data: DataConfig = setting("The graph and where its parts live.")
-    train: TrainConfig = setting("The bundled trainer's settings.", TrainConfig)
-    run: RunConfig = setting("How the run is placed and watched.", RunConfig)
-    transport: Literal["ssh", "local"] = setting("`ssh`, or `local`: every node on this machine, without sshd.", "ssh")
+    data: DataConfig = setting("The graph, and where its parts are stored.")
+    train: TrainConfig = setting("Settings of the bundled trainer.", TrainConfig)
+    run: RunConfig = setting("Ports, timeouts and failure handling of a run.", RunConfig)
+    transport: Literal["ssh", "local"] = setting(
+        "`ssh`, or `local`: all nodes run on this machine, without SSH.", "ssh"
+    )
     host_keys: HostKeys = setting(
-        "Unknown SSH host keys: `strict` refuses, `accept-new` learns them, `insecure` asks nothing; "
-        "`auto`: as StrictHostKeyChecking in ssh_config says, which refuses by itself.",
+        "Unknown SSH host keys: `strict` refuses them, `accept-new` stores them, `insecure` accepts any key; "
+        "`auto`: as StrictHostKeyChecking in ssh_config says, else `strict`.",
         "auto",
     )
-    name: str = setting("Begins the run ids and is shown in reports.", "run")
+    name: str = setting("Prefix of run ids; also shown in reports.", "run")
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """node_ranks that hold parts of the graph."""
+        """node_ranks that hold parts of the graph, ascending; () if a serving cluster holds them."""
         return tuple(k for k, node in enumerate(self.nodes) if node.holds) if not self.data.serving else ()
 
     @property
     def num_parts(self) -> int:
-        """0 where a serving cluster has them."""
+        """Number of parts; 0 if a serving cluster holds them."""
         return self.data.num_parts or len(self.holders)
 
     @property
     def makes_parts(self) -> bool:
-        """Whether the graph is cut on this machine and sent from here."""
+        """Whether the launching machine cuts the graph and sends the parts."""
         return self.data.mode == "sync" and not self.data.serving
 
     @property
     def world_size(self) -> int:
+        """Number of training processes of all nodes."""
         return sum(node.nproc for node in self.nodes)

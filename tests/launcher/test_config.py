@@ -52,7 +52,7 @@ MISTAKES = {
     "": ["1: the file is empty; start from templates/cluster.yml"],
     "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
     "name: x\n": [
-        "1: missing key `nodes`: the machines, in node_rank order; the first one that trains is the master",
+        "1: missing key `nodes`: the machines, in node_rank order; the first one that trains is the lead node",
         "1: missing section `data`: the graph and where its parts live",
     ],
     TWO + "data: {}\n": ["3: key `data` is given twice; first on line 2"],

@@ -1,4 +1,4 @@
-"""What a model needs to know of a graph, and which types each layer needs."""
+"""Describes a graph to a model, and computes which node and edge types each layer needs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,53 @@ from trainer.store.manifest import Manifest
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """The graph as a model sees it."""
+    """Description of a graph from which a model is built; ``facts_of`` makes it.
+
+    Args:
+        hetero: Whether the graph is heterogeneous.
+        target: Node type of the seeds.
+        node_types: All node types.
+        edge_types: All edge types, (source type, relation, target type).
+        in_dims: Width of ``x`` by node type, only of types with features.
+        num_classes: Number of classes of the target type.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        facts = gf.nn.facts_of(gf.open("parts").manifest)
+        print(facts.target, facts.in_dims, facts.num_classes)
+        ```
+    """
 
     hetero: bool
     target: NodeType  #: type of the seeds
     node_types: tuple[NodeType, ...]
     edge_types: tuple[EdgeType, ...]
-    in_dims: Mapping[NodeType, int]  #: width of ``x``, of the types that have it
+    in_dims: Mapping[NodeType, int]  #: width of ``x``, only of types with features
     num_classes: int
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
-    """The facts of a partitioned graph.
+    """Read the facts of a partitioned graph from its manifest.
 
-    Raises ``SettingsError`` for a target that is no node type, or an ``x`` that is not [n, f].
+    Args:
+        manifest: Manifest of the graph: ``graph.manifest``, or ``gnnfleet.read_manifest(folder)``.
+        target: Node type of the seeds; default: the only type of a homogeneous graph.
+
+    Returns:
+        The facts from which ``build_model`` and ``layer_needs`` work.
+
+    Raises:
+        SettingsError: If ``target`` is not a node type, or an ``x`` is not of shape [n, f].
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        facts = gf.nn.facts_of(gf.open("parts").manifest)
+        needs = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=2)
+        ```
     """
     if target not in manifest.nodes:
         raise SettingsError(f"no node type {target!r}; there are {', '.join(sorted(manifest.nodes))}")
@@ -44,19 +77,51 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """What one layer reads and writes so that the last layer's target gets its result."""
+    """Node and edge types that one layer reads and writes; ``layer_needs`` makes one for each layer of a model.
 
-    sources: tuple[NodeType, ...]  #: types whose rows come in; ``targets`` are among them
-    targets: tuple[NodeType, ...]  #: types whose rows go out
-    edge_types: tuple[EdgeType, ...]  #: those that end in ``targets``
+    Args:
+        sources: Node types whose rows are the layer's input; includes all ``targets``.
+        targets: Node types whose rows are the layer's output.
+        edge_types: Edge types that end in one of ``targets``.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        need = gf.nn.LayerNeed(("author", "paper"), ("paper",), (("author", "writes", "paper"),))
+        conv = gf.nn.HeteroSAGEConv(need, 32, 32)
+        ```
+    """
+
+    sources: tuple[NodeType, ...]  #: node types of the input rows; includes all ``targets``
+    targets: tuple[NodeType, ...]  #: node types of the output rows
+    edge_types: tuple[EdgeType, ...]  #: edge types that end in one of ``targets``
 
 
 def layer_needs(
     node_types: Sequence[NodeType], edge_types: Sequence[EdgeType], target: NodeType, num_layers: int
 ) -> tuple[LayerNeed, ...]:
-    """The need of each layer, first layer first; types keep the order of the arguments.
+    """Compute which types each layer of a model needs to produce rows of ``target``.
 
-    An edge type is left out of a layer whose result for its target type nobody reads.
+    A layer leaves out edge types whose target type no later layer reads.
+
+    Args:
+        node_types: All node types.
+        edge_types: All edge types.
+        target: Node type of the model's output.
+        num_layers: Number of layers.
+
+    Returns:
+        One need per layer, first layer first; types are in the order of the arguments.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        writes, cites = ("author", "writes", "paper"), ("paper", "cites", "paper")
+        needs = gf.nn.layer_needs(("paper", "author"), (writes, cites), "paper", num_layers=2)
+        print(needs[0].sources, needs[1].targets)  # ('paper', 'author') ('paper',)
+        ```
     """
     needs: list[LayerNeed] = []
     wanted = {target}

@@ -1,8 +1,9 @@
-"""Layers over several node and edge types: rows of each type in, rows of the target types out.
+"""Heterogeneous graph layers on blocks, from rows of each source type to rows of each target type.
 
-Parameters are named and shaped as those of the torch_geometric layers of the same name; on blocks with
-all neighbours the output is theirs too. A layer only has parameters for the types of its ``LayerNeed``
-(with one edge type at least), and every one takes part in every batch, edges or none: gradients are never missing.
+Parameters have the names and shapes of the torch_geometric layers of the same name. On blocks with all neighbours the
+output is the same too. A layer has parameters only for the types of its ``LayerNeed`` (which has at least one edge
+type). Every parameter contributes to the output of every batch, also for edge types without edges in the batch, so
+DistributedDataParallel finds a gradient for each.
 """
 
 from __future__ import annotations
@@ -31,15 +32,40 @@ Blocks = Mapping[EdgeType, Block]
 
 NodeTensors = dict[NodeType, Tensor]
 
-#: Share of a block's targets below which the rest, which have no edges, are left out of its dense product.
+#: If at most this share of a block's targets have edges, the others are left out of the dense product.
 SPARSE_TARGETS = 0.7
 
 
 class RGCNConv(nn.Module):
-    """Relational graph convolution: ``root(self) + sum over relations of W_r(mean of neighbours by r)``.
+    """Relational graph convolution on blocks: ``root(self) + sum over relations of W_r(mean of neighbours by r)``.
 
-    Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks" (2018). ``root`` is
-    shared by all node types. With ``num_bases``, each W_r is a combination of that many matrices.
+    All node types share ``root``. Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks"
+    (2018).
+
+    Args:
+        need: Node and edge types of the layer; each edge type is one relation.
+        in_dim: Width of input rows, the same for all types.
+        out_dim: Width of output rows.
+        num_bases: Make each W_r a linear combination of this many shared matrices; default: one matrix per relation.
+
+    Shapes:
+        - **input:** blocks by edge type, rows [num_src, in_dim] by source type, number of targets by target type.
+        - **output:** rows [num_dst, out_dim] by target type.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        facts = gf.nn.facts_of(graph.manifest)
+        (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
+        settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
+        conv = gf.nn.RGCNConv(need, 32, 16)
+        rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]
+        ```
     """
 
     def __init__(self, need: LayerNeed, in_dim: int, out_dim: int, num_bases: int | None = None):
@@ -54,6 +80,7 @@ class RGCNConv(nn.Module):
             glorot(weight)
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
+        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         out = {of: for_sums(torch.addmm(self.bias, x[of][: num_dst[of]], self.root)) for of in self.need.targets}
         for edge_type, weight in zip(self.need.edge_types, self._weights(), strict=True):
             add_mean(out[edge_type[2]], blocks[edge_type], x[edge_type[0]], weight)
@@ -67,24 +94,53 @@ class RGCNConv(nn.Module):
 
 
 class HeteroSAGEConv(nn.Module):
-    """A GraphSAGE layer (mean) per edge type, summed or averaged over the edge types that share a target type.
+    """One GraphSAGE layer per edge type, summed or averaged over the edge types that share a target type.
 
-    Equal to ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. A target type where no edge type ends keeps its rows,
-    which needs ``in_dim == out_dim``.
+    Computes the same as torch_geometric's ``HeteroConv({edge_type: SAGEConv(…)}, aggr)``. A target type in which no
+    edge type ends keeps its rows, which requires ``in_dim == out_dim``.
+
+    Args:
+        need: Node and edge types of the layer.
+        in_dim: Width of input rows, the same for all types.
+        out_dim: Width of output rows.
+        aggr: How results of several edge types are combined: ``"sum"`` or ``"mean"``.
+
+    Shapes:
+        - **input:** blocks by edge type, rows [num_src, in_dim] by source type, number of targets by target type.
+        - **output:** rows [num_dst, out_dim] by target type.
+
+    Raises:
+        SettingsError: For another ``aggr``.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        facts = gf.nn.facts_of(graph.manifest)
+        (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
+        settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
+        conv = gf.nn.HeteroSAGEConv(need, 32, 16)
+        rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]
+        ```
     """
 
     def __init__(self, need: LayerNeed, in_dim: int, out_dim: int, aggr: str = "sum"):
         super().__init__()
         if aggr not in ("sum", "mean"):
-            raise SettingsError(f"aggr is {aggr!r}; SAGE layers of several edge types are put together by sum or mean")
+            raise SettingsError(f"aggr is {aggr!r}; HeteroSAGEConv combines edge types by 'sum' or 'mean'")
         self.need, self.aggr = need, aggr
         self.convs = ModuleDict({of: SAGEConv(in_dim, out_dim) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
+        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         return {of: self._target(of, blocks, x, x[of][: num_dst[of]]) for of in self.need.targets}
 
     def _target(self, of: NodeType, blocks: Blocks, x: Mapping[NodeType, Tensor], own: Tensor) -> Tensor:
-        """The sum of all ``lin_r`` is one product with the sum of their weights."""
+        """Rows of one target type; the sum of all ``lin_r`` is one product with the sum of their weights."""
         convs = {edge_type: conv for edge_type, conv in self.convs.items() if edge_type[2] == of}
         if not convs:
             return own
@@ -98,11 +154,40 @@ class HeteroSAGEConv(nn.Module):
 
 
 class HGTConv(nn.Module):
-    """Heterogeneous graph transformer: attention over the neighbours of all edge types at once, per head.
+    """Heterogeneous graph transformer layer on blocks: attention over the neighbours of all edge types, per head.
 
-    Hu et al., "Heterogeneous Graph Transformer" (2020). PyG transforms keys and values of all sources once per
-    edge type; here the targets' queries and sums are transformed instead, which is equal and fewer rows. A target
-    type where no edge type ends is a target without neighbours.
+    torch_geometric transforms keys and values of all sources once per edge type. This layer transforms the targets'
+    queries and attended sums instead, which gives the same result from fewer rows. Nodes of a target type in which no
+    edge type ends have no neighbours. Hu et al., "Heterogeneous Graph Transformer" (2020).
+
+    Args:
+        need: Node and edge types of the layer.
+        in_dims: Width of input rows by source type.
+        out_dim: Width of output rows, a multiple of ``heads``.
+        heads: Number of attention heads.
+
+    Shapes:
+        - **input:** blocks by edge type, rows [num_src, in_dims[type]] by source type, number of targets by target
+          type.
+        - **output:** rows [num_dst, out_dim] by target type.
+
+    Raises:
+        SettingsError: If ``out_dim`` is not a multiple of ``heads``.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        facts = gf.nn.facts_of(graph.manifest)
+        (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
+        settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
+        conv = gf.nn.HGTConv(need, dict.fromkeys(need.sources, 32), 16, heads=4)
+        rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]
+        ```
     """
 
     def __init__(self, need: LayerNeed, in_dims: Mapping[NodeType, int], out_dim: int, heads: int):
@@ -120,12 +205,13 @@ class HGTConv(nn.Module):
         self.p_rel = ParameterDict({"__".join(of): nn.Parameter(torch.ones(1, heads)) for of in need.edge_types})
 
     def forward(self, blocks: Blocks, x: Mapping[NodeType, Tensor], num_dst: Mapping[NodeType, int]) -> NodeTensors:
+        """Rows of the target types; targets are the first ``num_dst[type]`` rows of ``x[type]``."""
         used_as_source = {of[0] for of in self.need.edge_types}
         keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}
 
     def _keys_values(self, of: NodeType, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [n, heads, dim] each."""
+        """Keys and values of one source type, [n, heads, dim] each."""
         lin, width = self.kqv_lin.lins[of], self.heads * self.dim
         keys = functional.linear(x, lin.weight[:width], lin.bias[:width])
         values = functional.linear(x, lin.weight[2 * width :], lin.bias[2 * width :])
@@ -143,18 +229,18 @@ class HGTConv(nn.Module):
     def _messages(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Attended values, [num_dst, heads * dim]."""
-        used = [(place, name) for place, name in enumerate(self.need.edge_types) if name[2] == of]
+        """Attended values of one target type, [num_dst, heads * dim]."""
+        used = [(number, name) for number, name in enumerate(self.need.edge_types) if name[2] == of]
         if not used:
             return own.new_zeros(len(own), self.heads * self.dim)
         query = self._query(of, own)
-        scores = [self._score(place, name, blocks[name], query, keys_values[name[0]][0]) for place, name in used]
+        scores = [self._score(number, name, blocks[name], query, keys_values[name[0]][0]) for number, name in used]
         targets = torch.cat([edge_targets(blocks[name]) for _, name in used])
         weights = softmax(torch.cat(scores), index=targets, num_nodes=len(own))
         parts = weights.split([len(score) for score in scores])
         sums = [
-            self._rows_by(self.v_rel, place, attend(blocks[name], keys_values[name[0]][1], part))
-            for (place, name), part in zip(used, parts, strict=True)
+            self._mapped(self.v_rel, number, attend(blocks[name], keys_values[name[0]][1], part))
+            for (number, name), part in zip(used, parts, strict=True)
         ]
         return for_sums(torch.stack(sums)).sum(0).flatten(1)
 
@@ -163,19 +249,19 @@ class HGTConv(nn.Module):
         query = functional.linear(own, lin.weight[width : 2 * width], lin.bias[width : 2 * width])
         return query.view(-1, self.heads, self.dim)
 
-    def _score(self, place: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
-        """Attention before the softmax, [num_edges, heads]: (W_k k) · q is k · (W_kᵀ q)."""
-        turned = self._rows_by(self.k_rel, place, query, transposed=True)
-        return edge_dots(block, turned, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
+    def _score(self, number: int, name: EdgeType, block: Block, query: Tensor, keys: Tensor) -> Tensor:
+        """Attention scores before the softmax, [num_edges, heads]; uses (W_k k) · q = k · (W_kᵀ q)."""
+        mapped = self._mapped(self.k_rel, number, query, transposed=True)
+        return edge_dots(block, mapped, keys) * (self.p_rel["__".join(name)] / math.sqrt(self.dim))
 
-    def _rows_by(self, maps: HeteroLinear, place: int, rows: Tensor, transposed: bool = False) -> Tensor:
-        """Rows [n, heads, dim] times the matrices of edge type number ``place``, one per head."""
-        of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, place]
+    def _mapped(self, maps: HeteroLinear, number: int, rows: Tensor, transposed: bool = False) -> Tensor:
+        """Rows [n, heads, dim] times the matrices of edge type ``number``, one matrix per head."""
+        of_type = maps.weight.view(self.heads, len(self.need.edge_types), self.dim, self.dim)[:, number]
         return torch.einsum("nhd,hed->nhe" if transposed else "nhd,hde->nhe", rows, of_type)
 
 
 def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
-    """Add (mean of each target's sources) @ weight to ``out`` [num_dst, out_dim] in place."""
+    """Add ``(mean of each target's sources) @ weight`` to ``out`` [num_dst, out_dim] in place."""
     rows, block = targets_with_edges(block)
     in_dim, out_dim = weight.shape
     if linear_first(block, in_dim, out_dim, x.requires_grad):
@@ -189,7 +275,7 @@ def add_mean(out: Tensor, block: Block, x: Tensor, weight: Tensor) -> None:
 
 
 def targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
-    """The targets that have edges, int64, and the block of them alone; (None, block) when they are most."""
+    """Positions of the targets with edges, int64, and the block of only these; (None, block) if most have edges."""
     rows = block.indptr.diff().nonzero().flatten()
     if len(rows) > SPARSE_TARGETS * block.num_dst:
         return None, block

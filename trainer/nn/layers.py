@@ -1,7 +1,7 @@
-"""Graph layers on blocks: rows ``[num_src, in_dim]`` in, rows ``[num_dst, out_dim]`` out.
+"""Graph layers on blocks, from rows ``[num_src, in_dim]`` to rows ``[num_dst, out_dim]``.
 
-Parameters are those of the torch_geometric layers of the same name; on a block with all
-neighbours the output is theirs too.
+Parameters have the names and shapes of the torch_geometric layers of the same name. On a block with all neighbours the
+output is the same too.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from trainer.nn.kernels.spmm import aggregate, attend, edge_targets
 
 
 def glorot(weight: Tensor) -> None:
-    """Draw ``weight`` [.., rows, columns] in place, with the same numbers as torch_geometric's function of that name,
-    which takes seconds to import."""
+    """Initialise ``weight`` [.., rows, columns] in place, with the same values as ``torch_geometric.nn.inits.glorot``.
+
+    Importing torch_geometric takes seconds.
+    """
     bound = math.sqrt(6.0 / (weight.size(-2) + weight.size(-1)))
     weight.data.uniform_(-bound, bound)
 
 
-#: Multiply-adds of a dense product that take as long as one of an aggregation, which waits for memory.
+#: Multiply-adds of a dense product that take as long as one multiply-add of an aggregation, which is memory-bound.
 DENSE_PER_SPARSE = 30
 
 
 def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> bool:
-    """Whether to transform all sources before aggregating is cheaper than to aggregate and then transform.
+    """Whether transforming all sources before the aggregation is cheaper than transforming the aggregated rows.
 
-    A backward pass costs the dense products twice and the aggregation once more; the latter only
-    where its input ``needs_grad``, which after a transformation it always does.
+    Compares multiply-adds of a forward and a backward pass. The backward pass repeats the dense product for the weight,
+    and once more for the input if it ``needs_grad``. It repeats the aggregation if the aggregated rows need a gradient,
+    which transformed rows always do.
     """
     edges, num_src, num_dst = len(block.indices) * DENSE_PER_SPARSE, block.num_src, block.num_dst
     dense = in_dim * out_dim * (3 if needs_grad else 2)
@@ -44,7 +47,30 @@ def linear_first(block: Block, in_dim: int, out_dim: int, needs_grad: bool) -> b
 
 
 class SAGEConv(nn.Module):
-    """GraphSAGE with mean: ``lin_l(mean of neighbours) + lin_r(self)``; 0 for the mean of none."""
+    """GraphSAGE layer with mean aggregation on a block: ``lin_l(mean of neighbours) + lin_r(self)``.
+
+    The mean over no neighbours is 0. Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs"
+    (2017).
+
+    Args:
+        in_dim: Width of input rows.
+        out_dim: Width of output rows.
+
+    Shapes:
+        - **input:** block, rows [num_src, in_dim].
+        - **output:** rows [num_dst, out_dim].
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
+        conv = gf.nn.SAGEConv(graph.num_features, 32)
+        rows = conv(batch.blocks[0], batch.x)  # [batch.blocks[0].num_dst, 32]
+        ```
+    """
 
     def __init__(self, in_dim: int, out_dim: int):
         super().__init__()
@@ -53,15 +79,17 @@ class SAGEConv(nn.Module):
 
     @property
     def bias(self) -> Tensor:
+        """Bias of the layer, [out_dim]."""
         return self.lin_l.bias
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
+        """Rows of the block's targets, [num_dst, out_dim]; x: [num_src, in_dim]; ``degree`` is ignored."""
         return self.without_bias(block, x) + self.bias
 
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """``before``: applied to ``x`` first, which is used up."""
+        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
         of_mean, of_self = self.lin_l.weight, self.lin_r.weight
         if linear_first(block, x.shape[1], len(of_mean), x.requires_grad):
             x = x if before is None else before.of(x)
@@ -73,12 +101,31 @@ class SAGEConv(nn.Module):
 
 
 class GCNConv(nn.Module):
-    """Graph convolution with self loops and symmetric normalisation by whole-graph in-degrees.
+    """Graph convolution on a block, with self loops and symmetric normalisation by whole-graph in-degrees.
 
-    With d the in-degree, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1)))``.
-    Of d_i neighbours the block holds s_i; their sum is scaled by d_i / s_i, so its expectation over
-    samples is the full sum, and with all neighbours it is the full sum. A self loop already in the
-    graph counts as one more neighbour.
+    With in-degree d, target i gets ``lin(x_i / (d_i + 1) + sum_j x_j / sqrt((d_i + 1)(d_j + 1))) + bias``. If the block
+    has s_i of the d_i neighbours, their sum is scaled by d_i / s_i, so that its expectation over samples is the full
+    sum. A self loop in the graph counts as one more neighbour. Kipf and Welling, "Semi-Supervised Classification with
+    Graph Convolutional Networks" (2017).
+
+    Args:
+        in_dim: Width of input rows.
+        out_dim: Width of output rows.
+
+    Shapes:
+        - **input:** block, rows [num_src, in_dim], in-degrees int64 [>= num_src].
+        - **output:** rows [num_dst, out_dim].
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512, want_degree=True)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
+        conv = gf.nn.GCNConv(graph.num_features, 32)
+        rows = conv(batch.blocks[0], batch.x, batch.degree)  # [batch.blocks[0].num_dst, 32]
+        ```
     """
 
     def __init__(self, in_dim: int, out_dim: int):
@@ -88,13 +135,16 @@ class GCNConv(nn.Module):
         glorot(self.lin.weight)
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
-        """``degree``: in-degrees in the whole graph, [>= num_src]."""
+        """Rows of the block's targets, [num_dst, out_dim].
+
+        x: [num_src, in_dim]; degree (required): in-degrees in the whole graph, int64 [>= num_src].
+        """
         return self.without_bias(block, x, degree) + self.bias
 
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """``before``: applied to ``x`` first, which is used up."""
+        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
         assert degree is not None, "GCN needs whole-graph degrees on its batches"
         out_dim, in_dim = self.lin.weight.shape
         x = x if before is None else before.of(x)
@@ -113,9 +163,31 @@ class GCNConv(nn.Module):
 
 
 class GATConv(nn.Module):
-    """Graph attention: softmax over the block's neighbours and the node itself, per head.
+    """Graph attention layer on a block: per head, a softmax over the sampled neighbours and the node itself.
 
-    Heads are concatenated ([num_dst, heads * out_dim]) or averaged ([num_dst, out_dim]).
+    Veličković et al., "Graph Attention Networks" (2018).
+
+    Args:
+        in_dim: Width of input rows.
+        out_dim: Width of a head.
+        heads: Number of attention heads.
+        concat: Concatenate the heads' outputs; else average them.
+        negative_slope: Slope of the LeakyReLU for negative attention scores.
+
+    Shapes:
+        - **input:** block, rows [num_src, in_dim].
+        - **output:** rows [num_dst, heads * out_dim] with ``concat``, else [num_dst, out_dim].
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
+        conv = gf.nn.GATConv(graph.num_features, 8, heads=4, concat=True)
+        rows = conv(batch.blocks[0], batch.x)  # [batch.blocks[0].num_dst, 32]
+        ```
     """
 
     def __init__(self, in_dim: int, out_dim: int, heads: int, concat: bool, negative_slope: float = 0.2):
@@ -129,20 +201,21 @@ class GATConv(nn.Module):
             glorot(weight)
 
     def forward(self, block: Block, x: Tensor, degree: Tensor | None = None) -> Tensor:
+        """Rows of the block's targets; x: [num_src, in_dim]; ``degree`` is ignored."""
         return self.without_bias(block, x) + self.bias
 
     def without_bias(
         self, block: Block, x: Tensor, degree: Tensor | None = None, before: Activation | None = None
     ) -> Tensor:
-        """``before``: applied to ``x`` first, which is used up."""
+        """As ``forward``, without adding the bias; ``before`` is first applied to ``x``, whose memory it overwrites."""
         looped = with_self_loops(block)
         h = self.lin(x if before is None else before.of(x)).view(-1, self.heads, self.out_dim)
         out: Tensor = attend(looped, h, self._attention(looped, h))
         return out.flatten(1) if self.concat else out.mean(1)
 
     def _attention(self, block: Block, h: Tensor) -> Tensor:
-        """Weights [num_edges, heads] that sum to 1 over each target's edges."""
-        from torch_geometric.utils import softmax  # takes seconds, and only this layer needs it
+        """Attention weights [num_edges, heads], which sum to 1 over each target's edges."""
+        from torch_geometric.utils import softmax  # its import takes seconds, and only this layer needs it
 
         of_source = (h * self.att_src).sum(-1)[block.indices.long()]
         targets = edge_targets(block)
@@ -153,7 +226,7 @@ class GATConv(nn.Module):
 
 
 def with_self_loops(block: Block) -> Block:
-    """The block with one more edge per target, from itself, at the end of its row; those there stay."""
+    """The block with a self loop for each target, as the last edge of its row; existing self loops stay."""
     device = block.indptr.device
     loops = torch.arange(block.num_dst, dtype=torch.int32, device=device)
     indptr = block.indptr + torch.arange(block.num_dst + 1, dtype=torch.int32, device=device)

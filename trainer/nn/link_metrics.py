@@ -1,7 +1,7 @@
 """Ranking metrics of links against given negatives: MRR, Hits@k, AUC.
 
-Equal scores: a positive's rank is the middle of the ranks it could have, and AUC counts such a pair as half; a model
-that scores all alike thus gets what chance gives.
+Among equal scores, a positive gets the mean of the ranks it could have, and AUC counts the pair as half. A model that
+gives all pairs the same score thus gets the metrics of random guessing.
 """
 
 from __future__ import annotations
@@ -16,9 +16,25 @@ HITS = (1, 3, 10, 50)
 
 
 def ranks(positive: Tensor, negative: Tensor) -> Tensor:
-    """Rank of each positive among its own negatives, from 1, float64 [n]; positive [n], negative [n, k].
+    """Rank each positive among its own negatives, from 1.
 
-    NaN scores rank last.
+    A positive with score NaN gets rank k + 1. Equal scores give the mean of the possible ranks.
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, k].
+        - **output:** float64 [n].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        print(gf.nn.ranks(torch.tensor([2.0]), torch.tensor([[3.0, 1.0]])))  # tensor([2.], dtype=torch.float64)
+        ```
     """
     own = positive[:, None]
     above, level = (negative > own).sum(1), (negative == own).sum(1)
@@ -27,23 +43,74 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def mrr(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean reciprocal rank, float64 []; positive [n], negative [n, k]."""
+    """Mean reciprocal rank of the positives among their own negatives.
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, k].
+        - **output:** scalar, float64.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        print(gf.nn.mrr(torch.tensor([2.0]), torch.tensor([[3.0, 1.0]])))  # tensor(0.5000, dtype=torch.float64)
+        ```
+    """
     return ranks(positive, negative).reciprocal().mean()
 
 
 def hits_at(k: int, positive: Tensor, negative: Tensor) -> Tensor:
-    """Share of positives whose rank is at most k, float64 []; positive [n], negative [n, num]."""
+    """Share of positives whose rank among their own negatives is at most k.
+
+    Args:
+        k: Largest rank that counts.
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, num_negatives].
+        - **output:** scalar, float64.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        share = gf.nn.hits_at(10, torch.randn(8), torch.randn(8, 50))
+        ```
+    """
     return (ranks(positive, negative) <= k).double().mean()
 
 
 def auc(positive: Tensor, negative: Tensor) -> Tensor:
-    """Chance that a positive scores above a negative, float64 []; any shapes, every positive against every negative.
+    """Area under the ROC curve: the probability that a positive scores above a negative.
 
-    By the rank sum of the positives (Mann and Whitney, 1947), with middle ranks for equal scores.
+    Compares every positive with every negative, by the rank sum of the positives (Mann and Whitney, 1947).
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of the negatives.
+
+    Shapes:
+        - **input:** two float tensors of any shapes.
+        - **output:** scalar, float64.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        area = gf.nn.auc(torch.randn(8), torch.randn(8, 50))
+        ```
     """
     scores = torch.cat([positive.flatten(), negative.flatten()])
     _, place, count = scores.unique(return_inverse=True, return_counts=True)
-    middle = count.cumsum(0).double() - (count.double() - 1) / 2  # of the ranks 1 … n that equal scores share
+    middle = count.cumsum(0).double() - (count.double() - 1) / 2  # mean of the ranks 1 … n that equal scores share
     num_pos, num_neg = positive.numel(), negative.numel()
     rank_sum = middle[place[:num_pos]].sum()
     return (rank_sum - num_pos * (num_pos + 1) / 2) / (num_pos * num_neg)
@@ -51,19 +118,56 @@ def auc(positive: Tensor, negative: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LinkScore:
-    """A model's result on a set of links."""
+    """Ranking metrics of a model on a set of links, as ``LinkSums.result`` returns them.
+
+    Args:
+        mrr: Mean reciprocal rank.
+        hits: Share of positives with rank at most k, by k.
+        auc: Area under the ROC curve, each positive against its own negatives.
+        links: Number of positives.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        sums = gf.nn.LinkSums(hits=(1, 10))
+        sums.add(torch.randn(8), torch.randn(8, 50))
+        score = sums.result()
+        print(f"MRR {score.mrr:.3f}, Hits@10 {score.hits[10]:.3f} of {score.links} links")
+        ```
+    """
 
     mrr: float
     hits: dict[int, float]  #: k -> share of positives with rank <= k
     auc: float  #: mean over positives, each against its own negatives
-    links: int
+    links: int  #: number of positives
 
 
 class LinkSums:
-    """The same over many batches and ranks: what is kept are sums, so those of all ranks can be added.
+    """Accumulates MRR, Hits@k and AUC over batches, as sums that can be added over ranks.
 
-    AUC here is of each positive against its own negatives (the share of them that it beats), averaged over positives:
-    the AUC over all pairs of all batches would need every score in one place.
+    The AUC compares each positive with its own negatives only and is averaged over positives; the AUC over all pairs of
+    all batches would need every score in one place.
+
+    Args:
+        hits: The k of Hits@k.
+        device: Device of the sums; default CPU.
+
+    Shapes:
+        - ``sums``: float64 [3 + len(hits)].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        sums = gf.nn.LinkSums()
+        for _ in range(3):  # batches
+            sums.add(torch.randn(8), torch.randn(8, 50))
+        # with several ranks: torch.distributed.all_reduce(sums.sums)
+        print(sums.result().mrr)
+        ```
     """
 
     def __init__(self, hits: Sequence[int] = HITS, device: torch.device | None = None):
@@ -71,14 +175,29 @@ class LinkSums:
         self.sums = torch.zeros(3 + len(self.hits), dtype=torch.float64, device=device)
 
     def add(self, positive: Tensor, negative: Tensor) -> None:
-        """positive: [n]; negative: [n, k], k at least 1."""
+        """Add the links of a batch.
+
+        Args:
+            positive: Scores of the positives.
+            negative: Scores of each positive's negatives.
+
+        Shapes:
+            - **input:** positive float [n], negative float [n, k], k at least 1.
+        """
         rank = ranks(positive, negative)
         beaten = (negative.shape[1] + 1 - rank) / negative.shape[1]
         values = [torch.ones_like(rank), rank.reciprocal(), beaten, *[(rank <= k).double() for k in self.hits]]
         self.sums += torch.stack(values).sum(1).to(self.sums.device)
 
     def result(self, sums: Tensor | None = None) -> LinkScore:
-        """The means; ``sums``: those of all ranks together, float64, instead of the own. NaN without links."""
+        """Compute the metrics of all links added so far.
+
+        Args:
+            sums: Sums over all ranks, of the shape of ``self.sums``; default: this process's own.
+
+        Returns:
+            The metrics; NaN without links.
+        """
         count, reciprocal, beaten, *hits = (self.sums if sums is None else sums).tolist()
         means = [value / count if count else float("nan") for value in (reciprocal, beaten, *hits)]
         return LinkScore(means[0], dict(zip(self.hits, means[2:], strict=True)), means[1], int(count))

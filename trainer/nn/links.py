@@ -1,10 +1,8 @@
-"""Models of links: decoders that score pairs of node rows, and the losses they are trained with.
+"""Link prediction: decoders that score pairs of node rows, and their losses.
 
-Works on what torch_geometric's link batches hold: ``edge_label_index`` with ``edge_label`` (binary negatives), or
-``src_index``, ``dst_pos_index`` and ``dst_neg_index`` (triplets).
-
-Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs" (2017), equation 1. Positives are
-the pairs of a link batch: edges, or pairs from random walks (``walk_pairs``); negatives are drawn by the loader.
+The functions take the fields of torch_geometric's link batches: ``edge_label_index`` with ``edge_label`` (binary
+negatives), or ``src_index``, ``dst_pos_index`` and ``dst_neg_index`` (triplets). Positives are the pairs of a link
+batch: edges, or pairs from random walks (``walk_pairs``). The loader draws the negatives.
 """
 
 from __future__ import annotations
@@ -17,24 +15,57 @@ from torch.nn import functional
 
 
 class Decoder(Protocol):
-    """Scores of pairs; the higher, the likelier the link."""
+    """Scores pairs of node rows; a higher score means a likelier link."""
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """float [n] from rows [n, f] each; leading dimensions broadcast, so [n, 1, f] and [n, k, f] give [n, k].
+        """Scores, float [n], of rows [n, f] each; leading dimensions broadcast: [n, 1, f] and [n, k, f] give [n, k].
 
-        relation: number of each pair's relation, int64 [n] or one for all, where the decoder tells them apart.
+        relation: number of each pair's relation, int64 [n], or one for all pairs; decoders may ignore it.
         """
 
 
 class DotProduct(nn.Module):
-    """``h_src · h_dst``; no parameters."""
+    """Scores a pair by the dot product of its rows, ``h_src · h_dst``; has no parameters.
+
+    Shapes:
+        - **input:** rows [n, f] and [n, f]; leading dimensions broadcast.
+        - **output:** scores [n].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        scores = gf.nn.DotProduct().score(torch.randn(8, 32), torch.randn(8, 32))  # [8]
+        ```
+    """
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
+        """Scores of pairs; ``relation`` is ignored."""
         return (h_src * h_dst).sum(-1)
 
 
 class MLPDecoder(nn.Module):
-    """A two-layer perceptron on both rows side by side: the direction of a link counts."""
+    """Scores a pair by a two-layer perceptron on both rows; the score depends on the direction of the link.
+
+    Args:
+        in_dim: Width of the rows.
+        hidden: Width of the hidden layer.
+        dropout: Dropout probability of the hidden layer in training mode.
+
+    Shapes:
+        - **input:** rows [n, in_dim] and [n, in_dim]; leading dimensions broadcast.
+        - **output:** scores [n].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        decoder = gf.nn.MLPDecoder(32, 64)
+        scores = decoder.score(torch.randn(8, 32), torch.randn(8, 32))  # [8]
+        ```
+    """
 
     def __init__(self, in_dim: int, hidden: int, dropout: float = 0.0):
         super().__init__()
@@ -43,15 +74,34 @@ class MLPDecoder(nn.Module):
         self.dropout = dropout
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
+        """Scores of pairs; ``relation`` is ignored."""
         h = (self.lin_src(h_src) + self.lin_dst(h_dst)).relu()
         h = functional.dropout(h, self.dropout, self.training)
         return self.out(h).squeeze(-1)  # type: ignore[no-any-return]
 
 
 class DistMult(nn.Module):
-    """``sum of h_src * r * h_dst`` with a learnt row r per relation.
+    """Scores a pair by ``sum of h_src * r * h_dst`` with a learnt row r per relation.
 
     Yang et al., "Embedding Entities and Relations for Learning and Inference in Knowledge Bases" (2015).
+
+    Args:
+        num_relations: Number of relations.
+        dim: Width of the rows.
+
+    Shapes:
+        - **input:** rows [n, dim] and [n, dim], leading dimensions broadcast; relation int64 [n] or one number.
+        - **output:** scores [n].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        decoder = gf.nn.DistMult(num_relations=3, dim=32)
+        relation = torch.randint(3, (8,))
+        scores = decoder.score(torch.randn(8, 32), torch.randn(8, 32), relation)  # [8]
+        ```
     """
 
     def __init__(self, num_relations: int, dim: int):
@@ -60,9 +110,9 @@ class DistMult(nn.Module):
         nn.init.xavier_uniform_(self.relation)
 
     def score(self, h_src: Tensor, h_dst: Tensor, relation: Tensor | int | None = None) -> Tensor:
-        """Without ``relation`` all pairs are of the first."""
+        """Scores of pairs; without ``relation`` all pairs are of relation 0."""
         row = self.relation[0 if relation is None else relation]
-        if row.dim() > 1:  # one relation per pair: pairs may have candidates in a second dimension
+        if row.dim() > 1:  # one relation per pair; h_dst may have a further dimension of candidates
             row = row.view(len(row), *[1] * (h_dst.dim() - 2), -1)
         return (h_src * row * h_dst).sum(-1)
 
@@ -70,7 +120,29 @@ class DistMult(nn.Module):
 def score_edges(
     decoder: Decoder, h_src: Tensor, h_dst: Tensor, edge_label_index: Tensor, relation: Tensor | int | None = None
 ) -> Tensor:
-    """Scores [n] of the pairs of a binary batch; ``edge_label_index``: int64 [2, n], rows of h_src and of h_dst."""
+    """Score the pairs of a link batch with binary negatives.
+
+    Args:
+        decoder: Scores pairs of rows.
+        h_src: Rows of source nodes.
+        h_dst: Rows of target nodes; the same as ``h_src`` in a homogeneous graph.
+        edge_label_index: Positions of each pair in ``h_src`` and ``h_dst``.
+        relation: Relation of each pair, or one for all, passed to the decoder.
+
+    Shapes:
+        - **input:** h_src [num_src, f], h_dst [num_dst, f], edge_label_index int64 [2, n].
+        - **output:** scores [n].
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        h = torch.randn(100, 32)
+        pairs = torch.randint(100, (2, 8))
+        scores = gf.nn.score_edges(gf.nn.DotProduct(), h, h, pairs)  # [8]
+        ```
+    """
     return decoder.score(h_src[edge_label_index[0]], h_dst[edge_label_index[1]], relation)
 
 
@@ -78,9 +150,35 @@ def score_triplets(
     decoder: Decoder, h_src: Tensor, h_dst: Tensor, src_index: Tensor, dst_pos_index: Tensor, dst_neg_index: Tensor,
     relation: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores of a triplet batch: positives [n] and negatives [n, k].
+    """Score the positives and negatives of a triplet batch.
 
-    src_index, dst_pos_index: int64 [n]; dst_neg_index: [n] or [n, k].
+    Args:
+        decoder: Scores pairs of rows.
+        h_src: Rows of source nodes.
+        h_dst: Rows of target nodes; the same as ``h_src`` in a homogeneous graph.
+        src_index: Position of each pair's source in ``h_src``.
+        dst_pos_index: Position of each pair's target in ``h_dst``.
+        dst_neg_index: Positions of negative targets in ``h_dst``, k for each source.
+        relation: Relation of each pair, or one for all, passed to the decoder.
+
+    Shapes:
+        - **input:** h_src [num_src, f], h_dst [num_dst, f], src_index and dst_pos_index int64 [n], dst_neg_index int64
+          [n] or [n, k].
+        - **output:** scores [n] and [n, k].
+
+    Returns:
+        Scores of the positives, and of the negatives.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        h = torch.randn(100, 32)
+        src, dst, negatives = torch.randint(100, (8,)), torch.randint(100, (8,)), torch.randint(100, (8, 5))
+        positive, negative = gf.nn.score_triplets(gf.nn.DotProduct(), h, h, src, dst, negatives)  # [8], [8, 5]
+        loss = gf.nn.softmax_loss(positive, negative)
+        ```
     """
     src, negatives = h_src[src_index], dst_neg_index.view(len(src_index), -1)
     positive = decoder.score(src, h_dst[dst_pos_index], relation)
@@ -88,31 +186,119 @@ def score_triplets(
 
 
 def bce_loss(score: Tensor, label: Tensor) -> Tensor:
-    """Mean binary cross entropy of scores as logits; label: [n], 0 for a negative, more for a positive."""
+    """Mean binary cross entropy, with scores as logits.
+
+    Args:
+        score: Scores of the pairs.
+        label: 0 for a negative, greater than 0 for a positive.
+
+    Shapes:
+        - **input:** score float [n], label [n].
+        - **output:** scalar.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss = gf.nn.bce_loss(torch.randn(8), torch.tensor([1, 1, 1, 1, 0, 0, 0, 0]))
+        ```
+    """
     return functional.binary_cross_entropy_with_logits(score, (label > 0).to(score.dtype))
 
 
 def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tensor:
-    """Mean of ``max(0, margin - positive + negative)``; positive [n], negative [n, k]."""
+    """Mean of ``max(0, margin - positive + negative)`` over all negatives.
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+        margin: Difference of scores from which on a pair costs nothing.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, k].
+        - **output:** scalar.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss = gf.nn.margin_loss(torch.randn(8), torch.randn(8, 5))
+        ```
+    """
     return (margin - positive[:, None] + negative).relu().mean()
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean of ``-log sigmoid(positive - negative)``: Rendle et al., "BPR" (2009); positive [n], negative [n, k]."""
+    """Mean of ``-log sigmoid(positive - negative)`` over all negatives.
+
+    Rendle et al., "BPR: Bayesian Personalized Ranking from Implicit Feedback" (2009).
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, k].
+        - **output:** scalar.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss = gf.nn.bpr_loss(torch.randn(8), torch.randn(8, 5))
+        ```
+    """
     return functional.softplus(negative - positive[:, None]).mean()
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
-    """Mean cross entropy of choosing the positive among itself and its negatives; positive [n], negative [n, k]."""
+    """Mean cross entropy of choosing each positive among itself and its negatives.
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of each positive's negatives.
+
+    Shapes:
+        - **input:** positive float [n], negative float [n, k].
+        - **output:** scalar.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss = gf.nn.softmax_loss(torch.randn(8), torch.randn(8, 5))
+        ```
+    """
     scores = torch.cat([positive[:, None], negative], 1)
     return (scores.logsumexp(1) - positive).mean()
 
 
 def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float | None = None) -> Tensor:
-    """``-log s(positive) - Q * mean of log s(-negative)``, s the logistic function, averaged over positives.
+    """GraphSAGE's unsupervised loss: mean of ``-log s(positive)`` plus Q times the mean of ``-log s(-negative)``.
 
-    positive: [n]; negative: any shape, drawn from one distribution for all; num_negatives: Q, by default negatives
-    per positive. 0 without pairs.
+    s is the logistic function. Hamilton, Ying and Leskovec, "Inductive Representation Learning on Large Graphs" (2017),
+    equation 1.
+
+    Args:
+        positive: Scores of the positives.
+        negative: Scores of the negatives, drawn from one distribution for all positives.
+        num_negatives: Q; default: the number of negatives per positive.
+
+    Shapes:
+        - **input:** positive float [n], negative float of any shape.
+        - **output:** scalar; 0 without pairs.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss = gf.nn.unsupervised_loss(torch.randn(8), torch.randn(8, 5))
+        ```
     """
     if num_negatives is None:
         num_negatives = negative.numel() / max(positive.numel(), 1)
@@ -121,7 +307,23 @@ def unsupervised_loss(positive: Tensor, negative: Tensor, num_negatives: float |
 
 
 class UnsupervisedLoss(nn.Module):
-    """The loss of a batch of links from the rows of its nodes."""
+    """Computes ``unsupervised_loss`` of a link batch from the rows of its nodes.
+
+    Args:
+        decoder: Scores pairs of rows; default ``DotProduct``.
+        num_negatives: Q of ``unsupervised_loss``; default: the batch's number of negatives per positive.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        loss_of = gf.nn.UnsupervisedLoss()
+        h = torch.randn(100, 32, requires_grad=True)  # rows that a model computes from the batch
+        pairs = torch.randint(100, (2, 8))
+        loss_of.binary(h, pairs, torch.tensor([1, 1, 1, 1, 0, 0, 0, 0])).backward()
+        ```
+    """
 
     def __init__(self, decoder: Decoder | None = None, num_negatives: float | None = None):
         super().__init__()
@@ -129,21 +331,59 @@ class UnsupervisedLoss(nn.Module):
         self.num_negatives = num_negatives
 
     def binary(self, h: Tensor, edge_label_index: Tensor, edge_label: Tensor) -> Tensor:
-        """h: rows [n, f] of the batch's nodes; edge_label_index: int64 [2, m]; edge_label: [m], 0 for negatives."""
+        """Loss of a batch with binary negatives.
+
+        Args:
+            h: Rows of the batch's nodes.
+            edge_label_index: Positions of each pair in ``h``.
+            edge_label: 0 for a negative, greater than 0 for a positive.
+
+        Shapes:
+            - **input:** h [n, f], edge_label_index int64 [2, m], edge_label [m].
+            - **output:** scalar.
+        """
         scores = score_edges(self.decoder, h, h, edge_label_index)
         near = edge_label > 0
         return unsupervised_loss(scores[near], scores[~near], self.num_negatives)
 
     def triplets(self, h: Tensor, src_index: Tensor, dst_pos_index: Tensor, dst_neg_index: Tensor) -> Tensor:
-        """src_index, dst_pos_index: int64 [n]; dst_neg_index: [n] or [n, k]."""
+        """Loss of a triplet batch.
+
+        Args:
+            h: Rows of the batch's nodes.
+            src_index: Position of each pair's source in ``h``.
+            dst_pos_index: Position of each pair's target in ``h``.
+            dst_neg_index: Positions of negative targets in ``h``, k for each source.
+
+        Shapes:
+            - **input:** h [n, f], src_index and dst_pos_index int64 [m], dst_neg_index int64 [m] or [m, k].
+            - **output:** scalar.
+        """
         scores = score_triplets(self.decoder, h, h, src_index, dst_pos_index, dst_neg_index)
         return unsupervised_loss(*scores, self.num_negatives)
 
 
 def walk_pairs(walks: Tensor, context: int) -> Tensor:
-    """Pairs of nodes at most ``context`` steps apart on a walk, without those of a node with itself: int64 [2, n].
+    """List the pairs of nodes that are at most ``context`` steps apart on a random walk.
 
-    walks: int64 [num_walks, steps + 1] node ids, the start first. A pair is (earlier, later), and may come repeatedly.
+    Args:
+        walks: Node ids of each walk, start node first.
+        context: Largest number of steps between the nodes of a pair.
+
+    Shapes:
+        - **input:** walks int64 [num_walks, steps + 1].
+        - **output:** int64 [2, n].
+
+    Returns:
+        Pairs (earlier node, later node), without pairs of a node with itself. A pair may occur repeatedly.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        print(gf.nn.walk_pairs(torch.tensor([[0, 5, 2]]), context=2))  # [[0, 5, 0], [5, 2, 2]]
+        ```
     """
     steps = range(1, min(context, walks.shape[1] - 1) + 1)
     pairs = [torch.stack([walks[:, :-step].flatten(), walks[:, step:].flatten()]) for step in steps]

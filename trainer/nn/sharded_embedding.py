@@ -1,6 +1,7 @@
-"""Trainable rows for nodes without features, spread over the ranks of a run.
+"""Trainable embedding rows for nodes without features, sharded over the ranks of a run or local to one process.
 
-All ranks call these functions; rows travel in pieces, and only rank 0 ever holds a whole table.
+The functions on sharded tables are collective: every rank of the group must call them. Tables are sent in pieces, and
+only rank 0 ever holds a whole one.
 """
 
 from __future__ import annotations
@@ -27,18 +28,43 @@ Tables = dict[NodeType, Tensor]  #: rows by node type
 
 
 class ShardedEmbedding:
-    """One row per node of some types, each on one rank.
+    """Trainable embedding rows of nodes, each stored on one rank of a process group.
 
-    A step is ``lookup`` (forward), ``loss.backward()``, ``sync_gradients()``, then a step of any
-    optimizer that takes sparse gradients over ``[embedding.weight]`` (SparseAdam, Adagrad, SGD without
-    momentum); it changes only rows that were looked up. Every rank has to look up and to sync equally
-    often, also with no ids. Gradients become means over ranks, as those of DistributedDataParallel, so
-    one loss suits both.
+    A training step calls ``lookup`` in the forward pass, then ``loss.backward()``, ``sync_gradients()`` and the step of
+    an optimizer over ``[embedding.weight]``. The optimizer must support sparse gradients (SparseAdam, Adagrad, SGD
+    without momentum); it changes only rows that were looked up. All ranks must call ``lookup`` and ``sync_gradients``
+    equally often, also with empty ids. Gradients are averaged over ranks, as by DistributedDataParallel, so the same
+    loss trains the model and the embedding.
 
-    The types' rows stand one after the other, and row g of them all is on rank g % ranks: who holds a
-    row does not depend on partitions. A row begins as a pure function of (seed, type, original id),
-    uniform with variance 1 / dim. This is no ``nn.Module``: in a model, DistributedDataParallel would
-    take the shards for copies of one table.
+    The tables of all types are concatenated, and row ``g`` is stored on rank ``g % ranks``, independently of the
+    partition. A row's initial value depends only on seed, node type and original id; it is uniform with variance
+    ``1 / dim``.
+
+    This class is not an ``nn.Module``: inside a model, DistributedDataParallel would treat the shards as replicas of
+    one table.
+
+    Args:
+        num_nodes: Number of nodes by node type.
+        dim: Width of a row.
+        seed: Seed of the initial values.
+        device: Device of this rank's rows; default CPU.
+        group: Process group; default ``torch.distributed``'s default group, or this process alone without one.
+
+    Shapes:
+        - ``weight``: float32 [own rows, dim], this rank's rows; own rows are about total / ranks.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        embedding = gf.nn.ShardedEmbedding({"node": 1000}, dim=32)
+        optimizer = torch.optim.SparseAdam([embedding.weight])
+        rows = embedding.lookup({"node": torch.tensor([3, 7])})["node"]  # [2, 32]
+        rows.square().mean().backward()
+        embedding.sync_gradients()
+        optimizer.step()
+        ```
     """
 
     def __init__(
@@ -50,13 +76,24 @@ class ShardedEmbedding:
         self.total = sum(self.num_nodes.values())
         bounds = np.cumsum([0, *self.num_nodes.values()]).tolist()
         self.first = dict(zip(self.num_nodes, bounds, strict=False))  #: row of each type's node 0
-        self.weight = nn.Parameter(self._initial(seed).to(device or "cpu"))  #: own rows [total / ranks, dim]
+        self.weight = nn.Parameter(self._initial(seed).to(device or "cpu"))  #: own rows, float32 [own rows, dim]
         self._pending: list[tuple[Route, Tensor]] = []
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Tables:
-        """Rows of nodes, float32 [n, dim] on ``weight``'s device; n_id: int64 [n] original ids of each type.
+        """Fetch rows of nodes from the ranks that store them. Collective.
 
-        Raises ``DataError`` for a node that is not there.
+        Args:
+            n_id: Original ids by node type; repeats allowed. Ranks may pass different or empty ids.
+
+        Shapes:
+            - **input:** ``n_id[type]`` int64 [n].
+            - **output:** ``result[type]`` float32 [n, dim], on the device of ``weight``.
+
+        Returns:
+            Rows by node type, in the order of the ids.
+
+        Raises:
+            DataError: For a node type without rows, or an id out of range.
         """
         ids = [self._rows_of(of, nodes.to(self.weight.device)) for of, nodes in n_id.items()]
         rows = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.weight.device)
@@ -67,9 +104,10 @@ class ShardedEmbedding:
         return dict(zip(n_id, found.split([len(of) for of in ids]), strict=True))
 
     def sync_gradients(self) -> None:
-        """Bring the gradients of all rows looked up since the last call to their owners: ``weight.grad``, sparse.
+        """Send the gradients of all rows looked up since the last call to their owners. Collective.
 
-        Apart from the backward pass: there, which rank communicates when would depend on its graph.
+        Adds the mean over ranks to ``weight.grad``, a sparse tensor. Call it after ``backward``, which does not
+        communicate itself: the order of communication would depend on each rank's autograd graph.
         """
         places, values = [], []
         for route, rows in self._pending:
@@ -84,11 +122,11 @@ class ShardedEmbedding:
 
     def _rows_of(self, of: NodeType, nodes: Tensor) -> Tensor:
         if of not in self.num_nodes:
-            raise DataError(f"no rows for nodes of type {of!r}; there are {list(self.num_nodes)}")
+            raise DataError(f"the embedding has no rows for node type {of!r}, only for {list(self.num_nodes)}")
         if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < self.num_nodes[of]:
             raise DataError(
-                f"ids of {of!r} nodes from {int(nodes.min())} to {int(nodes.max())}; they go from 0 to"
-                f" {self.num_nodes[of] - 1}"
+                f"embedding lookup: ids of {of!r} nodes range from {int(nodes.min())} to {int(nodes.max())}; valid ids"
+                f" are 0 to {self.num_nodes[of] - 1}"
             )
         return nodes + self.first[of]
 
@@ -101,7 +139,7 @@ class ShardedEmbedding:
 
 
 def initial_rows(ids: Any, dim: int, seed: int, node_type: NodeType) -> Tensor:
-    """First rows of nodes of one type, float32 [n, dim]; ids: int64 [n] original ids."""
+    """Initial rows of nodes of one type, float32 [n, dim]; ids: int64 [n] original ids."""
     salt = int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
     rows = torch.empty(len(ids), dim)
     key = np.uint64(batch_key(seed, salt, 0, 0))
@@ -121,7 +159,10 @@ _ROWS_AT_ONCE = 1 << 16  #: rows per rank and message
 
 
 def gather_tables(embedding: ShardedEmbedding, shard: Tensor) -> Tables | None:
-    """Rows of all ranks by type and original id, on the CPU of rank 0 (None elsewhere); shard: [as weight, …]."""
+    """Gather the shards of all ranks into tables by type and original id, on rank 0's CPU (None elsewhere). Collective.
+
+    shard: [own rows, …], ``weight`` or an optimizer state of its length.
+    """
     whole = torch.empty(embedding.total, *shard.shape[1:], dtype=shard.dtype) if embedding.rank == 0 else None
     for first, count in _pieces(embedding):
         part = _padded(shard.detach()[first : first + count], count, embedding)
@@ -132,13 +173,13 @@ def gather_tables(embedding: ShardedEmbedding, shard: Tensor) -> Tables | None:
             dist.gather(part, parts, group=embedding.group, group_dst=0)
         if whole is not None and parts is not None:
             for rank, received in enumerate(parts):
-                place = _of_rank(whole, embedding, rank, first, count)
-                place.copy_(received[: len(place)])
+                target = _of_rank(whole, embedding, rank, first, count)
+                target.copy_(received[: len(target)])
     return None if whole is None else _by_type(embedding, whole)
 
 
 def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | None) -> Tensor:
-    """This rank's shard of tables that rank 0 gives (the others None)."""
+    """Split the tables given on rank 0 (None elsewhere) and return this rank's shard. Collective."""
     whole = None if tables is None else torch.cat([tables[of] for of in embedding.num_nodes])
     shard = torch.empty_like(embedding.weight.detach())
     for first, count in _pieces(embedding):
@@ -146,15 +187,36 @@ def scatter_tables(embedding: ShardedEmbedding, tables: Mapping[str, Tensor] | N
         if whole is not None:
             ranks = range(embedding.size)
             parts = [_padded(_of_rank(whole, embedding, rank, first, count), count, embedding) for rank in ranks]
-        place = shard[first : first + count]
-        place.copy_(_handed_out(embedding, parts, count)[: len(place)])
+        target = shard[first : first + count]
+        target.copy_(_scattered(embedding, parts, count)[: len(target)])
     return shard
 
 
 def embedding_state(
     embedding: ShardedEmbedding, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any] | None:
-    """Tables and optimizer state as plain values and CPU tensors, on rank 0 (None elsewhere)."""
+    """Gather the embedding and its optimizer state on rank 0, for a checkpoint. Collective.
+
+    Args:
+        embedding: Embedding to save.
+        optimizer: Optimizer over ``[embedding.weight]``, to save its state too.
+
+    Shapes:
+        - **output:** tables float32 [num_nodes[type], dim] by node type, by original id, on CPU.
+
+    Returns:
+        On rank 0 a dict that ``torch.save`` can write: ``tables``, ``optimizer_rows`` (tables of each per-row state of
+        the optimizer, by name) and ``optimizer_rest`` (its other state values). None on other ranks.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        embedding = gf.nn.ShardedEmbedding({"node": 1000}, dim=32)
+        state = gf.nn.embedding_state(embedding)
+        print(state["tables"]["node"].shape)  # torch.Size([1000, 32])
+        ```
+    """
     tables = gather_tables(embedding, embedding.weight)
     state = {} if optimizer is None else optimizer.state.get(embedding.weight, {})
     per_row = [name for name, value in state.items() if _per_row(embedding, value)]
@@ -168,7 +230,22 @@ def embedding_state(
 def load_embedding_state(
     embedding: ShardedEmbedding, state: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Go on from ``embedding_state``, given on rank 0 (the others None), of a run with any number of ranks."""
+    """Restore what ``embedding_state`` returned, also in a run with another number of ranks. Collective.
+
+    Args:
+        embedding: Embedding to overwrite, with the same node types, sizes and width.
+        state: Saved state on rank 0; None on other ranks.
+        optimizer: Optimizer over ``[embedding.weight]``, to restore its state too.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        embedding = gf.nn.ShardedEmbedding({"node": 1000}, dim=32)
+        state = gf.nn.embedding_state(embedding)
+        gf.nn.load_embedding_state(embedding, state)
+        ```
+    """
     tables = None if state is None else state["tables"]
     embedding.weight.data.copy_(scatter_tables(embedding, tables))
     if optimizer is None:
@@ -186,24 +263,24 @@ def _per_row(embedding: ShardedEmbedding, value: Any) -> bool:
 
 
 def _pieces(embedding: ShardedEmbedding) -> Iterator[tuple[int, int]]:
-    """(first own row, rows) of each message, alike on all ranks."""
+    """Yield (first own row, number of rows) of each message; the same on all ranks."""
     most = -(-embedding.total // embedding.size)
     return ((first, min(_ROWS_AT_ONCE, most - first)) for first in range(0, most, _ROWS_AT_ONCE))
 
 
 def _of_rank(whole: Tensor, embedding: ShardedEmbedding, rank: int, first: int, count: int) -> Tensor:
-    """A view of a rank's own rows ``first … first + count`` in the whole table, fewer at its end."""
+    """A view of a rank's own rows ``first … first + count`` in the whole table; fewer at the table's end."""
     return whole[first * embedding.size + rank :: embedding.size][:count]
 
 
 def _padded(rows: Tensor, count: int, embedding: ShardedEmbedding) -> Tensor:
-    """``rows`` as the first of ``count``, where messages start from: their length must be alike on all ranks."""
+    """``rows`` padded with zeros to ``count`` rows on the wire device; all ranks must send equal lengths."""
     part = torch.zeros(count, *rows.shape[1:], dtype=rows.dtype, device=wire_device(embedding.group))
     part[: len(rows)] = rows
     return part
 
 
-def _handed_out(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: int) -> Tensor:
+def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: int) -> Tensor:
     if embedding.size == 1:
         assert parts is not None
         return parts[0]
@@ -213,28 +290,30 @@ def _handed_out(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: 
 
 
 def _by_type(embedding: ShardedEmbedding, whole: Tensor) -> Tables:
-    """Copies, so that a checkpoint of one type would not carry the storage of all."""
+    """Split the whole table by type; copies, so that a saved table does not include the storage of the others."""
     pieces = whole.split(list(embedding.num_nodes.values()))
     return {of: rows.clone() for of, rows in zip(embedding.num_nodes, pieces, strict=True)}
 
 
 class Embeddings(Protocol):
-    """Trainable rows of some node types. An ``nn.Module`` becomes part of the model that uses it and is trained with
-    it; anything else (rows sharded over ranks) has to be trained beside it.
+    """Trainable rows of some node types, as a model looks them up.
+
+    An implementation that is an ``nn.Module`` becomes a submodule of the model and is trained with it. Any other
+    (``ShardedEmbedding``) needs its own optimizer.
     """
 
     dim: int  #: width of a row
 
     @property
     def num_nodes(self) -> Mapping[NodeType, int]:
-        """The types it has rows for."""
+        """Number of rows by node type."""
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
-        """Rows of nodes, float32 [n, dim]; n_id: int64 [n] original ids of each type. Called once per batch."""
+        """Rows of nodes by type, float32 [n, dim]; n_id: original ids by type, int64 [n]. Called once per batch."""
 
 
 class LocalEmbeddings(nn.Module):
-    """One dense ``nn.Embedding`` per type, for a single process."""
+    """One dense ``nn.Embedding`` per node type, for a single process."""
 
     def __init__(self, num_nodes: Mapping[NodeType, int], dim: int):
         from torch_geometric.nn.module_dict import ModuleDict

@@ -107,7 +107,7 @@ def describe(lease: Lease) -> str:
     return "held by run %s of %s since %s (pid %d)" % (lease.run_id, who, since, lease.pid)
 
 
-def thing(resource: str) -> str:
+def resource_label(resource: str) -> str:
     """``CUDA device 0``, ``port 29500``."""
     kind, _, number = resource.partition(":")
     return "%s %s" % ({"cuda": "CUDA device"}.get(kind, kind), number)

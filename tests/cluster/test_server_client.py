@@ -48,7 +48,7 @@ def test_a_killed_server_is_started_again_and_nothing_is_lost(
         same_curves(done, stage)
         every_seed_once(run)
         no_part_on_a_client(stage)
-        assert "was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)" in done.output
+        assert "was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s" in done.output
         assert stage.left() == []
     finally:
         end_processes(five_hosts)

@@ -11,7 +11,7 @@ import pytest
 
 from golden_kit import check_messages
 from launcher.cli import main
-from launcher.node.leases import Lease, LeaseError, describe, held, take, thing, this_process
+from launcher.node.leases import Lease, LeaseError, describe, held, resource_label, take, this_process
 
 DATA = "data: {dataset: synthetic}\n"
 FILES = {
@@ -88,9 +88,9 @@ def test_messages_of_configs_filters_and_leases(said, tmp_path: Path, monkeypatc
 
 def lease_messages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
     lease = Lease("cuda:0", "toy-20261121-120301-ab12", 1, "alice", 4711, 1, "b", 1795262591.0, "alice@laptop")
-    yield "a device that is held", f"{thing(lease.resource)} is {describe(lease)}"
+    yield "a device that is held", f"{resource_label(lease.resource)} is {describe(lease)}"
     shared = lease._replace(resource="port:29500", user="ubuntu")
-    yield "a port that is held, through a login that several share", f"{thing(shared.resource)} is {describe(shared)}"
+    yield "a port that is held, through a login that several share", f"{resource_label(shared.resource)} is {describe(shared)}"
     leases = folder / "gnnfleet-leases"
     monkeypatch.setenv("GNNFLEET_LEASES", str(leases))
     leases.symlink_to("/etc")

@@ -120,7 +120,7 @@ def test_described_for_a_person() -> None:
     assert describe(one) == "held by run toy-1 of alice since 2026-11-21 12:03:11 UTC (pid 123)"
     shared = one._replace(user="ubuntu")
     assert describe(shared) == "held by run toy-1 of ubuntu (alice@laptop) since 2026-11-21 12:03:11 UTC (pid 123)"
-    assert [lease.thing(name) for name in ("cuda:0", "port:29500")] == ["CUDA device 0", "port 29500"]
+    assert [lease.resource_label(name) for name in ("cuda:0", "port:29500")] == ["CUDA device 0", "port 29500"]
 
 
 def test_taking_again_what_one_holds_changes_nothing() -> None:

@@ -90,7 +90,7 @@ def test_a_dead_server_is_started_again_on_its_port(make: MakeRun) -> None:
     assert states(results) == ["done"] * 4
     (restart,) = results[1]["findings"]
     assert restart["text"] == (
-        "server of node1 (gpu1) was killed by signal 9 (SIGKILL); it is started again after 0.5 s (1 of 3)"
+        "server of node1 (gpu1) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s"
     )
 
 
@@ -116,7 +116,7 @@ def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: Make
     os.kill(node.pid("server"), signal.SIGTERM)
     results = run.ends(since)
     assert states(results) == ["done", "failed", "stopped", "stopped"]
-    why = "ended while it was needed though started again 1 times (run.server_restarts); it was killed by signal 15"
+    why = "ended while it was needed, after 1 restart (run.server_restarts); it was killed by signal 15"
     assert results[2]["reason"] == f"server of node1 (gpu1) {why} (SIGTERM); nobody holds part 1 any more"
 
 

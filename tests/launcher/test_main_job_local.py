@@ -56,7 +56,7 @@ def test_a_graph_server_that_is_killed_in_training_costs_seconds_and_no_batch(tm
     os.kill(server["pid"], signal.SIGKILL)
     done = running.end(timeout=200)
     assert done.status == 0, done.output
-    assert "server of node1 (local) was killed by signal 9 (SIGKILL); it is started again after 0.5 s" in done.output
+    assert "server of node1 (local) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s" in done.output
     before = Launched(0, "", tmp_path / "calm")
     for epoch in range(1, 26):
         assert done.step_losses(epoch) == before.step_losses(epoch)

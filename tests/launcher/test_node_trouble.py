@@ -19,7 +19,7 @@ import pytest
 from launcher.node import procs
 from launcher.node.child_process import Loop
 from launcher.node.log_lines import LineLog
-from launcher.node.supervisor.journal import Journal, Latest
+from launcher.node.supervisor.journal import Journal, LatestWriter
 from launcher.node.supervisor.outcomes import Book, Mailbox
 from node_kit import ROOT
 from peers_kit import Run
@@ -68,7 +68,7 @@ def mkfifo(path: Path) -> bool:
 
 def test_the_newest_text_is_what_stays(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    latest = Latest(str(path))
+    latest = LatestWriter(str(path))
     for number in range(200):
         latest.put(str(number))
     assert latest.settle(5) and path.read_text() == "199" and latest.failed() is None
@@ -133,7 +133,7 @@ def test_mail_from_anybody_does_not_fill_the_log(tmp_path: Path, loop: Loop) -> 
             sock.sendto(b"[%d]" % number, f"\0gnnfleet-{os.getuid()}-test-{os.getpid()}")
             loop.turn(1.0)
     mailbox.close()
-    assert (tmp_path / "logs" / "supervisor.log").read_text().count("mail that is no record") == 1
+    assert (tmp_path / "logs" / "supervisor.log").read_text().count("ignored a malformed record") == 1
 
 
 def test_the_tail_of_long_lines_is_short(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_sent_nothing(run_dir: Path, start: Start) -> None:
     found = stacks.collect(str(run_dir), pids)
     assert [lines[0] for lines in found.values()] == [
         AT_LOAD,
-        "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on",
+        "state T: stopped by SIGSTOP or a debugger; kill -CONT continues it",
     ]
     os.kill(pids[1], signal.SIGCONT)
     assert stacks.collect(str(run_dir), {1: pids[1]})[1][0] == AT_LOAD

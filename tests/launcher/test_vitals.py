@@ -108,7 +108,7 @@ def test_a_lost_loss_is_found_at_once_and_told_once(loss: float, tmp_path: Path)
     (finding,) = vitals.look(0.0)
     assert [finding[name] for name in ("t", "kind", "node_rank", "rank", "stop")] == [105.0, "nan", 1, 3, True]
     assert finding["text"].startswith("the loss of rank 3 on node1 (gnn2) is ")
-    assert "in epoch 2 at step 5; the last one that was a number is 0.6931, at step 4. " in finding["text"]
+    assert "in epoch 2 at step 5; the last finite loss was 0.6931, at step 4. " in finding["text"]
     write(tmp_path, 3, step(6, loss))
     assert vitals.look(0.0) == [] and vitals.findings == [finding]
 

@@ -30,7 +30,7 @@ def test_a_stall_names_who_is_behind() -> None:
     assert finding["text"] == (
         "no process has trained a step for 31 s (the longest pause before was 4.00 s); "
         "rank 3 on node1 (gnn2) is at step 17 of epoch 2 (computing), "
-        "the others are at step 18 of epoch 2 (their part done, waiting for other ranks)"
+        "the others are at step 18 of epoch 2 (their own work done, waiting for other ranks)"
     )
 
 
@@ -93,7 +93,7 @@ def test_scripts_get_longer_and_their_place_is_that_of_the_last_line() -> None:
     run.steps(1, 20)
     assert run.wait(890) == []
     (finding,) = run.wait(20)
-    assert finding["text"].endswith("; all 4 ranks are at step 20 of epoch 2 (by their last line)")
+    assert finding["text"].endswith("; all 4 ranks are at step 20 of epoch 2 (from their last metrics line)")
 
 
 def test_a_supervisor_that_slept_blames_nobody() -> None:
@@ -109,7 +109,7 @@ def test_a_supervisor_that_slept_blames_nobody() -> None:
     [
         (
             {"own_s": 0.41, "batch_s": 0.3, "remote_share": 0.8},
-            "its batches take 0.30 s of that: sampling, with 80% of",
+            "waiting for batches takes 0.30 s of that, with 80% of",
         ),
         ({"own_s": 0.41}, "it computes more slowly"),
     ],
@@ -119,7 +119,7 @@ def test_a_straggler_is_named_once_with_what_it_spends(slow: dict[str, Any], why
     assert pace(run, 9, **slow) == []  # too little to go by
     (finding,) = pace(run, 60, **slow)
     assert [finding[name] for name in ("kind", "node_rank", "rank", "stop")] == ["straggler", 1, 3, False]
-    start = "rank 3 on node1 (gnn2) needs 0.41 s a step of its own, the others 0.20 s; the run waits for it ("
+    start = "rank 3 on node1 (gnn2) needs 0.41 s of own work per step, the others 0.20 s; the run waits for it ("
     assert finding["text"].startswith(start + why)
 
 
@@ -127,7 +127,7 @@ def test_the_end_of_straggling_is_told() -> None:
     run = Cluster()
     pace(run, 20, own_s=0.5)
     (ended,) = pace(run, 60)
-    assert ended["text"] == "rank 3 on node1 (gnn2) keeps up again: 0.20 s a step of its own"
+    assert ended["text"] == "rank 3 on node1 (gnn2) keeps up again: 0.20 s of own work per step"
     assert pace(run, 60, own_s=0.5) == []  # not again so soon
     pace(run, round(stall_detector.QUIET))
     assert len(pace(run, 40, own_s=0.5)) == 1

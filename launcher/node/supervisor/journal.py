@@ -1,4 +1,4 @@
-"""What a supervisor writes into its run folder. A failed write never keeps it from ending processes."""
+"""Writes a supervisor's events, log and state to its run folder. Failed writes are logged, never raised."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from launcher.node.log_lines import LineLog
 from launcher.node.record import append_json, read_json, why_unwritten, write_json, write_text
 
 
-class Latest:
-    """What is overtaken before it was written never is."""
+class LatestWriter:
+    """Writes a file in a background thread; a text that is replaced before its turn is never written."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -25,7 +25,7 @@ class Latest:
         self._thread: threading.Thread | None = None
 
     def put(self, text: str) -> None:
-        """Have ``text`` written soon."""
+        """Schedule ``text`` to be written, replacing one that still waits."""
         with self._changed:
             self._next = text
             if self._thread is None:
@@ -34,12 +34,12 @@ class Latest:
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
-        """Wait until all is written; whether it was within that time."""
+        """Wait at most ``seconds`` until nothing waits to be written; returns whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._busy, seconds)
 
     def failed(self) -> OSError | None:
-        """Why the last value could not be written, if it has not been asked for since."""
+        """The error of the last write, if any; each error is returned once."""
         with self._changed:
             error, self._error = self._error, None
         return error
@@ -66,51 +66,51 @@ _STDOUT = 1
 
 
 class Screen:
-    """Standard output that never blocks where it is a terminal; what it does not take is not shown."""
+    """Standard output; when it is a terminal, writes never block and are dropped instead."""
 
     def __init__(self) -> None:
         self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT
 
     def show(self, line: bytes) -> None:
-        """Show a line. The terminal may be stopped, or gone with its tmux session."""
+        """Write a line; dropped when the terminal is stopped, or closed with its tmux session."""
         try:
             os.write(self._file, line)
-        except OSError:  # the log has it
+        except OSError:  # supervisor.log has the line
             return
 
 
 def _terminal() -> int:
-    """The terminal, opened once more: the shell that it is shared with would be surprised by O_NONBLOCK."""
+    """A second descriptor of the terminal: O_NONBLOCK on the first would also affect the shell that shares it."""
     try:
         return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:  # not to be found from here, as in some containers
+    except OSError:  # some containers have no device file for the terminal
         return _STDOUT
 
 
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 
-_RESERVE = 1 << 18  # bytes kept for the last words of a node whose disk is full
+_RESERVE = 1 << 18  # bytes reserved for result.json, in case the disk is full
 
 
 class Journal:
-    """Events, log and state of one node; what cannot be written is said, and kept in mind as ``trouble``."""
+    """Writes events, log and state of one node. A failed write is logged once and remembered as ``trouble``."""
 
     def __init__(self, run_dir: str, node_rank: int) -> None:
         self.run_dir, self.node_rank = run_dir, node_rank
-        self.trouble = ""  #: why the disk does not take what the run writes
-        self._said: set[str] = set()  # troubles with files that were told already
+        self.trouble = ""  #: why the last failed write failed; '' when none failed
+        self._logged: set[str] = set()  # write errors that are already in the log
         for folder in _FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
         self._log = LineLog(self.path("logs", "supervisor.log"))
         self._screen = Screen()
-        self._state = Latest(self.path("state.json"))
+        self._state = LatestWriter(self.path("state.json"))
         self._reserve()
 
     def path(self, *names: str) -> str:
         return os.path.join(self.run_dir, *names)
 
     def there(self) -> bool:
-        """Whether the run folder still exists; a file server that does not answer has not deleted it."""
+        """Whether the run folder still exists; also true when its file server does not answer."""
         try:
             os.stat(self.run_dir)
         except FileNotFoundError:
@@ -120,13 +120,13 @@ class Journal:
         return True
 
     def event(self, kind: str, **more: Any) -> None:
-        """Add to ``events.jsonl``, and in words to the log."""
+        """Append an event to ``events.jsonl`` and, as text, to the log."""
         record = {"t": time.time(), "kind": kind, "node_rank": self.node_rank, **more}
         self.put("events.jsonl", record, append_json)
         self.say(" ".join([kind, *(f"{key}={value}" for key, value in more.items() if value not in (None, ""))]))
 
     def put(self, name: str, value: Any, write: Callable[[str, Any], None] = write_json) -> bool:
-        """Write a file of the run folder; whether that worked."""
+        """Write a file of the run folder; returns whether that succeeded."""
         try:
             write(self.path(name), value)
         except OSError as error:
@@ -135,12 +135,12 @@ class Journal:
         return True
 
     def put_state(self, value: Any) -> None:
-        """Have ``state.json`` written, without waiting for a disk that is slow."""
+        """Schedule ``state.json`` to be written, without waiting for the disk."""
         self._state.put(json.dumps(value))
         self._note_state()
 
     def settle(self, seconds: float) -> None:
-        """Wait until ``state.json`` is written."""
+        """Wait at most ``seconds`` until ``state.json`` is written."""
         self._state.settle(seconds)
         self._note_state()
 
@@ -150,48 +150,48 @@ class Journal:
             self._note("state.json", error)
 
     def put_last(self, name: str, value: Any) -> None:
-        """Write what must not be lost, with the room kept for it if there is no other."""
+        """Write a file that must not be lost, freeing the reserved disk space if needed."""
         if not self.put(name, value):
             self.free_reserve()
             self.put(name, value)
 
     def say(self, text: str) -> None:
-        """Log, and show whoever attaches to the session."""
+        """Write a line to supervisor.log and to the tmux session's terminal."""
         line = f"{text}\n".encode("utf-8", "replace")
         self._log.feed(line)
         self._screen.show(line)
 
     def free_reserve(self) -> None:
-        """Give the room back that was kept."""
+        """Free the reserved disk space."""
         try:
             os.unlink(self.path(".reserve"))
-        except OSError:  # none was kept, or the whole folder is gone
+        except OSError:  # nothing was reserved, or the run folder has been deleted
             return
 
     def _reserve(self) -> None:
         try:
             with open(self.path(".reserve"), "wb") as file:
-                file.write(b"\1" * _RESERVE)  # not zeros, which some file systems store as nothing
+                file.write(b"\1" * _RESERVE)  # some file systems allocate no space for zeros
         except OSError as error:
             self._note(".reserve", error)
 
     def _note(self, name: str, error: OSError) -> None:
         self.trouble = why_unwritten(self.path(name), error)
-        self._say_once(f"cannot write {self.path(name)}: {error.strerror}")
+        self._log_once(f"cannot write {self.path(name)}: {error.strerror}")
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
             self.say(text)
 
 
 def stop_request(journal: Journal) -> Mapping[str, Any] | None:
-    """What ``control/stop`` says: {"by", "why", "now"}, as far as told; None while nobody asked."""
+    """Content of ``control/stop``: {"by", "why", "now"}, each may be missing; None while the file does not exist."""
     path = journal.path("control", "stop")
     if not os.path.exists(path):
         return None
     try:
         value = read_json(path)
-    except (OSError, ValueError):  # a person's `touch`, or no room for more than the name
+    except (OSError, ValueError):  # an empty file: made with `touch`, or on a full disk
         value = None
     return value if isinstance(value, dict) else {}

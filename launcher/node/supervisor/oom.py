@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.node.exit_description import size
 
-_WINDOW = 15.0  # seconds before the end of a process in which a kill counts as its own; a large one takes a while to go
+_WINDOW = 15.0  # seconds before a process's end in which a counted OOM kill may be its own; large ones end slowly
 
 _KERNEL_LOG = "/dev/kmsg"
 
@@ -20,36 +20,37 @@ _RECORD = 1 << 13  # bytes of a kernel log record, at most
 
 _KILLED = re.compile(r"Killed process (\d+) ")
 
-_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # these count for the whole machine
+_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # count the OOM kills of the whole machine
 
-_NO_LIMIT = 1 << 60  # bytes; version 1 says a number about as large where there is none
+_NO_LIMIT = 1 << 60  # bytes; cgroup v1 reports "no limit" as a number of about this size
 
 
 class OomWatch:
-    """Notices kills for memory while a process runs: ``look`` now and then, ``killed`` at its end."""
+    """Detects OOM kills: call ``look`` regularly while a process runs, ``killed`` at its end."""
 
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int | None]] = deque()
         self.look()
 
     def look(self) -> None:
-        """Note the count of now; one before the window is kept."""
+        """Record the current number of OOM kills; keeps one older than ``_WINDOW``."""
         now = time.monotonic()
         self._counts.append((now, oom_kills()))
         while len(self._counts) > 1 and self._counts[1][0] < now - _WINDOW:
             self._counts.popleft()
 
     def killed(self, pid: int) -> bool:
-        """Whether the kernel has just killed this process for memory."""
+        """Whether the kernel's OOM killer has just killed this process."""
         before, now = self._counts[0][1], oom_kills()
         counted = before is not None and now is not None and now > before
         if counted and counts_our_group():
             return True
         log = list(kernel_log())
-        return pid in killed_for_memory(log) or (counted and not log)  # the machine's count may be another program's
+        # Without a readable kernel log, a kill counted on the machine is taken for this process's.
+        return pid in killed_for_memory(log) or (counted and not log)
 
     def words(self, pid: int) -> dict[str, Any]:
-        """What an outcome record says of a process that ended by SIGKILL."""
+        """Fields ``oom`` and ``note`` for the outcome of a process ended by SIGKILL; {} when it was no OOM kill."""
         allowed = limit()
         if not self.killed(pid):
             return {}
@@ -57,20 +58,20 @@ class OomWatch:
 
 
 def oom_kills(files: Sequence[str] = ()) -> int | None:
-    """Processes the kernel has killed for memory, by the first of ``files`` that tells.
+    """Number of OOM kills, from the first of ``files`` that has the count; None when no file has it.
 
-    By default those of this process's cgroup, else of the whole machine.
+    Default: the files of this process's cgroup, then of the whole machine.
     """
     return _counted(files)[1]
 
 
 def counts_our_group(files: Sequence[str] = ()) -> bool:
-    """Whether what ``oom_kills`` counts are kills in this process's own cgroup."""
+    """Whether ``oom_kills`` counts only the kills in this process's cgroup."""
     return _counted(files)[0] not in ("", *_OF_ALL)
 
 
 def _counted(files: Sequence[str]) -> tuple[str, int | None]:
-    """The first file that tells, and its count; ("", None) where none does."""
+    """The first file with a count, and the count; ("", None) when no file has it."""
     for path in files or (*_cgroup_files("memory.events", "memory.oom_control"), "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
@@ -83,7 +84,7 @@ def _counted(files: Sequence[str]) -> tuple[str, int | None]:
 
 
 def limit(files: Sequence[str] = ()) -> int | None:
-    """Bytes this process's cgroup may use, by the first of ``files`` that tells; None without a limit."""
+    """Memory limit of this process's cgroup in bytes, from the first of ``files`` that has one; None without any."""
     for path in files or _cgroup_files("memory.max", "memory.limit_in_bytes"):
         try:
             with open(path, encoding="ascii") as file:
@@ -96,12 +97,12 @@ def limit(files: Sequence[str] = ()) -> int | None:
 
 
 def killed_for_memory(lines: Iterator[str] | Sequence[str]) -> set[int]:
-    """Pids that lines of the kernel's log name as killed for memory."""
+    """Pids of OOM kills in lines of the kernel log."""
     return {int(found[1]) for line in lines if "ut of memory" in line and (found := _KILLED.search(line))}
 
 
 def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
-    """Lines of the kernel's log as far as this user may read them."""
+    """Lines of the kernel log, from /dev/kmsg or dmesg; none when this user may read neither."""
     try:
         log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -115,7 +116,7 @@ def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
 
 
 def _record(log: int) -> bytes:
-    """The next record; b"" after the last. Those overwritten meanwhile are passed over."""
+    """The next record; b"" after the last. Skips records that were overwritten meanwhile."""
     while True:
         try:
             return os.read(log, _RECORD)
@@ -134,7 +135,10 @@ def _dmesg() -> Iterator[str]:
 
 
 def _cgroup_files(unified: str, version1: str) -> list[str]:
-    """Files of this process's memory cgroup and those above it, innermost first, by either version's name."""
+    """Files of this process's memory cgroup and its ancestors, innermost first.
+
+    unified, version1: the file's name in cgroup v2 and v1.
+    """
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             entries = [line.rstrip("\n").split(":", 2) for line in file]

@@ -1,4 +1,4 @@
-"""Records which ranks have started and how each process of the node ended."""
+"""Records which ranks have started and how each process of the node ended (outcomes)."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from launcher.node.record import why_unwritten, write_json
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.spec import NodeSpec
 
-_MAX_MAIL = 1 << 17  # bytes of an outcome sent by mail
+_MAX_MAIL = 1 << 17  # bytes of a record that a rank runner sends to the mailbox
 
 
 class Book:
-    """Outcomes of one node's processes, by name, and the rank runners behind them."""
+    """The outcomes of one node's processes, by process name, and its started ranks."""
 
     def __init__(self, journal: Journal, node_rank: int, ranks: tuple[int, ...]) -> None:
         self.journal, self.node_rank, self.ranks = journal, node_rank, ranks
         self.outcomes: dict[str, dict[str, Any]] = {}
-        self.runners: dict[int, dict[str, Any]] = {}  #: rank -> procs/rank<r>.json
-        self.stopping = False
+        self.runners: dict[int, dict[str, Any]] = {}  #: content of procs/rank<r>.json, by rank
+        self.stopping = False  #: ranks that end from now on were stopped
 
     def first_failure(self) -> dict[str, Any] | None:
-        """The process that failed first, by itself."""
+        """The outcome of the process that failed first without being stopped; None when none failed."""
         failed = [record for record in self.outcomes.values() if record["failed"]]
         return min(failed, key=lambda record: float(record["ended"]), default=None)
 
     def look(self) -> None:
-        """Take in what the rank runners wrote."""
+        """Read the files that the rank runners have written since the last call."""
         for rank in self.ranks:
             self._look_at(rank)
 
@@ -50,9 +50,8 @@ class Book:
             return
         runner = self.runners.get(rank, {}).get("runner")
         gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
-        ended = record_in(
-            OUTCOME, self.journal.path(f"outcomes/{name}.json")
-        )  # after looking whether the runner is gone
+        # Read only after checking the runner: it writes the outcome before it ends.
+        ended = record_in(OUTCOME, self.journal.path(f"outcomes/{name}.json"))
         if ended is not None:
             self.take(ended)
         elif gone:
@@ -79,19 +78,20 @@ class Book:
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write an outcome of our own making."""
+        """Write and take an outcome that no rank runner has written."""
         self.journal.put(f"outcomes/{record['name']}.json", record)
         self.take(record)
 
     def take(self, record: dict[str, Any]) -> None:
+        """Store an outcome under its process name, and log it as event ``process-exit``."""
         failed = bool(record.get("failed", record["returncode"] not in (0, None)))
         record = {**record, "failed": failed, "ended": record["ended"] or time.time()}
         self.outcomes[record["name"]] = record
-        told = {key: record[key] for key in ("name", "rank", "pid", "returncode", "signal", "stopped", "failed")}
-        self.journal.event("process-exit", **told)
+        shown = {key: record[key] for key in ("name", "rank", "pid", "returncode", "signal", "stopped", "failed")}
+        self.journal.event("process-exit", **shown)
 
     def take_mail(self, mail: dict[str, Any]) -> None:
-        """A record that a rank runner could not write."""
+        """Store a start or outcome record that a rank runner could not write. Raises ValueError or KeyError."""
         rank = int(mail["rank"])
         name = f"rank{rank}"
         if rank not in self.ranks:
@@ -105,33 +105,36 @@ class Book:
             self.take(OUTCOME({**mail, "name": name, "node_rank": self.node_rank}))
 
     def running(self, children: list[Child]) -> list[dict[str, Any]]:
-        """How others find what runs: the node's own processes and its ranks."""
+        """Records (name, pid, pgid, start_ticks, rank) of the running ``children`` and ranks, for ``state.json``."""
         found = [{**child.record(), "rank": None} for child in children if child.running()]
         ranks = [runner for rank, runner in self.runners.items() if f"rank{rank}" not in self.outcomes]
         return [*found, *ranks]
 
     def runner_pids(self) -> set[int]:
-        """Runners of ranks that have been started."""
+        """Pids of the runners of all started ranks."""
         return {started["runner"]["pid"] for started in self.runners.values()}
 
     def ended_ranks(self) -> set[int]:
         return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}
 
     def all_ended_well(self) -> bool:
-        """Whether every rank has ended, and none by a failure."""
+        """Whether every rank has ended with exit status 0."""
         return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
 
     def rank_pids(self) -> dict[int, int]:
-        """Processes of the ranks that run."""
+        """Pid of each running rank, by rank."""
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
 
 
 class Mailbox:
-    """Takes records from rank runners that cannot write them, for the disk is full."""
+    """Receives records from rank runners that cannot write them because the disk is full.
+
+    An abstract Unix datagram socket, which needs no file; records carry the run's token.
+    """
 
     def __init__(self, loop: Loop, book: Book, token: str, address: str) -> None:
         self._loop, self._book, self._token = loop, book, token
-        self._told = False  # that there was mail of no use; anybody on the machine can send as much as he likes
+        self._warned = False  # malformed datagrams are logged once: any user of the machine can send them
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._socket.bind(_abstract(address))
@@ -143,9 +146,9 @@ class Mailbox:
             if mail.pop("token") == self._token:
                 self._book.take_mail(mail)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not self._told:
-                self._told = True
-                self._book.journal.say(f"mail that is no record: {error!r}")
+            if not self._warned:
+                self._warned = True
+                self._book.journal.say(f"ignored a malformed record from a rank runner: {error!r}")
 
     def close(self) -> None:
         self._loop.unwatch(self._socket)
@@ -153,7 +156,10 @@ class Mailbox:
 
 
 def write_or_mail(path: str, record: dict[str, Any], environment: dict[str, str]) -> None:
-    """Write a rank runner's record; when the disk does not take it, send it to the supervisor."""
+    """Write a rank runner's record to ``path``; when that fails, send it to the supervisor's mailbox.
+
+    environment: GNNFLEET_SUPERVISOR addresses the mailbox, GNNFLEET_TOKEN authenticates the record.
+    """
     try:
         write_json(path, record)
     except OSError as error:
@@ -167,12 +173,12 @@ def _mail(record: dict[str, Any], environment: dict[str, str]) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         try:
             sock.sendto(data, _abstract(address))
-        except OSError as error:  # no supervisor any more: nobody is left to be told
-            print(f"rank runner: cannot tell the supervisor: {error}", flush=True)
+        except OSError as error:  # the supervisor has ended
+            print(f"rank runner: cannot send the record to the supervisor: {error}", flush=True)
 
 
 def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    """A record that fits into one datagram."""
+    """``record`` with traceback and tail cut to 60 lines of 500 characters, so that it fits into one datagram."""
     short: dict[str, Any] = {
         name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
     }
@@ -180,19 +186,22 @@ def _shortened(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _abstract(address: str) -> str:
-    """An address that needs no file: of the supervisor with this pid and start time."""
+    """Abstract socket address of a supervisor; ``address`` is its ``pid:start_ticks``."""
     return f"\0gnnfleet-{os.getuid()}-{address}"
 
 
 class Ended(Exception):
-    """This node's part has ended, and how."""
+    """Raised to end this node.
+
+    state: done, failed or stopped. reason: one sentence, '' when done. cause: set when this node ends the run.
+    """
 
     def __init__(self, state: str, reason: str, cause: Cause | None = None) -> None:
         super().__init__(reason)
         self.state, self.reason, self.cause = state, reason, cause
 
     def result(self, node_rank: int, cause: Cause | None) -> dict[str, Any]:
-        """What ``result.json`` says of it; ``cause`` is what ended the run, wherever that was."""
+        """Fields of ``result.json``. cause: what ended the run, on any node; written only when it was another node."""
         elsewhere = cause if cause is not None and cause["node_rank"] != node_rank else None
         asked = cause["asked"] if cause is not None else None
         return {
@@ -204,13 +213,13 @@ class Ended(Exception):
         }
 
 
-def conflicts(spec: NodeSpec) -> list[leases.Lease]:
-    """Take the node's leases; those that others hold already. Raises lease.LeaseError."""
+def take_leases(spec: NodeSpec) -> list[leases.Lease]:
+    """Take all leases of the node, or none; returns the conflicting leases of other runs. Raises leases.LeaseError."""
     if not spec.leases:
         return []
     return leases.take(spec.leases, leases.this_process(spec.run_id, spec.node_rank, spec.operator))
 
 
-def who_holds(theirs: Iterable[leases.Lease]) -> str:
-    """``CUDA device 0 is held by run X of alice since …``."""
-    return "; ".join(f"{leases.thing(one.resource)} is {leases.describe(one)}" for one in theirs)
+def describe_leases(theirs: Iterable[leases.Lease]) -> str:
+    """``CUDA device 0 is held by run X of alice since …``; several are joined by "; "."""
+    return "; ".join(f"{leases.resource_label(one.resource)} is {leases.describe(one)}" for one in theirs)

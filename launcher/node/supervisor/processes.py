@@ -1,8 +1,8 @@
 """Starts the rank runners of a node, and ends all processes of the run.
 
-They get the variables that torch.distributed.run would set, so that ``init_process_group("env://")`` and what builds
-on it work; rank 0 then holds the store at MASTER_ADDR:MASTER_PORT itself. Nothing else of it is needed here: the
-supervisors find each other, judge and end the ranks.
+Ranks get the environment variables of torchrun, so that ``init_process_group("env://")`` works; rank 0 hosts the
+TCPStore at MASTER_ADDR:MASTER_PORT. No other part of torchrun is used: the supervisors connect the nodes, detect
+failures and end the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Start = Callable[[str, Mapping[str, Any], str], Child]
 
 
 def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
-    """What tells a rank which one it is. The command's own variables name the run's size and the master."""
+    """Variables that differ between the ranks of a node; WORLD_SIZE and MASTER_* are in the command's own ``env``."""
     rank = str(spec.ranks[local_rank])
     return {
         "RANK": rank,
@@ -32,30 +32,33 @@ def rank_environment(spec: NodeSpec, local_rank: int) -> dict[str, str]:
     }
 
 
-class Runners:
-    """Those of one node. ``begin`` starts them; a rank's own end is in the ``Book``."""
+class RankRunners:
+    """The rank runners of one node. ``Book`` has the outcomes of the ranks that they run."""
 
     def __init__(self, spec: NodeSpec, book: Book, start: Start) -> None:
         self._spec, self._book, self._start = spec, book, start
         self.children: dict[int, Child] = {}  #: by rank
 
     def begin(self) -> None:
-        """Start all of them; raises what ``start`` does."""
+        """Start all rank runners; raises the exceptions of ``start``."""
         command = self._spec.trainer
         assert command is not None
         env = dict(command.get("env", {}))
         if len(self._spec.ranks) > 1 and "OMP_NUM_THREADS" not in {**os.environ, **env}:
-            env["OMP_NUM_THREADS"] = "1"  # else each rank computes with a thread for every core
+            env["OMP_NUM_THREADS"] = "1"  # as torchrun; otherwise each rank starts a thread per core
         for local_rank, rank in enumerate(self._spec.ranks):
             own = {**command, "env": {**env, **rank_environment(self._spec, local_rank)}}
             self.children[rank] = self._start(f"runner{rank}", own, "runners")
 
     def running(self) -> bool:
-        """Whether one of them does."""
+        """Whether any rank runner is running."""
         return any(child.running() for child in self.children.values())
 
     def ended_badly(self) -> Child | None:
-        """One that has ended unasked and not well, though its rank has not failed; look only once the book has."""
+        """A rank runner that ended with an error and was not stopped, and whose rank has not failed; else None.
+
+        Call after ``Book.look``, which reads the outcomes of the ranks.
+        """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})
             if not child.running() and child.status[0] != 0 and not child.asked and not known.get("failed"):
@@ -63,17 +66,20 @@ class Runners:
         return None
 
 
-_MARGIN = 1.5  # seconds rank runners get beyond the grace to write their outcomes
+_MARGIN = 1.5  # seconds that rank runners get beyond the grace to write their outcomes
 
-_LEFTOVER_GRACE = 2.0  # seconds that what escaped from the process groups gets after SIGTERM
+_LEFTOVER_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for processes that left their process groups
 
-_LEAST = 0.3  # seconds of grace in which a rank runner learns that its rank is told to stop
+_LEAST = 0.3  # seconds of grace at least, so that a rank runner can mark its rank as stopped
 
 Idle = Callable[[float], object]
 
 
 def end_processes(children: list[Child], book: Book, token: str, grace: float, idle: Idle) -> list[procs.Process]:
-    """End everything; returns what outlived even SIGKILL. ``idle`` waits a moment and keeps the supervisor going."""
+    """End all processes of the run on this node; returns those that survived SIGKILL.
+
+    grace: seconds between SIGTERM and SIGKILL. ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    """
     book.stopping = True
     for child in children:
         child.terminate()
@@ -91,12 +97,12 @@ def end_processes(children: list[Child], book: Book, token: str, grace: float, i
         0.0 if stubborn else min(grace, _LEFTOVER_GRACE),
         lambda: idle(0.05),
     )
-    idle(0.0)  # takes in the last that ended; not every machine's init does
+    idle(0.0)  # reaps the last orphans; not every container's init does
     return left
 
 
 def _kill_groups(children: list[Child], book: Book) -> None:
-    """The ranks and the server themselves; runners then write what became of their ranks, and end."""
+    """SIGKILL ranks and server, not the rank runners, which then write their ranks' outcomes and end."""
     book.look()
     ranks = book.rank_pids().values()
     for pid in ranks:

@@ -1,8 +1,8 @@
 """Runs one rank: ``rank_runner.py --run-dir R [--await-server] -- argv…``, started by the supervisor.
 
-Stamps the rank's output into ``logs/rank<r>.log``, writes ``outcomes/rank<r>.json``, passes a stop
-on to the rank's process group, and leaves none of its processes behind. A rank that ended because
-it was told to is marked ``stopped``, so that it is never taken for the first failure.
+Writes the rank's output with time stamps to ``logs/rank<r>.log`` and its outcome to ``outcomes/rank<r>.json``,
+forwards a stop to the rank's process group, and ends all processes that the rank leaves behind. A rank that ends
+after a stop is marked ``stopped``, so that it is never reported as the first failure.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import write_or_mail
 
-_GLANCE = 0.05  # seconds between looks for the graph server's ready file
+_GLANCE = 0.05  # seconds between two checks for the graph server's ready file
 
-_LONE_GRACE = 1.0  # seconds a rank gets when the supervisor has died
+_LONE_GRACE = 1.0  # seconds between SIGTERM and SIGKILL when the supervisor has died
 
 
 class RankRunner:
-    """One rank, from start to outcome."""
+    """Runs one rank from its start to its outcome."""
 
     def __init__(
         self, run_dir: str, argv: Sequence[str], environment: dict[str, str], await_server: bool = False
     ) -> None:
-        """await_server: the command begins once the node's graph server answers; the bundled trainer waits itself."""
+        """await_server: start the command once the graph server's ready file exists (the bundled trainer waits by
+        itself)."""
         self.run_dir, self.argv, self.environment = run_dir, argv, environment
         self.ready_file = environment.get("GNNFLEET_SERVER_READY", "") if await_server else ""
         self.rank = int(environment["RANK"])
@@ -46,7 +47,7 @@ class RankRunner:
         self._kill_at: float | None = None
 
     def run(self) -> int:
-        """Start the rank and stay until it and all it started have ended; returns its exit status."""
+        """Start the rank and wait until it and its descendants have ended; returns the rank's exit status."""
         for folder in ("logs", "outcomes", "procs"):
             os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
         if not self._server_ready():
@@ -64,12 +65,12 @@ class RankRunner:
         child.pump()
         status = self._report(child, oom)
         procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.turn(0.05))
-        self.loop.turn(0)  # takes in the last that ended; not every machine's init does
+        self.loop.turn(0)  # reaps the last orphans; not every container's init does
         child.close()
         return status
 
     def _server_ready(self) -> bool:
-        """Wait for the node's graph server; False when told to stop before. The supervisor says when it is too late."""
+        """Wait for the graph server's ready file; False when stopped before. The supervisor enforces the timeout."""
         while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False
@@ -114,7 +115,7 @@ class RankRunner:
         }
         if signaled == "SIGKILL" and not child.asked:
             more |= watch.words(child.pid)
-        if signaled and child.log.crash.innermost:  # of a thread without Python frames a traceback before it tells more
+        if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more
             more["traceback"] = child.log.crash.lines
         self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
         return status
@@ -127,7 +128,7 @@ class RankRunner:
 
 
 def _left_of(child: Child) -> list[procs.Process]:
-    """What the ended rank left behind: members of its group, and orphans that came to this process."""
+    """Processes that the ended rank left behind: members of its process group, and orphans adopted by this process."""
     running = procs.table()
     found = [process for process in running if process.pgid == child.pid] + procs.descendants(os.getpid(), running)
     return list({process.pid: process for process in found}.values())
@@ -140,10 +141,10 @@ def supervisor_gone(environment: dict[str, str]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="rank.py", description="Runs one rank of the trainer.")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--await-server", action="store_true")
-    parser.add_argument("argv", nargs=argparse.REMAINDER)
+    parser = argparse.ArgumentParser(prog="rank_runner.py", description="Runs one rank of a run.")
+    parser.add_argument("--run-dir", required=True, help="the node's run folder")
+    parser.add_argument("--await-server", action="store_true", help="start the command once the graph server is ready")
+    parser.add_argument("argv", nargs=argparse.REMAINDER, help="-- and the rank's command")
     options = parser.parse_args()
     argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
     if not argv:

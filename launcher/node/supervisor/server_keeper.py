@@ -17,15 +17,18 @@ from launcher.node.supervisor.spec import NodeSpec
 
 _FIRST_PAUSE = 0.5  # seconds before a server is started again; twice as long each next time
 
-_LATE = 3.0  # seconds after which it is told that a server compiles
+_LATE = 3.0  # seconds after which a server without cached kernels is reported as compiling
 
-_FORGIVEN = 3600.0  # seconds after which a restart does not count any more
+_FORGIVEN = 3600.0  # seconds after which a restart no longer counts towards run.server_restarts
 
 Finding = dict[str, Any]
 
 
-class Keeper:
-    """The graph server of one node. ``begin`` starts it, then ``look`` several times a second."""
+class ServerKeeper:
+    """Starts and restarts the graph server of one node: call ``begin`` once, then ``look`` several times a second.
+
+    ``start`` starts a process, ``forget`` removes an ended one from the supervisor's list.
+    """
 
     def __init__(
         self,
@@ -43,12 +46,12 @@ class Keeper:
         self._start, self._forget = start, forget
         self._was_ready = False
         self._tell_compiling_at = float("inf")  # monotonic
-        self._restarts: list[float] = []  # when it was started again; monotonic
+        self._restarts: list[float] = []  # times of the restarts that count; monotonic
         self._again_at = self._deadline = 0.0
-        self._last: dict[str, Any] = {}  # how it ended last
+        self._last: dict[str, Any] = {}  # outcome of the last server that ended
 
     def begin(self) -> None:
-        """Start it; raises what ``start`` does."""
+        """Start the server; raises the exceptions of ``start``."""
         if os.path.exists(self._spec.ready_file):
             os.remove(self._spec.ready_file)
         assert self._spec.server is not None
@@ -61,16 +64,16 @@ class Keeper:
 
     @property
     def restarting(self) -> bool:
-        """Whether it has been ready, and is to be again."""
+        """Whether the server was ready before, and is starting again."""
         return self._was_ready and not self.ready
 
     @property
     def waiting(self) -> dict[str, Any] | None:
-        """How it ended, while it waits to be started again."""
+        """Outcome of the last server while the pause before a restart lasts, else None."""
         return self._last if self.child is None and self._last else None
 
     def look(self) -> str:
-        """Go on; returns why the node fails by it, '' while it need not."""
+        """Check the server and restart it when due; returns why the node fails, '' while it does not."""
         if self.child is None:
             if time.monotonic() >= self._again_at:
                 self.begin()
@@ -97,20 +100,21 @@ class Keeper:
         now = time.monotonic()
         self._restarts = [when for when in self._restarts if now - when < _FORGIVEN]
         if len(self._restarts) >= self._spec.server_restarts:
-            tried = f" though started again {len(self._restarts)} times (run.server_restarts)" if self._restarts else ""
+            count = len(self._restarts)
+            tried = f", after {count} restart{'s' if count > 1 else ''} (run.server_restarts)" if count else ""
             return why + tried
         self._start_again(child, now)
         return ""
 
     def _start_again(self, child: Child, now: float) -> None:
-        """Clear away what has died; the next one starts after a pause."""
+        """Record and remove the ended server; the next one starts after ``_FIRST_PAUSE * 2 ** restarts`` seconds."""
         pause = _FIRST_PAUSE * 2 ** len(self._restarts)
         self._restarts.append(now)
         self.child, self.ready, self._again_at = None, False, now + pause
         child.pump()
         more = self._oom.words(child.pid) if child.status[1] == "SIGKILL" else {}
         self._last = outcome("server", self._spec.node_rank, None, child, **more)
-        procs.send_group(child.pid, signal.SIGKILL)  # none of it may hold the port
+        procs.send_group(child.pid, signal.SIGKILL)  # a remaining process could still hold the port
         self._loop.forget(child)
         self._forget(child)
         self._tell(describe(self._last), pause)
@@ -118,14 +122,16 @@ class Keeper:
     def _tell(self, how: str, pause: float) -> None:
         tries = f"{len(self._restarts)} of {self._spec.server_restarts}"
         self._journal.event("server-restart", reason=how, attempt=len(self._restarts), seconds=pause)
-        text = f"server of {self._spec.label} {how}; it is started again after {pause:g} s ({tries})"
+        text = f"server of {self._spec.label} {how}; restart {tries} in {pause:g} s"
         finding = {"t": time.time(), "kind": "server-restart", "node_rank": self._spec.node_rank, "rank": None}
         self.findings.append({**finding, "text": text, "stop": False})
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
-    """Whether a server with this environment finds compiled kernels on this host, and why it keeps them elsewhere than
-    in its cache ('' where it does not), as trainer/core/compiled.py does."""
+    """Whether a server with this environment finds compiled kernels, and why it does not use its cache folder.
+
+    The second is '' when it uses the cache folder. Same rules as trainer/core/compiled.py.
+    """
     cache = env.get("XDG_CACHE_HOME") or os.path.join(env.get("HOME", "~"), ".cache")
     folder = env.get("GNNFLEET_KERNELS") or os.path.join(os.path.expanduser(cache), "gnnfleet", "kernels")
     why = ""
@@ -140,7 +146,7 @@ def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:
 
 
 def _writable(folder: str) -> bool:
-    """Whether files can be made in ``folder``, or the first folder above it that is there."""
+    """Whether files can be created in ``folder``, or in the first existing folder above it."""
     while not os.path.exists(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)

@@ -1,4 +1,4 @@
-"""``node.json``: what the supervisor of one node is to run."""
+"""Reads ``node.json``, the specification of one node for its supervisor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.node.record import read_json
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """``node.json`` (docs/ARCHITECTURE.md)."""
+    """Content of ``node.json``; keys as in docs/ARCHITECTURE.md, "Node run folder". Times in seconds."""
 
     run_id: str
     token: str
@@ -37,13 +37,13 @@ class NodeSpec:
     on_nan: str = "warn"
     role: str = "worker"  #: worker, server or client
     roles: tuple[str, ...] = ()  #: of every node, by node_rank
-    parts: tuple[tuple[int, ...], ...] = ()  #: that every node holds, by node_rank
+    parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
     server_restarts: int = 3
     on_client_loss: str = "stop"
 
     @staticmethod
     def read(path: str) -> NodeSpec:
-        """Read ``node.json``; keys of later versions are let be. Raises SystemExit when it is missing or damaged."""
+        """Read ``node.json``, ignoring unknown keys. Raises SystemExit when it is missing or damaged."""
         try:
             values = read_json(path)
             if values is None:
@@ -56,7 +56,10 @@ class NodeSpec:
             raise SystemExit(f"supervisor: {path} is damaged ({error}); launch the run again") from None
 
     def environment(self, command: Mapping[str, Any], supervisor: str) -> dict[str, str]:
-        """For one of the node's own processes: ours, the command's, and what rank runners and leftover hunts go by."""
+        """Environment of a process of this node: the supervisor's, the command's, then the variables of the run.
+
+        supervisor: ``pid:start_ticks`` of this supervisor. Later variables override earlier ones.
+        """
         return {
             **os.environ,
             **command.get("env", {}),
@@ -72,16 +75,17 @@ class NodeSpec:
 
     @property
     def label(self) -> str:
-        """``node1 (gpu2)``."""
+        """Name of this node for messages: ``node1 (gpu2)``."""
         return self.all_labels[self.node_rank]
 
     @property
     def all_labels(self) -> tuple[str, ...]:
+        """Labels of all nodes, by node_rank; ``node<k>`` where node.json has none."""
         return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
 
     @property
     def meeting(self) -> Meeting | None:
-        """Where the supervisors meet; None for the only node of a run."""
+        """How the supervisors connect; None for the only node of a run."""
         if self.control is None:
             return None
         return Meeting(

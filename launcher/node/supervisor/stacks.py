@@ -1,7 +1,7 @@
-"""Python stacks of all ranks of a node, requested before a stalled run is stopped.
+"""Collects the Python stacks of all ranks of a node before a stalled run is stopped.
 
-``site/sitecustomize.py`` has them write on a signal; only a process that has registered is sent one.
-What cannot answer is described by what /proc says.
+``site/sitecustomize.py`` makes Python processes write their stacks on a signal; only processes that have registered
+are sent the signal. Other processes are described from /proc.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from launcher.node.record import stamp
 
 SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
 
-MOST = 16  #: processes of a rank that are asked
+MOST = 16  #: processes of a rank whose stacks are collected
 
-_TURN = 0.03  # seconds between two looks for answers
+_TURN = 0.03  # seconds between two checks of the stack file
 
-_QUIET = 3  # looks without growth after which an answer is complete
+_QUIET = 3  # checks without growth after which a dump is complete
 
-_LINES = 400  # kept of one answer
+_LINES = 400  # lines kept of one dump
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 
@@ -32,19 +32,19 @@ _FRAME = re.compile(r'^  File "(.*)", line (\S+) in (.*)$')
 
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|/python3\d+\.zip/|^<")
 
-STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT lets it go on"
+STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT continues it"
 
 _WRAPPERS = frozenset(["wrapper", "inner", "_fn", "__call__", "_call_impl", "_wrapped_call_impl", "decorate_context"])
 
 
 @dataclass
-class _Asked:
-    """One process of a rank."""
+class _Traced:
+    """One process of a rank, and its dump."""
 
     pid: int
     state: str  #: letter and word, as ``S (sleeping)``
-    answers: bool  #: it has registered, and can run
-    lines: list[str] = field(default_factory=list)
+    answers: bool  #: the process handles the signal, and can run
+    lines: list[str] = field(default_factory=list)  #: of its dump
 
     @property
     def stopped(self) -> bool:
@@ -56,20 +56,20 @@ class _Asked:
 
 
 class _Rank:
-    """The processes of a rank, asked one after the other: forked ones share a file."""
+    """The processes of a rank. They are sent the signal one after another, as forked processes share a file."""
 
     def __init__(self, run_dir: str, rank: int, pid: int, processes: Sequence[procs.Process]) -> None:
         self.rank, self.run_dir = rank, run_dir
         self.dump = os.path.join(run_dir, "procs", f"stacks-rank{rank}")
         family = [pid, *sorted(process.pid for process in procs.descendants(pid, processes))]
         self.left_out = max(0, len(family) - MOST)
-        self.asked = [_look_at(one, self.dump) for one in family[:MOST]]
-        self._waiting = [one for one in self.asked if one.answers]
+        self.traced = [_look_at(one, self.dump) for one in family[:MOST]]
+        self._waiting = [one for one in self.traced if one.answers]
         self._sent = False
         self._begin = self._size = self._quiet = 0
 
     def turn(self) -> bool:
-        """Send the next signal, or take in its answer; whether all have answered."""
+        """Send the next signal, or read its dump; returns whether all processes have answered."""
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True
@@ -87,19 +87,19 @@ class _Rank:
             self._sent = False
 
     def result(self) -> list[str]:
-        """The summary and all stacks, which are also added to ``logs/stacks-rank<r>.log``."""
+        """Lines of the rank's summary and all its stacks; also appends them to ``logs/stacks-rank<r>.log``."""
         main = self._main()
         lines = [summary(main.lines, (f"{self.run_dir}/files/", _CODE)) if main.lines else main.text[0]]
-        for one in self.asked:
+        for one in self.traced:
             lines += [f"process {one.pid} ({procs.command_line(one.pid)}), state {one.state}:", *one.text]
         lines += [f"and {self.left_out} more processes"] if self.left_out else []
         _write(os.path.join(self.run_dir, "logs", f"stacks-rank{self.rank}.log"), lines)
         return lines
 
-    def _main(self) -> _Asked:
-        """The rank's process, or if that is a shell around it, the first one that runs Python."""
-        first = self.asked[0]
-        return first if first.stopped else next((one for one in self.asked if one.lines), first)
+    def _main(self) -> _Traced:
+        """The rank's process; when that is a shell, the first descendant that wrote a Python stack."""
+        first = self.traced[0]
+        return first if first.stopped else next((one for one in self.traced if one.lines), first)
 
 
 _CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)) + "/"
@@ -108,9 +108,9 @@ _CODE = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3
 def collect(
     run_dir: str, rank_pids: Mapping[int, int], wait: float = 2.0, pause: Callable[[float], object] = time.sleep
 ) -> dict[int, list[str]]:
-    """Stacks of all processes of each rank, at most ``wait`` seconds long; the first line is the rank's summary.
+    """Stacks of all processes of each rank, by rank, as lines of which the first is the rank's summary.
 
-    rank_pids: the process of each rank. ``pause`` is called with the seconds until the next look.
+    rank_pids: pid of each rank. wait: seconds at most. ``pause(seconds)`` waits between two checks.
     """
     processes = procs.table()
     ranks = [_Rank(run_dir, rank, pid, processes) for rank, pid in sorted(rank_pids.items())]
@@ -122,7 +122,7 @@ def collect(
 
 
 def folded(stacks: Mapping[int, Sequence[str]]) -> list[str]:
-    """One line for all ranks that are at the same place, the largest group first."""
+    """One line per summary with all ranks that share it, the largest group first."""
     places: dict[str, list[int]] = {}
     for rank in sorted(stacks):
         places.setdefault(stacks[rank][0], []).append(rank)
@@ -142,9 +142,9 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
-    """Where the main thread is in code that is no library's: ``backward at train.py:12``, ``data.py:17 in load()``.
+    """Position of the main thread in non-library code: ``backward at train.py:12`` or ``data.py:17 in load()``.
 
-    dump: what faulthandler wrote; roots: folders that are cut off from the front of file names.
+    dump: lines written by faulthandler. roots: prefixes to remove from file names.
     """
     frames = _main_thread(dump)
     if not frames:
@@ -158,7 +158,8 @@ def summary(dump: Sequence[str], roots: Sequence[str] = ()) -> str:
 
 
 def _main_thread(dump: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Frames, innermost first, of the thread that the signal went to; that is the main one, if it takes any."""
+    """(file, line, function) of the "Current thread", which handled the signal: the main thread unless it blocks
+    signals. Innermost frame first."""
     frames: list[tuple[str, str, str]] = []
     inside = False
     for line in dump:
@@ -179,11 +180,11 @@ def _short(file: str, roots: Sequence[str]) -> str:
     return next((file[len(root) :] for root in roots if file.startswith(root)), file)
 
 
-def _look_at(pid: int, dump: str) -> _Asked:
+def _look_at(pid: int, dump: str) -> _Traced:
     values = _status(pid)
     state = values.get("State", "gone")
     caught = int(values.get("SigCgt", "0"), 16) >> (SIGNAL - 1) & 1
-    return _Asked(pid, state, bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump))
+    return _Traced(pid, state, bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump))
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -195,17 +196,17 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _has_open(pid: int, path: str) -> bool:
-    """Whether the process still has the file open that it would write to."""
+    """Whether the process has ``path`` open, so that its signal handler can write there."""
     try:
         wanted = os.stat(path)
         found = [os.stat(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
-    except OSError:  # ended, or another user's, or a file closed between the two looks: not worth a risk
+    except OSError:  # ended, another user's, or a file was closed meanwhile; the signal could kill the process
         return False
     return any(os.path.samestat(wanted, one) for one in found)
 
 
 def _described(pid: int, state: str) -> str:
-    """A process that shows no stack, by what the kernel tells."""
+    """Description of a process without a Python stack, from /proc: its state, wchan and syscall."""
     words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
     where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
     return f"no Python stack, state {state}{where}"
@@ -238,5 +239,5 @@ def _write(path: str, lines: Sequence[str]) -> None:
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(f"{now} {line}\n" for line in lines)
-    except OSError:  # a full disk: the summary still gets to the report
+    except OSError:  # the disk is full; the summary is still in the report
         return

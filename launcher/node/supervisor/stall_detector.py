@@ -1,4 +1,4 @@
-"""Finds ranks that stall or are slow, compared over all nodes on the lead node, and collects their stacks."""
+"""Finds stalled and slow ranks (stragglers) over all nodes, on the lead node, and collects the stacks of a stall."""
 
 from __future__ import annotations
 
@@ -18,52 +18,57 @@ from launcher.node.supervisor.outcomes import Book
 from launcher.node.supervisor.spec import NodeSpec
 from launcher.node.supervisor.vitals import PHASES, Vitals
 
-Entry = Mapping[str, Any]  # one rank's vitals
+Entry = Mapping[str, Any]  # one rank's values, as in Vitals.ranks
 
-Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (a number, or its text out of JSON) -> vitals
+Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (an int, or a str when it came as JSON) -> entry
 
-FIRST_STEP = 900.0  #: seconds that starting may take: loading, compiling kernels, meeting the others
+FIRST_STEP = 900.0  #: seconds until the first step: loading, compiling kernels, joining the process group
 
-AT_LEAST = 120.0  #: seconds without a step before a stall is spoken of, where that is learned
+AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are never called a stall
 
-TIMES_LONGEST = 5.0  #: and how many times the longest pause before
+TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
 
-REGROUPING = 300.0  #: seconds after the loss of ranks in which those that go on may stand still
+REGROUPING = 300.0  #: seconds after the loss of ranks in which the remaining ones may pause to regroup
 
-BY_LINES_ALONE = 900.0  #: instead of AT_LEAST for scripts, whose evaluation and checkpoints tell nothing
+BY_LINES_ALONE = 900.0  #: AT_LEAST for ranks without a progress file, which write no lines while they evaluate or save
 
-SLOWER = 1.5  #: a straggler's own work, against the median of the others
+SLOWER = 1.5  #: a straggler's own work per step is at least this multiple of the median over ranks
 
-SHARE = 0.2  #: and what it costs at least, of the time of a step
+SHARE = 0.2  #: and exceeds that median by at least this share of the step
 
-WINDOW = 30.0  #: seconds of step lines that are looked at
+WINDOW = 30.0  #: seconds of step lines that are compared
 
-ENOUGH = 10.0  #: seconds of them before anything is said
+ENOUGH = 10.0  #: seconds of step lines that are needed
 
-QUIET = 600.0  #: seconds after a straggler has caught up before it is named again
+QUIET = 600.0  #: seconds after a straggler has caught up in which it is not reported again
 
-_ASLEEP = 5.0  # seconds between two looks that mean that the supervisor itself did not run
+_ASLEEP = 5.0  # seconds between two calls of ``look`` that mean that the supervisor itself was suspended
 
-_MOST_LINES = 64  # of a rank, as its clock may stand still: what WINDOW holds, at a look a second, and some
+_MOST_LINES = 64  # kept of a rank; bounds memory where the clock of its lines stands still
 
-_PACE_EVERY = 5.0  # seconds between two looks at how long steps take
+_PACE_EVERY = 5.0  # seconds between two comparisons of step times
 
 _KINDS = ("start", "step", "epoch", "eval", "checkpoint", "result")  # order of lines within an epoch
 
 
 class Judge:
-    """Looks once a second. Ranks without metrics lines (scripts that write none) are never called stalled."""
+    """Finds stalls and stragglers; ``look`` is called once a second.
+
+    Ranks without metrics lines (scripts that write none) are never called stalled.
+    """
 
     def __init__(
         self, stall_after: float | str = "auto", labels: Sequence[str] = (), stop_on_stall: bool = True
     ) -> None:
         self.labels = labels
-        self._stall = _Stall(None if stall_after == "auto" else float(stall_after), stop_on_stall)
-        self._pace = _Pace()
+        self._stall = _StallRule(None if stall_after == "auto" else float(stall_after), stop_on_stall)
+        self._pace = _StragglerRule()
 
     def look(self, now: float, nodes: Nodes, generation: int = 0) -> list[dict[str, Any]]:
-        """New findings. now: seconds of a clock that is never set (``time.monotonic``). generation: of the team; when
-        it rises, the ranks regroup, which is no stall."""
+        """Return new findings.
+
+        now: ``time.monotonic()``. generation: of the team; after it rises the ranks regroup, which is no stall.
+        """
         ranks = {
             int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
             for node, entries in nodes.items()
@@ -77,16 +82,16 @@ class Judge:
         return self.labels[number] if number < len(self.labels) else f"node{number}"
 
 
-class _Stall:
-    """How long nothing has moved, against how long that lasted before."""
+class _StallRule:
+    """Compares the time without progress of any rank with a limit, fixed or learned from earlier pauses."""
 
     def __init__(self, after: float | None, stop: bool) -> None:
         self.after, self.stop = after, stop
-        self.longest = 0.0  #: seconds between two changes, since the first batch was begun
+        self.longest = 0.0  #: longest pause in seconds between two changes, since the first batch was begun
         self._seen: object = {}
         self._looked: float | None = None
         self._changed = 0.0
-        self._begun = self._stepped = self._told = False
+        self._begun = self._stepped = self._reported = False
         self._generation, self._regrouped = 0, -math.inf
 
     def regroup(self, now: float, generation: int) -> None:
@@ -104,8 +109,8 @@ class _Stall:
             self._move(now, seen, ranks)
             return
         running = {rank: entry for rank, entry in ranks.items() if not entry["ended"]}
-        if running and not self._told and now - self._changed > self._limit(running):
-            self._told = True
+        if running and not self._reported and now - self._changed > self._limit(running):
+            self._reported = True
             yield self._finding(now - self._changed, running)
 
     def _move(self, now: float, seen: object, ranks: Mapping[int, Entry]) -> None:
@@ -113,7 +118,7 @@ class _Stall:
             self.longest = max(self.longest, now - self._changed)
         self._stepped = self._stepped or any(entry["kind"] != "start" for entry in ranks.values())
         self._begun = self._stepped or any(entry["at"] is not None for entry in ranks.values())
-        self._seen, self._changed, self._told = seen, now, False
+        self._seen, self._changed, self._reported = seen, now, False
 
     def _limit(self, ranks: Mapping[int, Entry]) -> float:
         if self.after is None:
@@ -142,7 +147,7 @@ class _Stall:
 
 
 def _position(entry: Entry) -> tuple[float, ...]:
-    """How far a rank is, to compare: by its progress file, or by its last line."""
+    """Sort key of a rank's progress, from its progress file or, without one, its last metrics line."""
     if entry["at"] is not None:
         epoch, step, phase = entry["at"]
         return (epoch, phase == "evaluate", step, PHASES.index(phase))
@@ -151,6 +156,7 @@ def _position(entry: Entry) -> tuple[float, ...]:
 
 
 def _behind(ranks: Mapping[int, Entry]) -> list[int]:
+    """The ranks with the least progress, ascending."""
     least = min(map(_position, ranks.values()))
     return sorted(rank for rank, entry in ranks.items() if _position(entry) == least)
 
@@ -164,30 +170,30 @@ def _names(some: Sequence[int], ranks: Mapping[int, Entry]) -> str:
 
 
 def _place(entry: Entry, many: bool = False) -> str:
-    """Where a rank, or several, is; in words."""
+    """``is at step 5 of epoch 2 (computing)``; many: of several ranks, with "are"."""
     verb, own = ("are", "their") if many else ("is", "its")
     if entry["at"] is None:
         epoch = f"epoch {entry['epoch'] or 0}"
         place = f"step {entry['step']} of {epoch}" if entry["kind"] == "step" else f"the end of {epoch}"
-        return f"{verb} at {place if entry['kind'] != 'start' else 'the start'} (by {own} last line)"
+        return f"{verb} at {place if entry['kind'] != 'start' else 'the start'} (from {own} last metrics line)"
     epoch, step, phase = entry["at"]
     place = f"{verb} at {'batch' if phase == 'evaluate' else 'step'} {step} of epoch {epoch}"
     words = {
         "load": f"waiting for {own} batch",
         "compute": "computing",
-        "reduce": f"{own} part done, waiting for other ranks",
+        "reduce": f"{own} own work done, waiting for other ranks",
         "evaluate": "evaluating",
     }
     return f"{place} ({words[phase]})"
 
 
-class _Pace:
-    """How long each rank's own work takes, against the others'."""
+class _StragglerRule:
+    """Compares each rank's own work per step with the median over all ranks."""
 
     def __init__(self) -> None:
         self._lines: dict[int, deque[Entry]] = {}
         self._slow: set[int] = set()
-        self._ended: dict[int, float] = {}  # rank -> when it had caught up
+        self._ended: dict[int, float] = {}  # rank -> when it last caught up, seconds as ``now``
         self._next = 0.0
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
@@ -199,7 +205,7 @@ class _Pace:
         typical = {rank: _typical(self._lines[rank]) for rank in ranks if self._enough(rank)}
         if len(typical) < 2:
             return
-        usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, the quicker one's
+        usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, the faster one's
         for rank, own in typical.items():
             slow = self._is_slow(own, usual, rank in self._slow)
             if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
@@ -208,7 +214,7 @@ class _Pace:
             elif not slow and rank in self._slow:
                 self._slow.remove(rank)
                 self._ended[rank] = now
-                text = f"{ranks[rank]['where']} keeps up again: {_seconds(own['own_s'])} a step of its own"
+                text = f"{ranks[rank]['where']} keeps up again: {_seconds(own['own_s'])} of own work per step"
                 yield _finding("straggler", ranks[rank]["node_rank"], rank, text, False)
 
     def _note(self, rank: int, entry: Entry) -> None:
@@ -226,23 +232,23 @@ class _Pace:
         return lines is not None and len(lines) >= 3 and lines[-1]["t"] - lines[0]["t"] >= ENOUGH
 
     def _is_slow(self, own: Mapping[str, float], usual: float, already: bool) -> bool:
-        ease = 0.5 if already else 1.0  # one that is named has to come well below the mark
+        ease = 0.5 if already else 1.0  # hysteresis: a reported straggler must fall well below the limits
         excess = own["own_s"] - usual
         return excess > (SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
 
 
 def _typical(lines: Sequence[Entry]) -> dict[str, float]:
-    """Medians, which one slow start or one pause does not move."""
+    """Median per step of own_s, step_s and batch_s in seconds; robust to a slow start or a single pause."""
     return {name: statistics.median(line[name] or 0.0 for line in lines) for name in ("own_s", "step_s", "batch_s")}
 
 
 def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:
-    needs = f"{entry['where']} needs {_seconds(own['own_s'])} a step of its own, the others {_seconds(usual)}"
+    needs = f"{entry['where']} needs {_seconds(own['own_s'])} of own work per step, the others {_seconds(usual)}"
     if own["batch_s"] < 0.5 * (own["own_s"] - usual):
-        return f"{needs}; the run waits for it (it computes more slowly: a weaker device, or one that others use too?)"
+        return f"{needs}; the run waits for it (it computes more slowly: is its device weaker, or used by others?)"
     share = entry["remote_share"]
-    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # a client's all are
-    return f"{needs}; the run waits for it (its batches take {_seconds(own['batch_s'])} of that: sampling{remote})"
+    remote = "" if share in (None, 1.0) else f", with {share:.0%} of the rows from other hosts"  # 1.0: of every client
+    return f"{needs}; the run waits for it (waiting for batches takes {_seconds(own['batch_s'])} of that{remote})"
 
 
 def _finding(kind: str, node_rank: int, rank: int | None, text: str, stop: bool) -> dict[str, Any]:
@@ -255,15 +261,18 @@ def _seconds(value: float) -> str:
 
 Finding = dict[str, Any]
 
-_STACKS_WAIT = 2.0  # seconds the processes of a node get to show where they are
+_STACKS_WAIT = 2.0  # seconds that the processes of a node get to write their stacks
 
-_OTHERS_WAIT = 3.0  # seconds from asking until the other nodes' answers are no longer waited for
+_OTHERS_WAIT = 3.0  # seconds to wait for the stacks of the other nodes
 
-_MOST = 50  # findings that are told to others
+_MOST = 50  # findings in a report to the other supervisors
 
 
 class Health:
-    """Looks once a second."""
+    """Collects the findings of a node and, on the hub, of all nodes; ``look`` checks at most once a second.
+
+    ``idle(seconds)`` waits and keeps the supervisor's heartbeat running.
+    """
 
     def __init__(self, spec: NodeSpec, book: Book, peers: Peers, idle: Callable[[float], object]) -> None:
         self.findings: list[Finding] = []
@@ -275,16 +284,16 @@ class Health:
 
     @property
     def ranks(self) -> dict[int, dict[str, Any]]:
-        """Vital signs of this node's ranks."""
+        """Last metrics of this node's ranks, by rank (``Vitals.ranks``)."""
         return self._vitals.ranks
 
     @property
-    def told(self) -> list[Finding]:
-        """Findings for others to see, the newest."""
+    def newest(self) -> list[Finding]:
+        """The newest findings, for ``state.json`` and the other supervisors."""
         return self.findings[-_MOST:]
 
     def look(self) -> Finding | None:
-        """Take in what is new; a finding that is to end the run."""
+        """Record new findings; returns the first one that ends the run, or None."""
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + 1.0
@@ -293,14 +302,15 @@ class Health:
             found = [*found, *self._judged()]
             self._take_from_members()
         for finding in found:
-            self._tell(finding)
+            self._add(finding)
         return next((finding for finding in found if finding["stop"]), None)
 
     def show_stacks(self) -> None:
-        """Collect the stacks of this node's ranks, for whoever asked."""
+        """Collect the summaries of this node's stacks in ``stacks``, for the hub."""
         self.stacks = {str(rank): lines[:1] for rank, lines in self._collect().items()}
 
-    def _tell(self, finding: Finding) -> None:
+    def _add(self, finding: Finding) -> None:
+        """Record a finding; collects the stacks of all ranks for a stall."""
         if finding["kind"] == "stall":
             found = self._stacks_of_all()
             finding["stacks"] = stacks.folded(found)
@@ -309,7 +319,7 @@ class Health:
         self._book.journal.event("finding", finding=finding)
 
     def _name_stopped(self, finding: Finding, stopped: Sequence[int]) -> None:
-        """Let a stall be that of the first rank that somebody has stopped, for which all others wait."""
+        """Attribute a stall to the first stopped rank (SIGSTOP or a debugger), as all others wait for it."""
         nodes = dict.fromkeys(self._spec.ranks, self._spec.node_rank)
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {rank: k for k, member in members.items() for rank in member.own_ranks or ()}
@@ -323,12 +333,13 @@ class Health:
         finding["text"] = f"{where} is stopped (SIGSTOP or a debugger): {finding['text']}"
 
     def _judged(self) -> list[Finding]:
+        """New findings of the ``Judge``, over all nodes that the run has not lost."""
         nodes: dict[int, Any] = {self._spec.node_rank: self._vitals.ranks}
         members = self._peers.members if isinstance(self._peers, Hub) else {}
         nodes |= {k: member.ranks for k, member in members.items() if member.left is None}
         generation = self._peers.team["generation"] if self._peers.team else 0
         found = self._judge.look(time.monotonic(), nodes, generation)
-        for finding in found:  # a finding's time is by its node's clock
+        for finding in found:  # the time of a finding is by its node's clock
             finding["t"] += members[finding["node_rank"]].ahead if finding["node_rank"] in members else 0.0
         return found
 
@@ -337,7 +348,7 @@ class Health:
             self.findings += [finding for finding in member.findings if finding not in self.findings]
 
     def _stacks_of_all(self) -> dict[int, list[str]]:
-        """By rank, of all nodes that answer in time."""
+        """Stacks by rank, of all nodes that answer within ``_OTHERS_WAIT``."""
         hub = self._peers if isinstance(self._peers, Hub) else None
         deadline = time.monotonic() + _OTHERS_WAIT
         if hub is not None:
@@ -353,27 +364,27 @@ class Health:
         return stacks.collect(self._spec.run_dir, self._book.rank_pids(), _STACKS_WAIT, self._idle)
 
 
-class Departed:
-    """What this supervisor has done about them."""
+class DepartedNodes:
+    """Reports the nodes that the run continues without, and informs this node's ranks of the remaining team."""
 
     def __init__(self, journal: Journal, peers: Peers) -> None:
         self._journal, self._peers = journal, peers
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._generation = 0
 
-    def news(self) -> list[dict[str, Any]]:
-        """A finding for each node that has left since the last call."""
+    def new_findings(self) -> list[dict[str, Any]]:
+        """Log and return a finding for each node that has left since the last call."""
         found = []
         for k, gone in self._peers.gone.items():
-            if k not in self._told:
-                self._told.add(k)
+            if k not in self._reported:
+                self._reported.add(k)
                 self._journal.event(gone["kind"], lost=int(k), reason=gone["text"])
                 finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
                 found.append({**finding, "text": gone["text"], "stop": False})
         return found
 
-    def heed_team(self) -> None:
-        """Have the ranks know who goes on when those of another node do not."""
+    def write_team(self) -> None:
+        """Write a new team to ``team.json``, where this node's ranks read which ranks continue."""
         team = self._peers.team
         if team is not None and team["generation"] > self._generation:
             self._generation = team["generation"]

@@ -1,8 +1,8 @@
 """Runs one node of a run: ``supervisor.py node.json``, inside the node's tmux session.
 
-Starts the graph server and the ranks; writes what docs/ARCHITECTURE.md lists under "Node run folder"; and when
-anything fails here or on another node, or a stop is asked for, ends every process of the run on this node. One
-thread, standard library only. Exits 0 (done) or 1 (failed, stopped).
+Starts the graph server and the ranks and writes the files listed in docs/ARCHITECTURE.md under "Node run folder".
+After a failure on any node, or a stop request, it ends every process of the run on this node. Single-threaded except
+for the writer of ``state.json``; standard library only. Exit status: 0 (done) or 1 (failed, stopped).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from launcher.node.peers.member import Member
 from launcher.node.peers.model import Alone, Cause, Order, Peers, make_cause, sentence
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
-from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, conflicts, who_holds
-from launcher.node.supervisor.processes import Runners, end_processes
-from launcher.node.supervisor.server_keeper import Keeper
+from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, describe_leases, take_leases
+from launcher.node.supervisor.processes import RankRunners, end_processes
+from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.spec import NodeSpec
-from launcher.node.supervisor.stall_detector import Departed, Finding, Health
+from launcher.node.supervisor.stall_detector import DepartedNodes, Finding, Health
 
-HEARTBEAT = 1.0  #: seconds between two state.json
+HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
-_TURN = 0.2  # seconds between two looks at files
+_TURN = 0.2  # seconds between two checks of files and requests
 
-_LOST_GRACE = 2.0  # seconds of grace when a lost node has cost most of the ten in which a run must end
+_LOST_GRACE = 2.0  # seconds of grace after a lost node: its detection has used most of the 10 s in which a run must end
 
-_LEAVING = 15.0  # seconds beyond the grace in which the others' end, or their word that ours is known, must come
+_LEAVING = 15.0  # seconds beyond the grace to wait for the other supervisors' end or acknowledgement
 
 _SIGNALS = {"SIGHUP": "its tmux session was closed", "SIGINT": "somebody pressed Ctrl-C in its session"}
 
 
 class Supervisor:
-    """One node, from start to ``result.json``."""
+    """Runs one node from its start to ``result.json``."""
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
@@ -54,7 +54,7 @@ class Supervisor:
         self.children: list[Child] = []
         self.state, self.final = "starting", ""
         self.trained: bool | None = None if spec.trainer is None else False
-        self.cause: Cause | None = None  # what ended the run, if it was here
+        self.cause: Cause | None = None  # set when the run was ended by this node
         self.token = procs.node_token(spec.token, spec.node_rank)
         me = procs.look(os.getpid())
         self.start_ticks = me.start_ticks if me else 0
@@ -64,22 +64,22 @@ class Supervisor:
         self.peers = self.meet()
         self.health = Health(spec, self.book, self.peers, self.idle)
         self.oom = OomWatch()
-        self.keeper = Keeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
-        self.departed = Departed(self.journal, self.peers)
-        self.runners = Runners(spec, self.book, self.start)
+        self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
+        self.departed = DepartedNodes(self.journal, self.peers)
+        self.runners = RankRunners(spec, self.book, self.start)
         self._next_heartbeat = 0.0
 
     def meet(self) -> Peers:
-        """How this node knows of the others."""
+        """Create this node's connection to the other supervisors: hub, member, or none for a single node."""
         meeting = self.spec.meeting
         if meeting is None:
             return Alone()
         return Hub(meeting, self.loop) if self.spec.node_rank == meeting.hub else Member(meeting, self.loop)
 
-    # The run, top to bottom.
+    # The stages of the run, in order.
 
     def run(self) -> int:
-        """Serve and train until done, failed or told to stop; leaves nothing running."""
+        """Serve and train until done, failed or stopped, then end all processes. Returns the exit status."""
         self.journal.event("supervisor-start", pid=os.getpid())
         try:
             self.take_leases()
@@ -90,7 +90,7 @@ class Supervisor:
             end = Ended("done", "")
         except Ended as ended:
             end = ended
-        except Exception:  # a mistake of ours must still end the run's processes
+        except Exception:  # a bug in the supervisor must still end the run's processes
             text = traceback.format_exc()
             end = Ended("failed", text, self.own_cause("node", "failure", f"its supervisor failed: {text}"))
         self.cause = end.cause
@@ -99,19 +99,22 @@ class Supervisor:
         return 0 if end.state == "done" else 1
 
     def take_leases(self) -> None:
-        """Take this node's devices and ports for ourselves."""
+        """Lease this node's devices and ports. Raises Ended when another run holds one of them."""
         try:
-            taken = conflicts(self.spec)
+            taken = take_leases(self.spec)
         except leases.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
-            self.open_to_tell({one.resource for one in taken})
-            raise self.failed("node", who_holds(taken))
+            self.open_peers_for_end({one.resource for one in taken})
+            raise self.failed("node", describe_leases(taken))
 
-    def open_to_tell(self, held: set[str]) -> None:
-        """Meet the others only to tell them of our end, or they would wait for us; not on another run's port."""
+    def open_peers_for_end(self, held: set[str]) -> None:
+        """Connect to the other supervisors only to report this node's end, so that they do not wait for this node.
+
+        Does nothing when another run holds the control port.
+        """
         if self.spec.control is not None and f"port:{self.spec.control['port']}" not in held:
-            with suppress(OSError):  # then they wait for start_timeout
+            with suppress(OSError):  # the other supervisors then wait for start_timeout
                 self.peers.open()
 
     def open_peers(self) -> None:
@@ -124,10 +127,10 @@ class Supervisor:
         self.set_state("starting")
 
     def serve(self) -> None:
-        """Start graph server and ranks, and wait until the server's ready file is there.
+        """Start the graph server and the rank runners, and wait until the server's ready file exists.
 
-        The bundled trainer's ranks import what they need meanwhile and open the graph when that file is there; an own
-        command is started then (``rank.py --await-server``).
+        Meanwhile the bundled trainer's ranks import their modules; they open the graph once the file exists. A user's
+        own command is started only then (``rank_runner.py --await-server``).
         """
         if self.spec.server is not None:
             self.keeper.begin()
@@ -140,7 +143,7 @@ class Supervisor:
         self.set_state("serving")
 
     def train(self) -> None:
-        """See the ranks, if any, to their end."""
+        """Wait until all ranks have ended; returns at once when the node has none."""
         if self.spec.trainer is None:
             return
         self.set_state("training")
@@ -150,7 +153,7 @@ class Supervisor:
         self.trained = True
 
     def serve_others(self) -> None:
-        """Go on while other nodes train: they sample from our server, and meet at the lead node."""
+        """Keep running while other nodes train, if this node has a graph server or is the hub."""
         if self.trained is None or (
             self.spec.control is not None and (self.spec.server or isinstance(self.peers, Hub))
         ):
@@ -161,7 +164,7 @@ class Supervisor:
     # Processes.
 
     def start(self, name: str, command: Mapping[str, Any], log_name: str = "") -> Child:
-        """Start one of the node's own processes with its log."""
+        """Start a process of this node with a log. Raises Ended when it cannot be started."""
         log = self.journal.path("logs", f"{log_name or name}.log")
         try:
             env = self.spec.environment(command, self.me)
@@ -177,29 +180,29 @@ class Supervisor:
         return child
 
     def turn(self) -> None:
-        """Wait a moment; raises Ended when there is a reason to end."""
+        """Wait briefly and check everything once. Raises Ended when the node has to end."""
         self.idle()
         self.check_requests()
         if self.spec.server is not None:
             self.check_server()
         self.check_ranks()
-        self.departed.heed_team()
+        self.departed.write_team()
         if self.peers.order is not None:
             raise self.ordered(self.peers.order)
         self.check_health()
 
     def idle(self, timeout: float = _TURN) -> None:
-        """Wait a moment, taking in output and messages, and keeping the heartbeat."""
+        """Wait at most ``timeout`` seconds, handling process output, peer messages and the heartbeat."""
         self.loop.turn(timeout)
         self.peers.look()
-        self.health.findings += self.departed.news()
+        self.health.findings += self.departed.new_findings()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
 
     # Reasons to end.
 
     def check_requests(self) -> None:
-        """Raises Ended when somebody wants this node to stop."""
+        """Raise Ended on a signal, a stop request, or a deleted run folder."""
         if self.loop.signals:
             name = signal_name(self.loop.signals[0])
             why = f"its supervisor got {name}: {_SIGNALS.get(name, 'somebody on the node stopped it')}"
@@ -213,7 +216,7 @@ class Supervisor:
             raise Ended("failed", why, self.own_cause("node", "failure", why))
 
     def check_server(self) -> None:
-        """Raises Ended when the graph server has failed for good."""
+        """Raise Ended when the graph server has failed and is not restarted."""
         restarts = len(self.keeper.findings)
         trouble = self.keeper.look()
         if trouble and self.keeper.child is not None:
@@ -224,9 +227,9 @@ class Supervisor:
             self.set_state(state)
 
     def check_ranks(self) -> None:
-        """Raises Ended for a rank that failed by itself, or whose runner did."""
+        """Raise Ended when a rank failed that was not stopped, or when a rank runner failed."""
         for child in self.runners.children.values():
-            child.running()  # before the book looks: what a runner wrote was there when it ended
+            child.running()  # before book.look(): the outcome file of a runner exists by the time the runner has ended
         self.book.look()
         first = self.book.first_failure()
         if first is not None:
@@ -236,7 +239,7 @@ class Supervisor:
             self.fail_own(runner.name, runner, "ended though its rank had not failed")
 
     def check_health(self) -> None:
-        """Raises Ended for a finding that ends the run; collects stacks for the hub, which may be about to end it."""
+        """Collect stacks when the hub has asked for them. Raise Ended for a finding that ends the run."""
         if isinstance(self.peers, Member) and self.peers.stacks_wanted and self.health.stacks is None:
             self.health.show_stacks()
             self.report()
@@ -245,7 +248,7 @@ class Supervisor:
             raise Ended("failed", finding["text"], self.found_cause(finding))
 
     def ordered(self, order: Order) -> Ended:
-        """What the others want of us; a node that has lost another by itself has failed."""
+        """The end after an order of the peers; "failed" on a node that detected the loss of another while training."""
         if order.cause is None:
             return Ended("done", "")
         why = sentence(order.cause, self.spec.all_labels)
@@ -254,25 +257,25 @@ class Supervisor:
         return self.stopped(why, None)
 
     def stopped(self, reason: str, cause: Cause | None) -> Ended:
-        """Told to stop; that is no harm to a node which only serves, any more."""
+        """The end after a stop: "done" for a node whose training has ended or that only serves, else "stopped"."""
         needless = self.trained if self.trained is not None else self.state in ("serving", "restarting")
         return Ended("done" if needless else "stopped", reason, cause)
 
     def failed(self, name: str, words: str, t: float | None = None) -> Ended:
-        """A process of this node failed, or the node as a whole."""
+        """The end after a failure of process ``name``, or of the node as a whole (``name`` is "node")."""
         cause = self.own_cause(name, "failure", words)
         who = "" if name == "node" else f"{name.replace('rank', 'rank ')} "
         return Ended("failed", who + words, {**cause, "t": t or cause["t"]})
 
     def fail_own(self, name: str, child: Child, note: str) -> NoReturn:
-        """Record one of the node's own processes as failed, ended or not, and raise Ended."""
+        """Record the graph server or a rank runner as failed, running or not, and raise Ended."""
         child.pump()
         record = self.record(name, child, note=note)
         how = describe({**record, "note": record["note"] if record["oom"] else ""})
         raise self.failed(name, self.with_trouble(f"{note}; it {how}"))
 
     def record(self, name: str, child: Child | None, **more: Any) -> dict[str, Any]:
-        """Record one of the node's own processes as failed, ended or not."""
+        """Write and return a failed outcome of the graph server or a rank runner, running or not."""
         if child is not None and child.status[1] == "SIGKILL":
             more |= self.oom.words(child.pid)
         record = outcome(name, self.spec.node_rank, None, child, failed=True, **more)
@@ -281,7 +284,7 @@ class Supervisor:
         return record
 
     def with_trouble(self, words: str) -> str:
-        """With what keeps the run folder from being written, which is often why."""
+        """Append why the run folder cannot be written, as that is often the reason of the failure."""
         return f"{words}; {self.journal.trouble}" if self.journal.trouble else words
 
     def own_cause(self, name: str, kind: str, reason: str, request: Mapping[str, Any] | None = None) -> Cause:
@@ -294,7 +297,7 @@ class Supervisor:
     # The end.
 
     def stop_all(self, end: Ended) -> None:
-        """End all processes of the run on this node, the others knowing why."""
+        """Report the state "stopping" to the other supervisors and end all processes of the run on this node."""
         if end.state == "stopped" or end.reason:
             self.journal.event("stop-requested", reason=end.reason)
         self.set_state("stopping")
@@ -311,10 +314,10 @@ class Supervisor:
         return min(self.spec.grace, _LOST_GRACE) if lost else self.spec.grace
 
     def finish(self, end: Ended) -> None:
-        """Complete the outcomes, part from the others, and write ``result.json``, last of all."""
+        """Complete the outcomes, wait for the other supervisors, write ``result.json``, and release all resources."""
         self.complete_outcomes()
         self.final = end.state
-        self.part()
+        self.await_peers()
         self.journal.event("node-end", state=end.state, reason=end.reason)
         self.set_state(end.state)
         self.journal.settle(_LEAVING)
@@ -323,9 +326,10 @@ class Supervisor:
         result |= {"clock_offset": self.peers.offset, "lost": self.peers.lost, "gone": self.peers.gone}
         result |= {"findings": self.health.findings}
         self.journal.put_last("result.json", result)
-        self.leave()
+        self.release()
 
     def complete_outcomes(self) -> None:
+        """Close the logs and record the outcomes of ranks, graph server and rank runners that have none yet."""
         for child in self.children:
             child.running()
             child.close()
@@ -341,31 +345,31 @@ class Supervisor:
                 told = {"name": runner.name, "rank": None, "pid": runner.pid}
                 self.journal.event("process-exit", **told, returncode=status, signal=signaled)
 
-    def part(self) -> None:
-        """Have the others know how this node ended; the hub stays until all have ended."""
+    def await_peers(self) -> None:
+        """Report this node's end and wait until it is acknowledged; the hub waits until all members have ended."""
         self.report()
         deadline = time.monotonic() + self.spec.grace + _LEAVING
         while not self.peers.parted() and time.monotonic() < deadline:
             self.idle(0.05)
 
-    def leave(self) -> None:
-        """Leave nothing behind on the machine that others could stumble over."""
+    def release(self) -> None:
+        """Close connections, and free the reserved disk space and the leases."""
         self.peers.close()
         self.mailbox.close()
         self.journal.free_reserve()
         try:
             leases.release(self.spec.run_id, self.spec.node_rank)
         except leases.LeaseError as error:
-            self.journal.say(f"leases were not given back: {error}")
+            self.journal.say(f"leases could not be released: {error}")
 
-    # What others see.
+    # State shown to other programs.
 
     def set_state(self, state: str) -> None:
         self.state = state
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Rewrite ``state.json``, and tell the other supervisors."""
+        """Rewrite ``state.json`` and report the state to the other supervisors."""
         self._next_heartbeat = time.monotonic() + HEARTBEAT
         self.oom.look()
         state = {
@@ -379,15 +383,15 @@ class Supervisor:
             "spare": self.peers.spare,
             "gone": self.peers.gone,
             "ranks": self.health.ranks,
-            "findings": self.health.told,
+            "findings": self.health.newest,
         }
         self.journal.put_state(state)
         self.report()
 
     def report(self) -> None:
-        """Tell the other supervisors how this node is."""
+        """Send this node's ``Report`` to the other supervisors."""
         own = {"state": self.state, "trained": self.trained, "final": self.final or None, "cause": self.cause}
-        signs = {"ranks": self.health.ranks, "findings": self.health.told, "stacks": self.health.stacks}
+        signs = {"ranks": self.health.ranks, "findings": self.health.newest, "stacks": self.health.stacks}
         team = {"own_ranks": list(self.spec.ranks), "begun": bool(self.book.runners)}
         self.peers.report({**own, **signs, **team})
 

@@ -1,4 +1,4 @@
-"""Vital signs of a node's ranks: their last metrics lines, and losses that are not finite.
+"""Tracks the progress of a node's ranks and finds losses that are not finite.
 
 Reads ``metrics-rank<r>.jsonl`` and ``progress-rank<r>`` (docs/ARCHITECTURE.md, "Metrics lines") as they grow.
 """
@@ -11,28 +11,28 @@ import os
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at, as ``progress-rank<r>`` says
+PHASES = ("load", "compute", "reduce", "evaluate")  #: activities of a rank in ``progress-rank<r>``, in order of a step
 
-_TRAINING = ("step", "epoch")  # kinds of lines whose loss and speed are those of training
+_TRAINING = ("step", "epoch")  # kinds of lines with the loss and speed of training
 
-_AT_ONCE = 1 << 20  # bytes read of one file in one look; the rest comes with the next looks
+_AT_ONCE = 1 << 20  # bytes read of one file per call of ``look``
 
 _LONGEST = 64 << 20  # bytes of a line; an epoch line holds the loss of every step
 
-_LONGEST_KIND = 40  # characters; it goes into the message of each second
+_LONGEST_KIND = 40  # characters; each report to the hub repeats the kind
 
-_TOO_LARGE = 1 << 63  # an int beyond may not fit into a float
+_TOO_LARGE = 1 << 63  # larger integers may not fit into a float
 
 _NUMBERS = ("epoch", "step", "steps", "loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s")
 
 
 class Vitals:
-    """The ranks of one node, looked at once a second; damaged and half lines do no harm.
+    """Last metrics of the ranks of one node, read once a second; damaged and incomplete lines are skipped.
 
-    ``ranks[r]`` holds of rank r, once its metrics file has a line: ``epoch``, ``step``, ``steps``, ``loss``,
-    ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s``, ``batch_s`` as last told (None: never), ``most``
-    (``largest`` of its ``spent``), ``kind`` and ``t`` of its last line, ``at`` ([epoch, step, phase] by its progress
-    file, or None) and ``ended``.
+    ``ranks[r]`` exists once rank r's metrics file has a line: the last values of ``epoch``, ``step``, ``steps``,
+    ``loss``, ``seeds_per_s``, ``remote_share``, ``own_s``, ``step_s`` and ``batch_s`` (None: not written yet),
+    ``most`` (``largest`` of the line's ``spent``), ``kind`` and ``t`` of the last line, ``at`` ([epoch, step, phase]
+    from the progress file, or None) and ``ended``.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Vitals:
         self._finite: dict[int, tuple[float, int]] = {}  # rank -> last loss that was a number, and its step
 
     def look(self, now: float, ended: Container[int] = ()) -> list[dict[str, Any]]:
-        """Take in what is new, and which ranks have ended; returns what was found now.
+        """Read new lines; returns a list with the first ``nan`` finding, once per node, else [].
 
-        now: this machine's clock, for lines that do not tell theirs.
+        now: seconds since the epoch, for lines without ``t``. ended: ranks that have ended.
         """
         bad = [
             finding
@@ -59,7 +59,7 @@ class Vitals:
         for rank, known in self.ranks.items():
             known["at"] = _progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
             known["ended"] = rank in ended
-        if self.findings or not bad:  # after one loss is lost, all others are, by its gradients
+        if self.findings or not bad:  # gradients spread a NaN to all ranks: one finding is enough
             return []
         self.findings.append(min(bad, key=lambda finding: float(finding["t"])))
         return self.findings[-1:]
@@ -86,16 +86,14 @@ class Vitals:
         text = f"the loss of rank {rank} on {self.label} is {'NaN' if math.isnan(loss) else loss} {where}"
         if rank in self._finite:
             last, step = self._finite[rank]
-            text += f"; the last one that was a number is {last:.4g}" + (
-                f", at step {step}" if step is not None else ""
-            )
+            text += f"; the last finite loss was {last:.4g}" + (f", at step {step}" if step is not None else "")
         text += ". Lower the learning rate, or look for NaN and huge values in the features"
         finding = {"t": known["t"], "kind": "nan", "node_rank": self.node_rank, "rank": rank}
         return {**finding, "text": text, "stop": self.stop_on_nan}
 
 
 def largest(spent: Any) -> list[Any] | None:
-    """``[kind, share]`` of what took most of a step; ``spent`` as in a metrics line. None where it tells nothing."""
+    """``[kind, share]`` of the largest entry of ``spent``, a metrics line's; share in 0..1. None where it has none."""
     if not isinstance(spent, dict):
         return None
     kinds = {kind: value for kind, value in spent.items() if _is_number(value) and 0 <= value < math.inf}
@@ -107,7 +105,7 @@ def largest(spent: Any) -> list[Any] | None:
 
 
 class _Tail:
-    """A file of JSON lines that grows."""
+    """Reads a growing file of JSON lines."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -127,10 +125,10 @@ class _Tail:
     def _added(self) -> bytes:
         try:
             file = os.open(self.path, os.O_RDONLY)
-        except OSError:  # not there yet, or the whole run folder is gone
+        except OSError:  # not created yet, or the run folder has been deleted
             return b""
         try:
-            if os.fstat(file).st_size < self._offset:  # begun anew
+            if os.fstat(file).st_size < self._offset:  # truncated: read from the start
                 self._offset, self._rest = 0, b""
             data = os.pread(file, _AT_ONCE, self._offset)
         finally:
@@ -142,14 +140,14 @@ class _Tail:
 def _parsed(text: bytes) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
-    except (ValueError, RecursionError):  # cut off by a full disk, or not ours
+    except (ValueError, RecursionError):  # cut off by a full disk, or not a metrics line
         return None
     kind = line.get("kind") if isinstance(line, dict) else None
     return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
 
 
 def _progress(path: str) -> list[Any] | None:
-    """``[epoch, step, phase]``; None when the file is not there, or is being written for the first time."""
+    """``[epoch, step, phase]``; None when the file does not exist or is incomplete."""
     try:
         with open(path, "rb", buffering=0) as file:
             words = file.read(64).split()

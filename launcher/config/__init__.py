@@ -1,1 +1,1 @@
-"""cluster.yml, flags and files of other launchers → ``ClusterConfig``."""
+"""Reads cluster.yml, command-line flags and files of other launchers into a ``ClusterConfig``."""

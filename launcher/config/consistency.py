@@ -1,4 +1,4 @@
-"""Checks across keys: values that are valid alone but contradict each other."""
+"""Checks config values that are valid individually but contradict each other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from launcher.text import count
 
 _MOST_RANKS = 65_536
 
-FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: ours, but a node's `env` may set them
+FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS"})  #: GNNFLEET_ variables that a node's `env` may set
 
+#: Variables that gnnfleet sets for each rank; a node's `env` must not contain them.
 RANK_VARIABLES = frozenset(
     ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"]
     + ["ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"]
@@ -25,7 +26,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 
 
 def is_run_id(text: str) -> bool:
-    """Whether it can be the id of a run, and so the name of a serving cluster."""
+    """Whether ``text`` is a valid run id, which is also a valid name of a serving cluster."""
     return _RUN_ID.fullmatch(text) is not None
 
 
@@ -36,14 +37,17 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A share of some rows, or bytes."""
+    """Size of a row cache, either as a share of the rows or in bytes."""
 
-    share: float = 0.0  #: 0 to 1
-    bytes: int | None = None  #: instead of a share
+    share: float = 0.0  #: 0 to 1; ignored if ``bytes`` is given
+    bytes: int | None = None
 
     @classmethod
     def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
-        """``10%``, ``512MB``, or ``0`` for none. ValueError has words for the user; ``rows``: of what a share is."""
+        """Parse ``10%``, ``512MB``, or ``0`` for no cache.
+
+        ``rows`` describes the rows that a share refers to. Raises ValueError with a message for the user.
+        """
         if text.strip() in ("0", "none"):
             return cls()
         found = _SIZE.fullmatch(text.strip())
@@ -53,20 +57,20 @@ class CacheSize:
         if unit != "%":
             return cls(bytes=int(number * _UNITS[unit]))
         if number > 100:
-            raise ValueError(f"the most there is of {rows} is 100%, found `{text}`")
+            raise ValueError(f"expected at most 100% of {rows}, found `{text}`")
         return cls(share=number / 100)
 
     def of_rows(self, num_remote: float, row_bytes: float) -> int:
-        """Bytes kept at most of ``num_remote`` rows of ``row_bytes`` bytes."""
-        there = num_remote * row_bytes
-        return round(self.share * there if self.bytes is None else min(self.bytes, there))
+        """Return the maximum bytes to cache of ``num_remote`` rows of ``row_bytes`` bytes each."""
+        total = num_remote * row_bytes
+        return round(self.share * total if self.bytes is None else min(self.bytes, total))
 
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictions within nodes and between two of them, among values that were read without a mistake."""
+    """Report contradictions within a node and between two nodes; values already reported as invalid are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
     _folders(config, reader)
@@ -74,7 +78,7 @@ def check_nodes(config: ClusterConfig, reader: Reader) -> None:
 
 
 def check(config: ClusterConfig, reader: Reader) -> None:
-    """Report contradictions of the cluster as a whole."""
+    """Report contradictions in the config of the whole cluster: roles, parts, training settings and ports."""
     _nodes(config, reader)
     _data(config, reader)
     _train(config, reader)
@@ -99,7 +103,7 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         reader.report(
             (*here, "procs"),
             f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
-            "each process has one device, so leave procs out or list as many devices",
+            "each process uses one device, so leave procs out or list as many devices",
         )
     _server(node, k, reader)
     for name in node.env:
@@ -113,7 +117,7 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
 
 
 def _server(node: NodeConfig, k: int, reader: Reader) -> None:
-    """What is meant for all nodes is not meant for servers, and not in here any more (``config_reader``)."""
+    """Report training keys of a server. ``Reader`` has already removed those given for all nodes."""
     for name in ("procs", "devices"):
         if node.role == "server" and getattr(node, name):
             reader.report(
@@ -130,43 +134,43 @@ def _nodes(config: ClusterConfig, reader: Reader) -> None:
     if config.world_size > _MOST_RANKS and reader.good(("nodes",)):
         reader.report(
             ("nodes",),
-            f"nodes: {config.world_size:,} training processes in all; there may be {_MOST_RANKS:,} at most (procs)",
+            f"nodes: {config.world_size:,} training processes in total, of at most {_MOST_RANKS:,}; lower procs",
         )
     if config.run.on_client_loss == "go-on" and not clients(config) and not config.data.serving and config.nodes:
         reader.report(
             ("run", "on_client_loss"),
-            "run.on_client_loss: go-on is for nodes of `role: client`, and there are none; a worker's parts go with it",
+            "run.on_client_loss: go-on applies to nodes of `role: client`, and no node has that role; "
+            "losing a worker stops the run",
         )
 
 
 def _holders(config: ClusterConfig, reader: Reader) -> None:
-    """Somebody has each part, and nobody has the same part twice."""
+    """Report when no node holds parts, or num_parts or replicas do not fit the number of nodes that do."""
     holders, data = len(config.holders), config.data
     if not holders:
         reader.report(
             ("nodes",),
-            "nodes: all are clients, so nobody has the graph; make some of them `role: server` or `worker`, or name a "
-            "serving cluster by data.serving (--set data.serving=NAME)",
+            "nodes: all are clients, so no node holds the graph; give some nodes `role: server` or `role: worker`, or "
+            "name a serving cluster (--set data.serving=NAME)",
         )
         return
     if config.num_parts < holders and reader.good(("data", "num_parts")):
         all_hold = holders == len(config.nodes)
-        who = f"nodes has {holders} entries" if all_hold else f"{count(holders, 'node')} are to hold some"
+        who = f"nodes has {holders} entries" if all_hold else f"{count(holders, 'node')} hold parts"
         reader.report(
             ("data", "num_parts"),
-            f"fewer parts than nodes: data.num_parts is {data.num_parts} and {who}; leave num_parts out or raise it",
+            f"fewer parts than nodes: data.num_parts is {data.num_parts}, but {who}; leave num_parts out or raise it",
         )
     if data.replicas > holders and reader.good(("data", "replicas")):
         who = "only 1 node holds parts" if holders == 1 else f"only {holders} nodes hold parts"
         reader.report(
             ("data", "replicas"),
-            f"data.replicas: {data.replicas} nodes are to hold each part, and {who}; "
-            "lower it, or add nodes of `role: server`",
+            f"data.replicas is {data.replicas}, but {who}; lower it, or add nodes of `role: server`",
         )
 
 
 def _folders(config: ClusterConfig, reader: Reader) -> None:
-    """Two nodes may share a host, never a work folder."""
+    """Report nodes that share both host and workdir."""
     first: dict[tuple[str, ...], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "user", "workdir"))):
@@ -178,12 +182,12 @@ def _folders(config: ClusterConfig, reader: Reader) -> None:
             reader.report(
                 ("nodes", k),
                 f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
-                f"{folder}); give it a workdir of its own, or put {{node_rank}} into the path",
+                f"{folder}); give each node its own workdir, or put {{node_rank}} into the path",
             )
 
 
 def _devices(config: ClusterConfig, reader: Reader) -> None:
-    """A CUDA device belongs to one node of its host."""
+    """Report CUDA devices that two nodes on a host both list."""
     first: dict[tuple[str, str, int], int] = {}
     for k, node in enumerate(config.nodes):
         if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
@@ -193,8 +197,8 @@ def _devices(config: ClusterConfig, reader: Reader) -> None:
             if same != k:
                 reader.report(
                     ("nodes", k, "devices"),
-                    f"nodes.{k}.devices: device {device} of {node.host} is nodes.{same}'s already; "
-                    "nodes on one host have devices of their own",
+                    f"nodes.{k}.devices: device {device} of {node.host} is already listed in nodes.{same}; "
+                    "nodes on one host must use different devices",
                 )
                 break
 
@@ -222,12 +226,14 @@ def _cache(key: str, text: str, rows: str, reader: Reader) -> None:
 
 
 def _serving(config: ClusterConfig, reader: Reader) -> None:
-    """A file that names a serving cluster says no more of its parts; with ``--set data.serving`` the file may be the
-    one that the cluster was made from."""
+    """Report an invalid name of a serving cluster, and data keys that contradict a ``data.serving`` in the file.
+
+    With ``--set data.serving`` the other data keys are allowed: the file may be the one that the cluster runs from.
+    """
     if not is_run_id(config.data.serving or ""):
         reader.report(
             ("data", "serving"),
-            f"data.serving: {config.data.serving!r} cannot be the name of a serving cluster: those are up to 80 "
+            f"data.serving: {config.data.serving!r} is not a valid name of a serving cluster; names have up to 80 "
             "letters, digits, `-` and `_`",
         )
     if not reader.origin(("data", "serving")).line:
@@ -238,7 +244,7 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
         if reader.given(("data", name)) and getattr(config.data, name) != getattr(standard, name):
             reader.report(
                 ("data", name),
-                f"data.{name}: the serving cluster `{config.data.serving}` has parts already (data.serving); "
+                f"data.{name}: the parts are those of the serving cluster `{config.data.serving}` (data.serving); "
                 f"leave {name} out",
             )
 
@@ -250,7 +256,8 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         fanouts = getattr(train, name)
         wrong = next((fanout for fanout in fanouts or () if fanout == 0 or fanout < -1), None)
         if wrong is not None and reader.good(("train", name)):
-            reader.report(("train", name), f"train.{name}: each is -1 (all neighbours) or at least 1; found {wrong}")
+            message = f"train.{name}: each must be -1 (all neighbours) or at least 1; found {wrong}"
+            reader.report(("train", name), message)
     if not train.fanouts and reader.good(("train", "fanouts")):
         reader.report(("train", "fanouts"), "train.fanouts: empty; give one number per layer")
     elif reader.good(("train", "fanouts")):
@@ -266,7 +273,7 @@ def _train(config: ClusterConfig, reader: Reader) -> None:
         host = config.nodes[cpu_only].host
         reader.report(
             ("train", "backend"),
-            f"train.backend: nccl needs devices on every node, and {host} (node{cpu_only}) lists none",
+            f"train.backend: nccl needs devices on every node, but {host} (node{cpu_only}) lists none",
         )
 
 
@@ -275,19 +282,19 @@ def _layers(config: ClusterConfig, reader: Reader) -> None:
     if train.layers and train.layers != hops and reader.good(("train", "layers")):
         reader.report(
             ("train", "layers"),
-            f"train.layers is {train.layers}, and train.fanouts has {hops} numbers; "
-            "there is one fanout per layer, so layers may be left out",
+            f"train.layers is {train.layers}, but train.fanouts has {hops} numbers; "
+            "give one fanout per layer, or leave layers out",
         )
     if train.eval_fanouts is not None and len(train.eval_fanouts) != hops:
         reader.report(
             ("train", "eval_fanouts"),
-            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, and "
-            f"train.fanouts {hops}; both have one per layer",
+            f"train.eval_fanouts has {len(train.eval_fanouts)} numbers, but "
+            f"train.fanouts has {hops}; both need one per layer",
         )
 
 
 def _ports(config: ClusterConfig, reader: Reader) -> None:
-    """Ports of the lead node that are given, and those of the graph service, are all different."""
+    """Report fixed ports of the lead node that equal each other or a port of the graph service."""
     run, count = config.run, len(config.nodes)
     if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
         return
@@ -295,7 +302,7 @@ def _ports(config: ClusterConfig, reader: Reader) -> None:
         _service_ports(run.service_port, run.service_port + count - 1, config, reader)
     if run.control_port != "auto" and run.control_port == run.master_port:
         reader.report(
-            ("run", "control_port"), f"run.control_port: {run.control_port} is run.master_port too; choose another"
+            ("run", "control_port"), f"run.control_port: {run.control_port} is also run.master_port; choose another"
         )
 
 
@@ -303,12 +310,12 @@ def _service_ports(first: int, last: int, config: ClusterConfig, reader: Reader)
     if last > 65535:
         reader.report(
             ("run", "service_port"),
-            f"run.service_port: {len(config.nodes)} nodes need the ports {first} to {last}, and 65535 is the highest",
+            f"run.service_port: {len(config.nodes)} nodes need ports {first} to {last}, but 65535 is the highest",
         )
     for name in ("master_port", "control_port"):
         port = getattr(config.run, name)
         if port != "auto" and first <= port <= last:
             reader.report(
                 ("run", name),
-                f"run.{name}: {port} is among the graph service's ports, {first} to {last} (run.service_port)",
+                f"run.{name}: {port} is one of the graph service's ports, {first} to {last} (run.service_port)",
             )

@@ -1,4 +1,4 @@
-"""``--include`` and ``--exclude``: restricts a config to some of its hosts or devices for one command."""
+"""Restricts a config to some of its hosts or devices (``--include`` and ``--exclude``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launcher.config.schema import ClusterConfig, NodeConfig, login_text
 from launcher.errors import UsageError
 from launcher.hostlist import RangeError, expand, fold
 
-Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → devices; None: the whole node
+Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → device ids; None: the whole node
 
 _DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
 
@@ -24,10 +24,11 @@ _ADDRESS = re.compile(r"[0-9.]+|.*:.*")
 
 
 def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[str]) -> ClusterConfig:
-    """``config`` with the included nodes and devices (none named: all) less the excluded ones, renumbered.
+    """Return ``config`` with the included nodes and devices (default: all) without the excluded ones.
 
-    Order stays; the first node left that trains is the master. ``procs`` goes with the devices, and so does the default
-    number of parts with the nodes. Raises UsageError for what names nothing, and when nothing is left.
+    Nodes keep their order and get new node ranks; the lead node is the first remaining node that trains. ``procs``
+    follows the number of remaining devices, the default number of parts that of remaining nodes. Raises UsageError if a
+    name matches no node or device, or no node remains.
     """
     if not include and not exclude:
         return config
@@ -38,24 +39,27 @@ def filtered(config: ClusterConfig, include: Sequence[str], exclude: Sequence[st
     if not left:
         options = [*(f"--include {spec}" for spec in include), *(f"--exclude {spec}" for spec in exclude)]
         raise UsageError(f"{' '.join(options)}: no host is left of {_hosts(config)}")
-    _master_is_left(config, left)
+    _check_master_addr(config, left)
     return replace(config, nodes=left)
 
 
 def _rest(
-    node: NodeConfig, kept: frozenset[int] | None, dropped: bool, gone: frozenset[int] | None
+    node: NodeConfig, kept: frozenset[int] | None, dropped: bool, removed: frozenset[int] | None
 ) -> NodeConfig | None:
-    """What is left of one node; None for nothing."""
-    if dropped and gone is None:
+    """Return the node with its remaining devices, or None if nothing of it remains.
+
+    ``kept`` and ``removed`` are device ids, None for the whole node; ``removed`` counts only if ``dropped``.
+    """
+    if dropped and removed is None:
         return None
-    devices = tuple(d for d in node.devices if (kept is None or d in kept) and d not in (gone or ()))
+    devices = tuple(d for d in node.devices if (kept is None or d in kept) and d not in (removed or ()))
     if devices == node.devices:
         return node
     return replace(node, devices=devices, procs=node.procs and len(devices)) if devices else None
 
 
 def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
-    """What all ``specs`` name together."""
+    """Return the union of the nodes and devices that ``specs`` name. Raises UsageError."""
     found: dict[int, frozenset[int] | None] = {}
     names = _Names(config)
     for spec in specs:
@@ -69,7 +73,7 @@ def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
 
 
 def _listed(spec: str) -> Iterator[str]:
-    """``a[1-2]:0,2,b`` as ``a1:0,2``, ``a2:0,2`` and ``b``; raises RangeError."""
+    """Split a list: ``a[1-2]:0,2,b`` yields ``a1:0,2``, ``a2:0,2`` and ``b``. Raises RangeError."""
     pieces: list[str] = []
     for word in re.split(r",(?![^\[]*\])", spec):
         if pieces and _MORE_DEVICES.fullmatch(word) and ":" in pieces[-1]:
@@ -81,7 +85,10 @@ def _listed(spec: str) -> Iterator[str]:
 
 
 def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[int, frozenset[int] | None]]:
-    """Nodes by one name, which may carry devices, or be several joined by @ as DeepSpeed has it; raises LookupError."""
+    """Yield (node_rank, devices) for one name, for ``name:devices``, or for several joined by @ as in DeepSpeed.
+
+    Raises LookupError if a name matches no host.
+    """
     devices, (first, at, more) = _DEVICES.fullmatch(name), name.partition("@")
     if ranks := names.ranks(name):
         yield from ((k, None) for k in ranks)
@@ -91,29 +98,32 @@ def _named(config: ClusterConfig, names: _Names, name: str) -> Iterator[tuple[in
         for one in (first, more):
             yield from _named(config, names, one)
     else:
-        raise LookupError(f"no host is called `{name}`; there are {_hosts(config)}")
+        raise LookupError(f"no host is called `{name}`; the hosts are {_hosts(config)}")
 
 
 def _with_devices(
     config: ClusterConfig, ranks: Sequence[int], wanted: frozenset[int]
 ) -> Iterator[tuple[int, frozenset[int]]]:
-    """Nodes of one host may divide its devices among them."""
+    """Yield the nodes in ``ranks`` that have any of the ``wanted`` devices; nodes of one host share its device ids.
+
+    Raises LookupError if a host lacks one of the devices.
+    """
     hosts: dict[str, dict[int, tuple[int, ...]]] = {}
     for k in ranks:
         hosts.setdefault(config.nodes[k].host, {})[k] = config.nodes[k].devices
     for host, nodes in hosts.items():
-        there = sorted({device for devices in nodes.values() for device in devices})
-        if not there:
+        present = sorted({device for devices in nodes.values() for device in devices})
+        if not present:
             why = "it trains on its CPU" if any(config.nodes[k].trains for k in nodes) else "it is a server"
             raise LookupError(f"{host} has no `devices` in the config; {why}")
-        if missing := sorted(wanted - {*there}):
-            has = f"its devices are {', '.join(map(str, there))}"
+        if missing := sorted(wanted - {*present}):
+            has = f"its devices are {', '.join(map(str, present))}"
             raise LookupError(f"{host} has no device {', '.join(map(str, missing))} in the config; {has}")
         yield from ((k, wanted & {*devices}) for k, devices in nodes.items() if wanted & {*devices})
 
 
 class _Names:
-    """node_ranks by all that a node may be called."""
+    """Maps the names of a node to node_ranks: host with or without domain, user and port, and ``node3``."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.full: dict[str, list[int]] = {}
@@ -122,11 +132,14 @@ class _Names:
             for names, host in ((self.full, node.host), (self.short, _short(node.host))):
                 for login in {login_text(user, host, port) for user in (None, node.user) for port in (None, node.port)}:
                     names.setdefault(login.lower(), []).append(k)
-        hosts_so_called = any(map(_LABEL.fullmatch, self.short))  # then node1 may well be the first of them
-        self.labels = {} if hosts_so_called else {f"node{k}": [k] for k in range(len(config.nodes))}
+        ambiguous = any(map(_LABEL.fullmatch, self.short))  # a host called node1 need not have node_rank 1
+        self.labels = {} if ambiguous else {f"node{k}": [k] for k in range(len(config.nodes))}
 
     def ranks(self, name: str) -> list[int]:
-        """As a host is written, else without its domain, else as ``node3``; * and ? are wild."""
+        """Return the node_ranks that match ``name``, which may contain the wildcards * and ?; [] for none.
+
+        Full host names take precedence over names without domain, and these over ``node3``.
+        """
         name = name.lower()
         if "*" not in name and "?" not in name:
             return self.full.get(name) or self.short.get(name) or self.labels.get(name, [])
@@ -136,7 +149,7 @@ class _Names:
 
 
 def _short(host: str) -> str:
-    """A host name without its domain; an address as it is."""
+    """Return a host name without its domain, in lower case; an IP address unchanged."""
     return host if _ADDRESS.fullmatch(host) else host.partition(".")[0].lower()
 
 
@@ -146,13 +159,14 @@ def _hosts(config: ClusterConfig) -> str:
     return f"{listed} (node0 to node{len(hosts) - 1})" if len(set(hosts)) < len(hosts) else listed
 
 
-def _master_is_left(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
+def _check_master_addr(config: ClusterConfig, left: Sequence[NodeConfig]) -> None:
+    """Raise UsageError if run.master_addr is the address of a lead node that was removed."""
     first, master = config.nodes[lead(config)], config.run.master_addr
     gone = first.host not in (node.host for node in left)
     after = replace(config, nodes=tuple(left))
     if gone and master in (first.host, first.address) and after.world_size:
         now = lead(after)
         raise UsageError(
-            f"run.master_addr is {master}, and {first.host} is left out; "
-            f"give --master-addr {left[now].address or 'auto'}, as {left[now].host} is node{now} now"
+            f"run.master_addr is {master}, but {first.host} is excluded; "
+            f"give --master-addr {left[now].address or 'auto'}, as the lead node is now {left[now].host} (node{now})"
         )

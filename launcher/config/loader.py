@@ -1,7 +1,7 @@
 """Loads cluster.yml, or a file of another launcher, into ``ClusterConfig``.
 
-All mistakes of a file are found in one pass and raised as one ``ConfigError``, each with file and line.
-Paths written in a file are relative to that file, those in a ``--set`` to the current directory.
+All problems of a file are raised together as one ``ConfigError``, each with file and line. Relative paths start from
+the file that contains them, those given with ``--set`` from the current directory.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
 
 
-_MOST_WORDS = 16  #: of a dotted key
+_MAX_KEY_DEPTH = 16  #: of a dotted key
 
 
 def apply_override(tree: Section, override: str, report: Report) -> Section:
-    """``tree`` with one ``dotted.key=value`` put in; the value is YAML, paths in it start from here."""
+    """Return ``tree`` with one ``dotted.key=value`` applied; the value is YAML.
+
+    Relative paths in the value start from the current directory. Problems are reported, and leave ``tree`` unchanged.
+    """
     name = f"--set {override}"
     key, equals, text = override.partition("=")
     words = key.strip().split(".")
-    if not equals or not all(words) or len(words) > _MOST_WORDS:
+    if not equals or not all(words) or len(words) > _MAX_KEY_DEPTH:
         report(Problem(name, 0, "expected key=value, for instance train.lr=0.01 or nodes.0.procs=2"))
         return tree
     origin = Origin(name, 0, Path.cwd())
@@ -65,20 +68,24 @@ def apply_override(tree: Section, override: str, report: Report) -> Section:
 
 
 def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str = "") -> Tree:
+    """Return ``tree`` with ``value`` at the key path ``words``; ``path`` is the dotted path of ``tree`` itself.
+
+    Raises LookupError with a message for the user.
+    """
     if not words:
         return value
     word, here = words[0], f"{path}.{words[0]}".lstrip(".")
-    tree = _opened(tree, path, word)
+    tree = _long_form(tree, path, word)
     if isinstance(tree, YamlSequence):
         items = list(tree.items)
         if word == "*":
             return YamlSequence(tree.origin, tuple(_put(item, words[1:], value, origin, here) for item in items))
         if not word.isdecimal() or len(word) > 9 or int(word) >= len(items):
-            raise LookupError(f"{path} has entries 0 to {len(items) - 1}, no `{word}`")
+            raise LookupError(f"{path} has entries 0 to {len(items) - 1}, but no `{word}`")
         items[int(word)] = _put(items[int(word)], words[1:], value, origin, here)
         return YamlSequence(tree.origin, tuple(items))
     if word == "*":
-        raise LookupError(f"{path or 'the top level'} is no list, so `*` stands for nothing there")
+        raise LookupError(f"{path or 'the top level'} is not a list, so `*` cannot be used there")
     if isinstance(tree, Scalar) and not tree.empty:
         raise LookupError(f"{path} is `{tree.text}`, which has no keys")
     items_now = tree.items if isinstance(tree, Section) else {}
@@ -88,8 +95,8 @@ def _put(tree: Tree, words: Words[str], value: Tree, origin: Origin, path: str =
     return Section(tree.origin, items_now, {**keys_now, word: keys_now.get(word, origin)})
 
 
-def _opened(tree: Tree, path: str, word: str) -> Tree:
-    """``nodes: 2``, ``- node[01-04]`` and ``- user@host`` in their long forms, so that a key can be put inside."""
+def _long_form(tree: Tree, path: str, word: str) -> Tree:
+    """Expand ``nodes: 2``, ``- node[01-04]`` and ``- user@host`` to entries with keys, so that a key can be set."""
     if path == "nodes" and (word.isdecimal() or word == "*"):
         return expand_nodes(tree)
     if path.startswith("nodes.") and path.count(".") == 1 and isinstance(tree, Scalar) and not tree.empty:
@@ -98,7 +105,11 @@ def _opened(tree: Tree, path: str, word: str) -> Tree:
 
 
 def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
-    """Relative paths start from the file they stand in; ``runs_dir`` from the current directory, later."""
+    """Return ``config`` with relative paths made absolute, starting from the file that contains them.
+
+    ``runs_dir`` stays relative to the current directory. Reports paths of nodes that are relative, and missing
+    ``run.files``.
+    """
     local = config.transport == "local"
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
     data, run, train = config.data, config.run, config.train
@@ -169,17 +180,17 @@ def load_config(
     choose: Choose = lambda config: config,
     foreign: Foreign | None = None,
 ) -> ClusterConfig:
-    """Read, override, choose (nodes, say), check. Raises ConfigError with every mistake found.
+    """Read the file, apply overrides, select nodes with ``choose``, and check the result.
 
-    Nodes are checked all, what they add up to only as chosen. Files of other launchers are read as ours;
-    ``foreign`` is such a file that has been read already.
+    Each node of the file is checked, but the cluster as a whole only with the selected nodes. A file of another
+    launcher is converted; ``foreign`` is one that was already read. Raises ConfigError with all problems found.
     """
     problems: list[Problem] = []
 
     def report(problem: Problem) -> None:
         problems.append(problem)
         if len(problems) == _MOST_PROBLEMS:
-            more = Problem(str(path), 0, "there may be more mistakes, which were not looked for")
+            more = Problem(str(path), 0, "the check stopped here; the file may have more mistakes")
             raise ConfigError([*_folded(problems), more])
 
     tree = overridden(path, overrides, foreign, report)
@@ -194,7 +205,7 @@ def load_config(
 
 
 def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, report: Report) -> Section:
-    """The file as a tree, with the overrides put in."""
+    """Return the file as a tree with the overrides applied. Raises ConfigError if the file cannot be read at all."""
     from launcher.config.importers.detect import graph_is_named, read_foreign
 
     foreign = foreign or read_foreign(path)
@@ -207,7 +218,7 @@ def overridden(path: Path, overrides: Sequence[str], foreign: Foreign | None, re
 
 
 def world_size(tree: Section, choose: Choose) -> int:
-    """Training processes of the nodes chosen, as far as they can be read."""
+    """Return the number of training processes of the selected nodes; invalid values count as their defaults."""
     reader = Reader(lambda problem: None)
     nodes = {name: tree.items[name] for name in ("nodes", "defaults", "transport") if name in tree.items}
     config = reader.cluster(Section(tree.origin, nodes, tree.keys))
@@ -215,24 +226,24 @@ def world_size(tree: Section, choose: Choose) -> int:
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """The settings of ``config`` as YAML that ``load_config`` reads back to equal ones."""
+    """Return ``config`` as YAML that ``load_config`` reads back to equal settings."""
     return yaml.dump(_plain(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
-    """One of those that say the same of every node of one line, as a range or `defaults` makes them."""
+    """Merge problems that differ only in the node, as a host range or `defaults` causes them, into one each."""
     alike: dict[Problem, list[tuple[Problem, str]]] = {}
     for problem in problems:
         node = _NODE.search(problem.message)
         anyone = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
         alike.setdefault(anyone, []).append((problem, node[0] if node else ""))
     for (first, _), *others in alike.values():
-        more = f" (and so for {fold(name for _, name in others)})" if others and others[0][1] else ""
+        more = f" (also {fold(name for _, name in others)})" if others and others[0][1] else ""
         yield replace(first, message=first.message + more)
 
 
 def _read_file(path: Path, report: Report) -> Section:
-    """The file's top level; mistakes that leave nothing to read end here."""
+    """Return the top level of the file. Raises ConfigError if the file is unreadable, empty or not a mapping."""
     try:
         text = read_text(path, MOST_BYTES)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""A config as written → the config as it is run: which nodes take part, in which role, and with which data."""
+"""Turns a config as written into a config as run: which nodes take part, their roles, and the data they use."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from launcher.hostlist import fold
 
 @dataclass(frozen=True)
 class ResolvedConfig(ClusterConfig):
-    """A config as it is run: ``nodes[k]`` is the node of node_rank ``k`` in the plan, the run folder and the report.
+    """A config as run: ``nodes[k]`` is the node of node_rank ``k`` in the plan, the run folder and the report.
 
-    ``resolve_run`` and ``resolve_serving`` make it of what the file and the flags say (``ClusterConfig``); the
-    ``config.yml`` of a run folder holds it.
+    ``resolve_run`` and ``resolve_serving`` derive it from file and flags (``ClusterConfig``). It is saved as
+    ``config.yml`` in the run folder.
     """
 
-    left_out: str = ""  #: a note on hosts of the file that do not take part; '' without any; not saved
+    left_out: str = ""  #: note on hosts of the file that do not take part; "" if all do; not saved
 
     @property
     def serve_only(self) -> bool:
-        """Nothing trains: a serving cluster."""
+        """Whether no node trains, so that the config is one of a serving cluster."""
         return not self.world_size
 
 
 def resolve(config: ClusterConfig) -> ResolvedConfig:
-    """As ``gnnfleet launch`` runs the config; one where nothing trains, as ``gnnfleet serve`` does."""
+    """Resolve as ``gnnfleet launch`` does, or as ``gnnfleet serve`` does if no node trains."""
     return resolve_run(config) if config.world_size else resolve_serving(config)
 
 
 def resolve_run(config: ClusterConfig) -> ResolvedConfig:
-    """The config of a run. With ``data.serving``: those that train, as clients, without parts of their own.
+    """Resolve the config of a run. With ``data.serving`` only the nodes that train are kept, as clients without parts.
 
-    Raises UsageError when nothing would train.
+    Raises UsageError if no node trains.
     """
     if not config.world_size:
         raise UsageError(
-            "nodes: all are servers, so nothing would train. `gnnfleet serve --config FILE` keeps them up for runs "
-            "that attach to them; for a run of its own give a node `role: client` or `role: worker`"
+            "nodes: all are servers, so nothing would train. Use `gnnfleet serve --config FILE` to start them for runs "
+            "that attach to them, or give a node `role: client` or `role: worker`"
         )
     if not config.data.serving:
         return _resolved(config)
@@ -52,24 +52,24 @@ def resolve_run(config: ClusterConfig) -> ResolvedConfig:
 
 
 def resolve_serving(config: ClusterConfig) -> ResolvedConfig:
-    """The config of a serving cluster: the servers; where there are none, the workers as servers.
+    """Resolve the config of a serving cluster: its servers or, if it has none, its workers as servers.
 
-    Raises UsageError where nothing can serve.
+    Raises UsageError if no node holds parts, or the config itself attaches to a serving cluster.
     """
     if config.data.serving is not None:
         raise UsageError(
-            f"data.serving: this config attaches to serving cluster {config.data.serving}, and one that serves holds "
-            "the graph itself; leave that key out and name a data.dataset"
+            f"data.serving: this config uses the graph of serving cluster {config.data.serving}, but `gnnfleet serve` "
+            "needs a graph of its own; leave data.serving out and give data.dataset"
         )
     if not any(node.holds for node in config.nodes):
-        raise UsageError("nothing to serve from: every node is a client; give the hosts of the graph `role: server`")
+        raise UsageError("nodes: all are clients, so no node can serve; give the hosts of the graph `role: server`")
     kept = [node for node in config.nodes if node.role == "server"] or [node for node in config.nodes if node.holds]
     nodes = tuple(replace(node, role="server", procs=None, devices=()) for node in kept)
     return _resolved(config, nodes=nodes, run=replace(config.run, on_client_loss="stop"))
 
 
 def resolve_saved(config: ClusterConfig, nodes: Sequence[NodeConfig] | None = None) -> ResolvedConfig:
-    """The config of a run that exists, from its ``config.yml``, or from a file with ``nodes`` in the run's order."""
+    """Resolve the config of an existing run: its ``config.yml``, or a file with ``nodes`` in the run's order."""
     return _resolved(config, **({} if nodes is None else {"nodes": tuple(nodes)}))
 
 

@@ -1,4 +1,4 @@
-"""Roles of nodes: which nodes hold parts, serve, train, or ask which server. Pure functions."""
+"""Pure functions that derive from a config which nodes hold parts, serve, train or act as clients."""
 
 from __future__ import annotations
 
@@ -9,82 +9,88 @@ from launcher.errors import node_label
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
-    """Equal for nodes that share a machine, as far as the config shows."""
+    """Return a key that is equal for nodes on the same machine, judged by the host names in the config."""
     return "local" if config.transport == "local" else node.host.lower()
 
 
 @dataclass(frozen=True)
 class GraphServer:
-    """One server of a serving cluster, as its clients reach it."""
+    """One graph server of a serving cluster."""
 
     node_rank: int  #: in the serving cluster
     host: str
-    endpoint: str
-    parts: tuple[int, ...]
+    endpoint: str  #: host:port at which clients reach it
+    parts: tuple[int, ...]  #: ids of the parts it holds
 
 
 def servers(config: ClusterConfig) -> tuple[int, ...]:
+    """Return the node_ranks that run a graph server."""
     return tuple(k for k in range(len(config.nodes)) if serves(config, k))
 
 
 @dataclass(frozen=True)
 class ServingCluster:
-    """A serving cluster that runs already, for a run that attaches to it."""
+    """A running serving cluster to which a run attaches."""
 
     name: str
     num_parts: int
     servers: tuple[GraphServer, ...]
-    encrypted: bool
+    encrypted: bool  #: whether its graph service uses TLS
 
     def label(self, server: GraphServer) -> str:
-        """``node0 (g1) of products``."""
+        """Return the server's name for messages, as ``node0 (g1) of products``."""
         return f"{node_label(server.node_rank, server.host)} of {self.name}"
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parts that one node holds, ascending."""
+class HeldParts:
+    """Ids of the parts that one node holds."""
 
-    parts: tuple[int, ...] = ()
-    copies: tuple[int, ...] = ()  #: of these, the ones that another node holds in the first place
+    parts: tuple[int, ...] = ()  #: all of them, ascending
+    copies: tuple[int, ...] = ()  #: the replicas among ``parts``, whose first holder is another node
 
 
 def lead(config: ClusterConfig) -> int:
-    """The node of rank 0, where torch.distributed and the supervisors meet; node 0 where nothing trains."""
+    """Return the node_rank of the lead node: the first node that trains, or 0 if none does.
+
+    It hosts rank 0, the rendezvous of torch.distributed and the hub of the supervisors.
+    """
     return next((k for k, node in enumerate(config.nodes) if node.trains), 0)
 
 
 def trainers(config: ClusterConfig) -> tuple[int, ...]:
+    """Return the node_ranks that train."""
     return tuple(k for k, node in enumerate(config.nodes) if node.trains)
 
 
 def clients(config: ClusterConfig) -> tuple[int, ...]:
+    """Return the node_ranks with ``role: client``."""
     return tuple(k for k, node in enumerate(config.nodes) if node.role == "client")
 
 
 def serves(config: ClusterConfig, k: int) -> bool:
-    """Whether node ``k`` runs a graph server; the only node of a run reads all parts from its own disk."""
+    """Whether node ``k`` runs a graph server. A single worker does not: it reads all parts from its own disk."""
     node = config.nodes[k]
     return node.holds and (len(config.nodes) > 1 or not node.trains)
 
 
 def gateways(config: ClusterConfig) -> tuple[int, ...]:
-    """Whom clients ask: nodes that do nothing but serve, or all that serve where there are none of those."""
+    """Return the node_ranks whose graph servers clients use: ``role: server`` nodes, else all that serve."""
     return tuple(k for k in servers(config) if config.nodes[k].role == "server") or servers(config)
 
 
-def holdings(config: ClusterConfig) -> tuple[Held, ...]:
-    """What each node holds: its own block of parts, and copies of the blocks of the holders before it."""
+def holdings(config: ClusterConfig) -> tuple[HeldParts, ...]:
+    """Return the parts of each node: its own block, and replicas of the previous ``replicas - 1`` blocks."""
     holders, num_parts = config.holders, config.num_parts
     blocks = [part_block(i, len(holders), num_parts) for i in range(len(holders))]
     found = {}
     for i, k in enumerate(holders):
         others = [blocks[(i - back) % len(holders)] for back in range(1, config.data.replicas)]
         copies = tuple(sorted(part for block in others for part in block))
-        found[k] = Held(tuple(sorted((*blocks[i], *copies))), copies)
-    return tuple(found.get(k, Held()) for k in range(len(config.nodes)))
+        found[k] = HeldParts(tuple(sorted((*blocks[i], *copies))), copies)
+    return tuple(found.get(k, HeldParts()) for k in range(len(config.nodes)))
 
 
 def part_block(index: int, count: int, num_parts: int) -> tuple[int, ...]:
-    """Contiguous, balanced part ids of one among ``count`` holders."""
+    """Return the contiguous block of part ids of holder ``index`` of ``count``; block sizes differ by at most one."""
     return tuple(range(index * num_parts // count, (index + 1) * num_parts // count))

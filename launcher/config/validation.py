@@ -1,4 +1,4 @@
-"""Validates a YAML tree against the config dataclasses: unknown keys, types and limits, each with its line."""
+"""Converts a YAML tree into the config dataclasses and reports unknown keys, wrong types and exceeded limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from launcher.yaml_tree import (
     shortened,
 )
 
-KeyPath = tuple[str | int, ...]  #: a place in the config, as ("nodes", 0, "procs")
+KeyPath = tuple[str | int, ...]  #: path of a key in the config, as ("nodes", 0, "procs")
 
 _INT = re.compile(r"[-+]?\d[\d_]*")
 
@@ -38,17 +38,17 @@ _HOST = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?(?P<host>\[[^\]\s]+\]|[^\s:@]+|(?=[^\s@:]*:[^\s@:]*:)[^\s@]+)(?::(?P<port>\d+))?"
 )
 
-_MOST_LISTED = {int: 1024}  #: entries of a list of numbers: devices, fanouts
+_MAX_ENTRIES = {int: 1024}  #: by element type: maximum length of a list of numbers (devices, fanouts)
 
-_LONGEST_HOST = 1000  #: characters, with user and port
+_MAX_HOST_CHARS = 1000  #: including user and port
 
-_LARGEST = 2**64  #: no whole number may be
+_INT_BOUND = 2**64  #: whole numbers must be smaller than this in absolute value
 
-_LONGEST_NUMBER = 100  #: characters
+_MAX_NUMBER_CHARS = 100
 
-_OF_TRAINERS = ("procs", "devices")  #: keys of a node that a server has no use for
+_TRAINING_KEYS = ("procs", "devices")  #: keys of a node that do not apply to servers
 
-#: Keys that earlier versions had, and what to write instead.
+#: Keys of earlier versions → hint what to use instead.
 _REMOVED: Mapping[KeyPath, str] = {
     (
         "run",
@@ -56,42 +56,43 @@ _REMOVED: Mapping[KeyPath, str] = {
     ): "compression has been removed; `run.wire_rows: float16` or `int8` sends fewer bytes",
 }
 
-_ALL = "--set nodes.*."  #: begins the origin of a value that was set on every node
+_SET_ON_ALL = "--set nodes.*."  #: prefix of the origin of a value that was set on every node
 
 _hints = cache(get_type_hints)
 
 
 class _Wrong(Exception):
-    """A value that does not fit, already put into words."""
+    """A value of the wrong type, or outside its limits; the message names neither file nor key."""
 
 
 @dataclass
 class Reader:
-    """Turns trees into values, reports what does not fit, and remembers where each value stood."""
+    """Converts trees to values, reports invalid ones, and records the file and line of each value."""
 
     report_problem: Report
-    origins: dict[KeyPath, Origin] = field(default_factory=dict)
-    bad: set[KeyPath] = field(default_factory=set)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)  #: of every key that the user gave
+    bad: set[KeyPath] = field(default_factory=set)  #: keys with an invalid value
 
     def report(self, path: KeyPath, message: str) -> None:
-        """A mistake at ``path``, or where the nearest section around it begins."""
+        """Report a problem at the line of ``path``, or of the innermost enclosing section that the user wrote."""
         origin = self.origin(path)
         self.bad.add(path)
         self.report_problem(Problem(origin.file, origin.line, message))
 
     def origin(self, path: KeyPath) -> Origin:
+        """Return the origin of ``path``, or of the innermost enclosing section that the user wrote."""
         return next(self.origins[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.origins)
 
     def given(self, path: KeyPath) -> bool:
-        """Whether the user wrote this key (in the file, in defaults or with --set)."""
+        """Whether the user gave this key in the file, in `defaults` or with --set."""
         return path in self.origins
 
     def good(self, *paths: KeyPath) -> bool:
-        """Whether these values, and all inside them, were read without a mistake."""
+        """Whether no problem was reported for these keys or for keys inside them."""
         return not any(bad[: len(path)] == path for path in paths for bad in self.bad)
 
     def cluster(self, tree: Section) -> ClusterConfig:
-        """The whole file. What could not be read is left at its default, and is in ``bad``."""
+        """Convert the tree of a whole file. Invalid values are replaced by their defaults and listed in ``bad``."""
         items, keys = dict(tree.items), dict(tree.keys)
         defaults = self._defaults(items.pop("defaults", None))
         keys.pop("defaults", None)
@@ -103,7 +104,7 @@ class Reader:
         return config
 
     def _defaults(self, tree: Tree | None) -> Section | None:
-        """The keys of `defaults` that can be read; mistakes in them are reported once, here."""
+        """Return the valid keys of `defaults`. Problems in `defaults` are reported here, once for all nodes."""
         if tree is None or isinstance(tree, Scalar) and tree.empty:
             return None
         self.origins[("defaults",)] = tree.origin
@@ -138,15 +139,15 @@ class Reader:
             return tree
         node = self._split_host(("nodes", index), tree)
         if _is_server(node) or "role" not in node.items and defaults and _is_server(defaults):
-            node, defaults = _not_for_all(node), defaults and _less(defaults, _OF_TRAINERS)
+            node, defaults = _without_set_on_all(node), defaults and _without(defaults, _TRAINING_KEYS)
         return _with_defaults(node, defaults) if defaults else node
 
     def _split_host(self, path: KeyPath, node: Section) -> Section:
-        """``host: user@host:port`` as three keys."""
+        """Split ``host: user@host:port`` into the keys user, host and port."""
         host = node.items.get("host")
         if not isinstance(host, Scalar) or host.empty:
             return node
-        match = _HOST.fullmatch(host.text) if len(host.text) <= _LONGEST_HOST else None
+        match = _HOST.fullmatch(host.text) if len(host.text) <= _MAX_HOST_CHARS else None
         wrong = _wrong_range(host.text) if is_range(host.text) else ""
         if not match and not wrong:
             wrong = f"expected host, user@host or user@host:port, found `{shortened(host.text)}`"
@@ -187,28 +188,28 @@ class Reader:
                 _check_limits(known[name], values[name])
             except _Wrong as wrong:
                 self.report(here, f"{dotted(here)}: {wrong}")
-                values[name] = _stand_in(known[name])
+                values[name] = _placeholder(known[name])
         return values
 
     def _absent(self, item: Field[Any], tree: Section, path: KeyPath) -> Any:
         here = (*path, item.name)
-        if _has_default(item) or here in self.bad:  # bad: it was there, misspelt or misplaced
-            return _stand_in(item)
+        if _has_default(item) or here in self.bad:  # in bad: the key was given, but misspelt or misplaced
+            return _placeholder(item)
         self.origins.setdefault(path, tree.origin)
         self.missing(item, path)
-        return _stand_in(item)
+        return _placeholder(item)
 
     def missing(self, item: Field[Any], path: KeyPath) -> None:
-        """Report that a section lacks a key, or the file a section."""
+        """Report a missing required key or section."""
         kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
         place = f" in {dotted(path)}" if path else ""
         self.report((*path, item.name), f"missing {kind} `{item.name}`{place}: {_help(item)}")
 
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
-        """An unknown key, with the section it belongs in or the nearest key of this one."""
+        """Report an unknown key, with the section that has a key of this name, or with the most similar key here."""
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in fields(cls)] + ([] if path else ["defaults"])
-        near = difflib.get_close_matches(name[:_LONGEST_NUMBER], known, 1)
+        near = difflib.get_close_matches(name[:_MAX_NUMBER_CHARS], known, 1)
         elsewhere = [where for where, section in sections().items() if section is not cls and name in _names(section)]
         if (*path, name) in _REMOVED:
             hint = _REMOVED[(*path, name)]
@@ -252,8 +253,8 @@ class Reader:
             tree = YamlSequence(
                 tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
             )
-        if isinstance(tree, YamlSequence) and len(tree.items) > _MOST_LISTED.get(kind, MOST):
-            raise _Wrong(f"a list of at most {_MOST_LISTED.get(kind, MOST):,} entries, found {len(tree.items):,}")
+        if isinstance(tree, YamlSequence) and len(tree.items) > _MAX_ENTRIES.get(kind, MOST):
+            raise _Wrong(f"expected at most {_MAX_ENTRIES.get(kind, MOST):,} entries, found {len(tree.items):,}")
         if not isinstance(tree, YamlSequence):
             example = {int: " such as [2, 1]", str: ""}.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
@@ -274,12 +275,12 @@ class Reader:
 
 
 def dotted(path: KeyPath) -> str:
-    """``nodes.0.procs``, as --set takes it."""
+    """Return the path in the form that --set accepts, as ``nodes.0.procs``."""
     return ".".join(map(str, path))
 
 
 def plain_value(tree: Tree) -> Any:
-    """A tree as plain lists, dicts, texts and numbers; ``1e-3`` is a number here."""
+    """Convert a tree to plain lists, dicts, texts and numbers. ``1e-3`` becomes a number."""
     if isinstance(tree, Section):
         return {name: plain_value(item) for name, item in tree.items.items()}
     if isinstance(tree, YamlSequence):
@@ -295,7 +296,7 @@ def plain_value(tree: Tree) -> Any:
 
 
 def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
-    """Every dataclass of the config by its dotted name; "" for the top level, ``nodes`` for one node."""
+    """Map dotted names to the config dataclasses; "" is the top level, ``nodes`` one node."""
     found = {name: cls}
     for key, hint in _hints(cls).items():
         inner = get_args(hint)[0] if get_origin(hint) is tuple else hint
@@ -305,7 +306,7 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
 
 
 def _wrong_range(text: str) -> str:
-    """Why a host that is still a range cannot be read."""
+    """Return the message for a host that is still a range after expansion of the list."""
     try:
         return f"`{text}` stands for {len(expand(text))} hosts; list it under nodes"
     except RangeError as error:
@@ -317,20 +318,23 @@ def _is_server(node: Section) -> bool:
     return isinstance(role, Scalar) and role.text == "server"
 
 
-def _not_for_all(server: Section) -> Section:
-    """Without what ``--set nodes.*.procs=2`` wants of those that train."""
-    for_all = {
-        name for name in _OF_TRAINERS if name in server.items and server.items[name].origin.file.startswith(_ALL)
+def _without_set_on_all(server: Section) -> Section:
+    """Remove training keys set with ``--set nodes.*.procs=2``: they apply only to nodes that train."""
+    set_on_all = {
+        name
+        for name in _TRAINING_KEYS
+        if name in server.items and server.items[name].origin.file.startswith(_SET_ON_ALL)
     }
-    return _less(server, for_all)
+    return _without(server, set_on_all)
 
 
-def _less(node: Section, names: Collection[str]) -> Section:
+def _without(node: Section, names: Collection[str]) -> Section:
     return replace(node, items={name: item for name, item in node.items.items() if name not in names})
 
 
 def _with_defaults(node: Section, defaults: Section) -> Section:
-    """Node keys win; ``env`` is merged; a node's own interpreter replaces the default one, whatever its form."""
+    """Add defaults to a node. Keys of the node take precedence, ``env`` is merged, and any of ``python``, ``venv`` and
+    ``conda`` in the node replaces all three of the defaults."""
     inherited = dict(defaults.items)
     if any(name in node.items for name in ("python", "venv", "conda")):
         inherited = {name: item for name, item in inherited.items() if name not in ("python", "venv", "conda")}
@@ -342,7 +346,7 @@ def _with_defaults(node: Section, defaults: Section) -> Section:
 
 
 def _entry(kind: Any, name: str, tree: Tree) -> Any:
-    """One value of a free mapping such as env."""
+    """Convert one value of a mapping with arbitrary keys, such as env."""
     try:
         return plain_value(tree) if kind is Any else _scalar(kind, tree)
     except _Wrong as wrong:
@@ -350,7 +354,7 @@ def _entry(kind: Any, name: str, tree: Tree) -> Any:
 
 
 def _scalar(wanted: type, tree: Tree) -> Any:
-    """One str, bool, int or float; numbers must not be quoted."""
+    """Convert a scalar to str, bool, int or float. Numbers must not be quoted."""
     names = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
     if not isinstance(tree, Scalar) or tree.empty:
         raise _Wrong(f"expected {names[wanted]}, found {describe(tree)}")
@@ -359,8 +363,8 @@ def _scalar(wanted: type, tree: Tree) -> Any:
         return text
     if wanted is bool and tree.tag == "bool":
         return text.lower() in ("true", "yes", "on")
-    number = text.replace("_", "") if tree.plain and len(text) <= _LONGEST_NUMBER else ""
-    if wanted is int and _INT.fullmatch(number) and abs(int(number)) < _LARGEST:
+    number = text.replace("_", "") if tree.plain and len(text) <= _MAX_NUMBER_CHARS else ""
+    if wanted is int and _INT.fullmatch(number) and abs(int(number)) < _INT_BOUND:
         return int(number)
     if wanted is float and FLOAT.fullmatch(number) and math.isfinite(float(number)):
         return float(number)
@@ -373,7 +377,7 @@ def _choice(choices: Iterable[str], tree: Tree) -> str:
     text = tree.text if isinstance(tree, Scalar) and not tree.empty else None
     if text in valid:
         return str(text)
-    near = difflib.get_close_matches((text or "")[:_LONGEST_NUMBER], valid, 1)
+    near = difflib.get_close_matches((text or "")[:_MAX_NUMBER_CHARS], valid, 1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     raise _Wrong(f"expected one of {', '.join(valid)}, found {describe(tree)}{hint}")
 
@@ -393,7 +397,7 @@ def _check_limits(item: Field[Any], value: Any) -> None:
 
 
 def limits_in_words(limits: Mapping[str, float]) -> str:
-    """``at least 0 and below 1``."""
+    """Describe limits, as ``at least 0 and below 1``."""
     return " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
 
 
@@ -405,8 +409,8 @@ def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def _stand_in(item: Field[Any]) -> Any:
-    """Something of the right type, so that the other mistakes of the file can be found."""
+def _placeholder(item: Field[Any]) -> Any:
+    """Return a value of the right type, so that the rest of the file can still be checked."""
     if _has_default(item):
         return _default(item)
     return {"nodes": (), "data": _hints(ClusterConfig)["data"](dataset="")}.get(item.name, "")

@@ -68,7 +68,7 @@ MISTAKES = {
         "3: data.cache: expected a share of the remote rows (10%), a size (512MB) or 0, found `a lot`"
     ],
     "nodes: [a]\ndata:\n  dataset: synthetic\n  cache: 120%\n  topology: replicate\n": [
-        "4: data.cache: the most there is of the remote rows is 100%, found `120%`",
+        "4: data.cache: expected at most 100% of the remote rows, found `120%`",
         "5: data.topology: expected one of auto, replicated, partitioned, found the text `replicate`; did you mean "
         "`replicated`?",
     ],
@@ -121,27 +121,26 @@ MISTAKES = {
     NODES + "  - {host: a, devices: [-1]}\n": ["3: nodes.0.devices: must be at least 0; found -1"],
     NODES + "  - a b\n": ["3: nodes.0.host: expected host, user@host or user@host:port, found `a b`"],
     NODES + "  - host: u@a\n    user: v\n": ["3: nodes.0: user is given twice, in host and as a key of its own"],
-    TWO + "train: {fanouts: [5, 0]}\n": ["3: train.fanouts: each is -1 (all neighbours) or at least 1; found 0"],
-    TWO + "train: {fanouts: [5, -2]}\n": ["3: train.fanouts: each is -1 (all neighbours) or at least 1; found -2"],
+    TWO + "train: {fanouts: [5, 0]}\n": ["3: train.fanouts: each must be -1 (all neighbours) or at least 1; found 0"],
+    TWO + "train: {fanouts: [5, -2]}\n": ["3: train.fanouts: each must be -1 (all neighbours) or at least 1; found -2"],
     TWO + "train: {fanouts: []}\n": ["3: train.fanouts: empty; give one number per layer"],
     TWO + "train:\n  fanouts: [5, 5]\n  layers: 3\n": [
-        "5: train.layers is 3, and train.fanouts has 2 numbers; there is one fanout per layer, so layers may be left "
-        "out"
+        "5: train.layers is 3, but train.fanouts has 2 numbers; give one fanout per layer, or leave layers out"
     ],
     TWO + "train: {eval_fanouts: [5]}\n": [
-        "3: train.eval_fanouts has 1 numbers, and train.fanouts 3; both have one per layer"
+        "3: train.eval_fanouts has 1 numbers, but train.fanouts has 3; both need one per layer"
     ],
     TWO + "train: {batch_size: 1}\n": [
         "3: train.batch_size: the global batch is 1, fewer seeds than processes (2); raise it or use fewer processes"
     ],
-    TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, and a (node0) lists none"],
+    TWO + "train: {backend: nccl}\n": ["3: train.backend: nccl needs devices on every node, but a (node0) lists none"],
     NODES + "  - host: a\n    devices: [0, 1, 0]\n": ["4: nodes.0.devices: device 0 is listed twice"],
     NODES + "  - host: a\n    devices: [0, 1]\n    procs: 1\n": [
-        "5: nodes.0: fewer procs (1) than devices (2); each process has one device, so leave procs out or list as many "
+        "5: nodes.0: fewer procs (1) than devices (2); each process uses one device, so leave procs out or list as many "
         "devices"
     ],
     NODES + "  - host: a\n    devices: [0]\n    procs: 2\n": [
-        "5: nodes.0: more procs (2) than devices (1); each process has one device, so leave procs out or list as many "
+        "5: nodes.0: more procs (2) than devices (1); each process uses one device, so leave procs out or list as many "
         "devices"
     ],
     NODES + "  - host: a\n    venv: /v\n    conda: gnn\n": [
@@ -172,11 +171,11 @@ MISTAKES = {
         "5: data.folder is a path on the node, so it must begin with / or ~/; found `parts`"
     ],
     NODES + "  - host: a\n    workdir: /w\n  - host: b\n    workdir: /w\n  - host: a\n    workdir: /w\n": [
-        "7: nodes.2 has the same host and workdir as nodes.0 (a, /w); give it a workdir of its own, or put {node_rank} "
+        "7: nodes.2 has the same host and workdir as nodes.0 (a, /w); give each node its own workdir, or put {node_rank} "
         "into the path"
     ],
     "transport: local\ndefaults: {workdir: /w}\n" + NODES + "  - localhost\n  - 127.0.0.1\n": [
-        "6: nodes.1 has the same host and workdir as nodes.0 (127.0.0.1, /w); give it a workdir of its own, or put "
+        "6: nodes.1 has the same host and workdir as nodes.0 (127.0.0.1, /w); give each node its own workdir, or put "
         "{node_rank} into the path"
     ],
     "transport: local\n" + NODES + "  - gnn1\n": [
@@ -187,10 +186,10 @@ MISTAKES = {
         "1: nodes: a number of nodes needs `transport: local`; list the hosts instead"
     ],
     TWO + "run: {service_port: 65535}\n": [
-        "3: run.service_port: 2 nodes need the ports 65535 to 65536, and 65535 is the highest"
+        "3: run.service_port: 2 nodes need ports 65535 to 65536, but 65535 is the highest"
     ],
     TWO + "run: {service_port: 7000, master_port: 7001}\n": [
-        "3: run.master_port: 7001 is among the graph service's ports, 7000 to 7001 (run.service_port)"
+        "3: run.master_port: 7001 is one of the graph service's ports, 7000 to 7001 (run.service_port)"
     ],
     TWO + "defaults:\n  prcs: 2\n  port: x\n": [
         "4: unknown key `prcs` in defaults; did you mean `procs`?",
@@ -230,7 +229,7 @@ HUGE = {  # what takes for ever, or more memory than there is, where nothing bou
     DATASET + f"nodes:\n- host: n[1-4096]\n  setup: [{'x, ' * 1000}]\n":
         "3: nodes: the nodes stand for more than 500,000 values",
     DATASET + "nodes: ['n[1-99]']\ndefaults: {procs: 1000}\ntrain: {batch_size: 1000000}\n":
-        "2: nodes: 99,000 training processes in all; there may be 65,536 at most (procs)",
+        "2: nodes: 99,000 training processes in total, of at most 65,536; lower procs",
     BOMB: "6: not valid YAML: it stands for more than 500,000 values",
     CHAIN: "64: not valid YAML: it is nested more than 64 deep",
     MERGED: "503: not valid YAML: `<<` stands for more than 500,000 keys",
@@ -243,7 +242,7 @@ HUGE = {  # what takes for ever, or more memory than there is, where nothing bou
     DATASET + "nodes: [a]\ntrain: {lr: 1__0_, seed: -1" + "0" * 30 + "}\n":
         f"3: train.seed: expected a whole number, found `-1{'0' * 30}`",
     DATASET + "nodes: [a]\ntrain: {fanouts: [" + "1, " * 2000 + "]}\n":
-        "3: train.fanouts: a list of at most 1,024 entries, found 2,000",
+        "3: train.fanouts: expected at most 1,024 entries, found 2,000",
     DATASET + 'nodes: ["\\0"]\n': "2: not valid YAML: the character '\\x00' is not allowed",
     DATASET + 'nodes: ["\\ud800"]\n': "2: not valid YAML: the character '\\ud800' is not allowed",
     DATASET + 'nodes: ["\\U00110000"]\n': "2: not valid YAML: chr() arg not in range(0x110000)",
@@ -354,7 +353,7 @@ def test_overrides(load: Load) -> None:
 def test_mistakes_in_overrides_name_the_override(load: Load) -> None:
     sets = ["train.lrr=1", "train.epochs=x", "nodes.2.procs=2", "nodes", "train.lr.x=1", "name={"]
     assert problems(load, TWO + "train: {lr: 0.1}\n", sets) == [
-        "--set nodes.2.procs=2: nodes has entries 0 to 1, no `2`",
+        "--set nodes.2.procs=2: nodes has entries 0 to 1, but no `2`",
         "--set nodes: expected key=value, for instance train.lr=0.01 or nodes.0.procs=2",
         "--set train.lr.x=1: train.lr is `0.1`, which has no keys",
         "--set name={: not valid YAML: a value is missing here",

@@ -127,18 +127,16 @@ MISTAKES = {
         "1: defaults.host: `n[1-2]` stands for 2 hosts; list it under nodes"
     ],
     "nodes:\n  - a\n  - host: n[1-16]\n    procs: 0\n    prt: 1\n": [
-        "4: nodes.1.procs: must be at least 1 and at most 1024; found 0 (and so for nodes.[2-16])",
-        "5: unknown key `prt` in nodes.1; did you mean `port`? (and so for nodes.[2-16])",
+        "4: nodes.1.procs: must be at least 1 and at most 1024; found 0 (also nodes.[2-16])",
+        "5: unknown key `prt` in nodes.1; did you mean `port`? (also nodes.[2-16])",
     ],
-    "nodes:\n  - n[1-2]:70000\n": [
-        "2: nodes.0.port: must be at least 1 and at most 65535; found 70000 (and so for nodes.1)"
-    ],
+    "nodes:\n  - n[1-2]:70000\n": ["2: nodes.0.port: must be at least 1 and at most 65535; found 70000 (also nodes.1)"],
     "defaults: {workdir: /w}\nnodes:\n  - n[1-3]\n  - n[3-4]\n": [
-        "4: nodes.3 has the same host and workdir as nodes.2 (n3, /w); give it a workdir of its own, or put "
+        "4: nodes.3 has the same host and workdir as nodes.2 (n3, /w); give each node its own workdir, or put "
         "{node_rank} into the path"
     ],
     "defaults: {devices: [0, 1]}\nnodes:\n  - n[1-3]\n  - n[3-4]\n": [
-        "1: nodes.3.devices: device 0 of n3 is nodes.2's already; nodes on one host have devices of their own"
+        "1: nodes.3.devices: device 0 of n3 is already listed in nodes.2; nodes on one host must use different devices"
     ],
 }
 

@@ -36,19 +36,17 @@ MISTAKES = {
         "4: nodes.2.role: expected one of worker, server, client, found the text `clent`; did you mean `client`?"
     ],
     "nodes:\n  - {host: a, role: client}\n  - {host: b, role: client}\n" + DATA: [
-        "1: nodes: all are clients, so nobody has the graph; make some of them `role: server` or `worker`, or name a "
-        "serving cluster by data.serving (--set data.serving=NAME)"
+        "1: nodes: all are clients, so no node holds the graph; give some nodes `role: server` or `role: worker`, or "
+        "name a serving cluster (--set data.serving=NAME)"
     ],
     SERVERS + "data:\n  dataset: synthetic\n  replicas: 3\n": [
-        "7: data.replicas: 3 nodes are to hold each part, and only 2 nodes hold parts; lower it, or add nodes of "
-        "`role: server`"
+        "7: data.replicas is 3, but only 2 nodes hold parts; lower it, or add nodes of `role: server`"
     ],
     "nodes: [a]\ndata: {dataset: synthetic, replicas: 2}\n": [
-        "2: data.replicas: 2 nodes are to hold each part, and only 1 node holds parts; lower it, or add nodes of "
-        "`role: server`"
+        "2: data.replicas is 2, but only 1 node holds parts; lower it, or add nodes of `role: server`"
     ],
     SERVERS + "data:\n  dataset: synthetic\n  num_parts: 1\n": [
-        "7: fewer parts than nodes: data.num_parts is 1 and 2 nodes are to hold some; leave num_parts out or raise it"
+        "7: fewer parts than nodes: data.num_parts is 1, but 2 nodes hold parts; leave num_parts out or raise it"
     ],
     "nodes:\n  - host: a\n    role: server\n    procs: 2\n  - b\n" + DATA: [
         "4: nodes.0.procs: a server starts no training processes; leave procs out, or make it `role: worker`"
@@ -57,16 +55,17 @@ MISTAKES = {
         "4: nodes.0.devices: a server starts no training processes; leave devices out, or make it `role: worker`"
     ],
     "nodes: [a, b]\n" + DATA + "run: {on_client_loss: go-on}\n": [
-        "3: run.on_client_loss: go-on is for nodes of `role: client`, and there are none; a worker's parts go with it"
+        "3: run.on_client_loss: go-on applies to nodes of `role: client`, and no node has that role; losing a worker "
+        "stops the run"
     ],
     "nodes: [a]\ndata: {serving: ../products}\n": [
-        "2: data.serving: '../products' cannot be the name of a serving cluster: those are up to 80 letters, digits, "
+        "2: data.serving: '../products' is not a valid name of a serving cluster; names have up to 80 letters, digits, "
         "`-` and `_`",
     ],
     "nodes: [a, b]\ndata:\n  serving: products\n  num_parts: 4\n  folder: x\n  replicas: 2\n": [
-        "4: data.num_parts: the serving cluster `products` has parts already (data.serving); leave num_parts out",
-        "5: data.folder: the serving cluster `products` has parts already (data.serving); leave folder out",
-        "6: data.replicas: the serving cluster `products` has parts already (data.serving); leave replicas out",
+        "4: data.num_parts: the parts are those of the serving cluster `products` (data.serving); leave num_parts out",
+        "5: data.folder: the parts are those of the serving cluster `products` (data.serving); leave folder out",
+        "6: data.replicas: the parts are those of the serving cluster `products` (data.serving); leave replicas out",
     ],
     SERVERS + DATA + "run: {server_buffer: 0, server_threads: few, server_wait: -1}\n": [
         "6: run.server_buffer: must be at least 1; found 0",

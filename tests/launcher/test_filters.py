@@ -123,9 +123,9 @@ def test_parts_master_and_ranks_go_with_what_is_left() -> None:
 
 MISTAKES = {
     # include, exclude -> message
-    (("node05",), ()): "--include node05: no host is called `node05`; there are node[01-04].lab, gpu1, 10.0.0.7, "
+    (("node05",), ()): "--include node05: no host is called `node05`; the hosts are node[01-04].lab, gpu1, 10.0.0.7, "
     "10.0.0.70, fe80::1 (node0 to node8)",
-    ((), ("node[03-06]",)): "--exclude node[03-06]: no host is called `node05`; there are node[01-04].lab, gpu1, "
+    ((), ("node[03-06]",)): "--exclude node[03-06]: no host is called `node05`; the hosts are node[01-04].lab, gpu1, "
     "10.0.0.7, 10.0.0.70, fe80::1 (node0 to node8)",
     (
         ("node04:0,1,7",),
@@ -138,7 +138,7 @@ MISTAKES = {
     (
         ("",),
         (),
-    ): "--include : no host is called ``; there are node[01-04].lab, gpu1, 10.0.0.7, 10.0.0.70, fe80::1 "
+    ): "--include : no host is called ``; the hosts are node[01-04].lab, gpu1, 10.0.0.7, 10.0.0.70, fe80::1 "
     "(node0 to node8)",
 }
 
@@ -164,7 +164,7 @@ def test_a_master_that_is_left_out_is_told() -> None:
         filtered(config, ["b"], ())
     assert (
         str(caught.value)
-        == "run.master_addr is 10.0.0.1, and a is left out; give --master-addr auto, as b is node0 now"
+        == "run.master_addr is 10.0.0.1, but a is excluded; give --master-addr auto, as the lead node is now b (node0)"
     )
 
 
@@ -218,7 +218,7 @@ def test_what_nodes_add_up_to_is_checked_after_choosing(config: Path, capsys: py
     assert main.run(["plan", "-c", str(config), "--include", "g*"]) == 2
     assert "global batch is 6, fewer seeds than processes (8)" in capsys.readouterr().err
     assert main.run(["plan", "-c", str(config), "--include", "x"]) == 2
-    assert "error: --include x: no host is called `x`; there are n[1-4].lab, g[1-4].lab" in capsys.readouterr().err
+    assert "error: --include x: no host is called `x`; the hosts are n[1-4].lab, g[1-4].lab" in capsys.readouterr().err
 
 
 def test_mistakes_of_the_file_come_before_those_of_the_choice(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

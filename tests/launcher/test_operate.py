@@ -294,7 +294,7 @@ def test_resume_without_a_lost_host_is_remembered_by_the_new_run(made, capsys, m
     left = load_config(made.folder.parent / "r3/config.yml")
     assert [node.host for node in left.nodes] == ["gnn1", "gnn2"] and left.num_parts == 2
     assert asked(capsys, "--include", "gnn2", "resume", "r2")[1].endswith("would connect to gnn2\n")
-    assert "no host is called `gnn3`; there are gnn[1-2]" in asked(capsys, "resume", "r2", "--exclude", "gnn3")[1]
+    assert "no host is called `gnn3`; the hosts are gnn[1-2]" in asked(capsys, "resume", "r2", "--exclude", "gnn3")[1]
 
 
 def test_resume_of_an_own_command_goes_where_it_was_launched(made) -> None:

@@ -190,7 +190,7 @@ def test_a_serving_cluster_keeps_what_stands() -> None:
 
 
 def test_servers_alone_are_no_run() -> None:
-    with pytest.raises(UsageError, match="all are servers, so nothing would train. `gnnfleet serve --config FILE`"):
+    with pytest.raises(UsageError, match="all are servers, so nothing would train. Use `gnnfleet serve --config FILE`"):
         plan_of(nodes_of("server", "server"))
 
 

@@ -105,7 +105,7 @@ def test_where_its_folder_cannot_be_made_a_temporary_one_keeps_it(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     process = start(code, tmp_path / "file" / "kernels")
     assert process.wait() == 0 and process.output.splitlines()[-1] == "41 0"
-    assert "kernels cannot be made (Not a directory): compiled kernels are kept in" in process.output
+    assert "kernels cannot be created (Not a directory): compiled kernels are kept in" in process.output
     assert call(code, tmp_path / "file" / "kernels") == [41, 1]
     assert list((tmp_path / "tmp" / f"gnnfleet-kernels-{os.geteuid()}").glob("*.nbc"))
 

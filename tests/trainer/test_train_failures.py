@@ -176,7 +176,7 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(monkeypatch: py
         monkeypatch.setenv(name, value)
     ranks = Ranks.from_env(environ)
     began = time.monotonic()
-    with pytest.raises(PeerError, match="could not meet the other 1 ranks at 127.0.0.1:"):
+    with pytest.raises(PeerError, match="could not connect to the other 1 ranks at 127.0.0.1:"):
         with join_ranks(ranks, torch.device("cpu"), "gloo", 2.0):
             pass
     assert time.monotonic() - began < 60

@@ -1,1 +1,1 @@
-"""What every package of the trainer uses: types, random numbers, compiled kernels, ranks."""
+"""Basics that every package of the trainer imports: types, random numbers, compiled kernels, ranks."""

@@ -1,4 +1,4 @@
-"""Type aliases of arrays by content; docstrings and comments give the shapes."""
+"""Type aliases for numpy arrays, by content; shapes are given in docstrings and comments."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ Array = npt.NDArray[Any]
 
 Ids = npt.NDArray[np.int64]
 
-Columns = Mapping[str, Array]  #: attribute -> [n, …], one row for each node or edge
+Columns = Mapping[str, Array]  #: attribute name -> [n, …], one row per node or edge
 
 
 def read_only(array: Array) -> Array:
-    """A read-only view, as memory maps and received frames are: kernels are compiled for one kind only."""
+    """Return a read-only view of ``array``.
+
+    Memory maps and received frames are read-only. If all inputs are, Numba compiles each kernel once.
+    """
     view = array.view()
     view.flags.writeable = False
     return view

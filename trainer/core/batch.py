@@ -1,4 +1,4 @@
-"""What a model receives: blocks and rows of one rank's share of a global batch."""
+"""Batches as the bundled models receive them: the blocks and rows of one rank's share of a global batch."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from trainer.core.schema import EdgeType, NodeType
 
 @dataclass(frozen=True)
 class Block:
-    """One layer's bipartite graph in CSR, grouped by target.
+    """The bipartite graph of one layer, as CSR over the targets.
 
-    Targets are the first ``num_dst`` of the ``num_src`` source nodes; all ids are positions in the
-    batch's node list, so a layer maps rows ``[num_src, f]`` to rows ``[num_dst, g]``.
+    The targets are the first ``num_dst`` of the ``num_src`` source nodes. Ids are positions in the batch's node list,
+    so a layer maps rows ``[num_src, f]`` to rows ``[num_dst, g]``.
     """
 
     indptr: Tensor  #: int32 [num_dst + 1]
-    indices: Tensor  #: int32 [num_edges] source of each edge
-    num_src: int
+    indices: Tensor  #: int32 [num_edges], the source of each edge
+    num_src: int  #: number of source nodes
 
     @property
     def num_dst(self) -> int:
         return len(self.indptr) - 1
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Block:
-        """The block on ``device``; torch_geometric's ``Data.to`` calls this too."""
+        """Copy the block to ``device``. Also called by torch_geometric's ``Data.to``."""
         indptr, indices = (part.to(device, non_blocking=non_blocking) for part in (self.indptr, self.indices))
         return replace(self, indptr=indptr, indices=indices)
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Which of a batch's rows are on the device already, and not among its ``x``."""
+    """The rows of a batch that the device caches; ``x`` holds only the others until ``Batch.to``."""
 
-    slots: Tensor  #: int32 [n] rows of ``rows``, -1 where ``x`` has them
-    rows: Tensor  #: float [k, f], on the device
+    slots: Tensor  #: int32 [n], index into ``rows`` for each node; -1 for rows that are in ``x``
+    rows: Tensor  #: float [k, f], the cache on the device
 
     def joined(self, others: Tensor, non_blocking: bool = False) -> Tensor:
-        """All rows, float [n, f], on the device of ``rows``; ``others``, those missing here, are in their order."""
+        """Return all rows of the batch, float [n, f], on the device of ``rows``.
+
+        ``others``: the rows with slot -1, in node order.
+        """
         slots = self.slots.to(self.rows.device, non_blocking=non_blocking).long()
         others = others.to(self.rows.device, non_blocking=non_blocking)
         if len(self.rows) == 0:
@@ -54,23 +57,24 @@ class KeptRows:
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of one step. ``blocks[0]`` feeds the first layer (the outermost hop).
+    """One rank's share of one training step on a homogeneous graph.
 
-    ``len(n_id) == blocks[0].num_src``; the first ``num_seeds`` nodes are the seeds.
+    ``blocks[0]`` is the input of the first layer (the outermost hop), and ``len(n_id) == blocks[0].num_src``. The first
+    ``num_seeds`` nodes are the seeds.
     """
 
     step: int
-    key: int  #: uint64 of (seed, epoch, step): samples and dropout are drawn from it
-    num_seeds: int
+    key: int  #: uint64 hash of (seed, epoch, step); samples and dropout masks are drawn from it
+    num_seeds: int  #: seeds of this rank
     global_seeds: int  #: seeds of this step over all ranks
-    n_id: Tensor  #: int64 [n] original ids
-    x: Tensor  #: float32 [n, f]; before ``to`` only the rows that ``kept`` lacks
+    n_id: Tensor  #: int64 [n], original ids
+    x: Tensor  #: float32 [n, f]; before ``to``, only the rows that are not in ``kept``
     y: Tensor | None  #: [num_seeds, …]
-    input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
+    input_id: Tensor  #: int64 [num_seeds], positions in the split's seed list
     blocks: tuple[Block, ...]
-    degree: Tensor | None = None  #: int64 [n] in-degree in the whole graph, when the model asks for it
-    kept: KeptRows | None = None  #: rows that need not be copied to the device
-    cost: Cost = Cost()  #: of making it
+    degree: Tensor | None = None  #: int64 [n], in-degree in the whole graph; only for models that need it
+    kept: KeptRows | None = None  #: rows that are cached on the device and not copied
+    cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch with its tensors, and all rows of ``x``, on ``device``."""
@@ -94,26 +98,26 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeteroBatch:
-    """The same for a heterogeneous graph; seeds are of one type, ``target``.
+    """One rank's share of one training step on a heterogeneous graph. All seeds are of the type ``target``.
 
-    ``blocks[0]`` feeds the first layer. In a layer, type t has the rows known before the layer's hop
-    as targets and those known after it as sources, whatever the edge type; an edge type without edges
-    has a block with none. ``num_nodes[t][h]`` are the rows of type t known after hop h.
+    ``blocks[0]`` is the input of the first layer. In a layer, the targets of type t are its nodes known before the
+    layer's hop, and the sources those known after the hop, for every edge type. An edge type without sampled edges has
+    an empty block. ``num_nodes[t][h]`` counts the nodes of type t known after hop h.
     """
 
     step: int
-    key: int  #: uint64 of (seed, epoch, step): samples and dropout are drawn from it
-    num_seeds: int
+    key: int  #: uint64 hash of (seed, epoch, step); samples and dropout masks are drawn from it
+    num_seeds: int  #: seeds of this rank
     global_seeds: int  #: seeds of this step over all ranks
     target: NodeType
-    n_id: Mapping[NodeType, Tensor]  #: int64 [n_t] original ids, every type
-    x: Mapping[NodeType, Tensor]  #: float32 [n_t, f_t] of the types that have features; before ``to`` as in ``Batch``
+    n_id: Mapping[NodeType, Tensor]  #: int64 [n_t], original ids, for every type
+    x: Mapping[NodeType, Tensor]  #: float32 [n_t, f_t], for types with features; before ``to`` as in ``Batch``
     y: Tensor | None  #: [num_seeds, …]
-    input_id: Tensor  #: int64 [num_seeds] positions in the split's seed list
-    blocks: tuple[Mapping[EdgeType, Block], ...]  #: every edge type with a fanout
-    num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] each, cumulative
-    kept: Mapping[NodeType, KeptRows] = field(default_factory=dict)  #: rows that need not be copied to the device
-    cost: Cost = Cost()  #: of making it
+    input_id: Tensor  #: int64 [num_seeds], positions in the split's seed list
+    blocks: tuple[Mapping[EdgeType, Block], ...]  #: per layer, a block for every edge type with a fanout
+    num_nodes: Mapping[NodeType, tuple[int, ...]]  #: [hops + 1] for each type, cumulative
+    kept: Mapping[NodeType, KeptRows] = field(default_factory=dict)  #: rows that are cached on the device
+    cost: Cost = Cost()  #: bytes, rows and seconds spent on making the batch
 
     def to(self, device: torch.device, non_blocking: bool = False) -> HeteroBatch:
         """The batch with its tensors, and all rows of ``x``, on ``device``."""

@@ -1,4 +1,4 @@
-"""Bytes, rows and seconds that making a batch took, counted per thread."""
+"""Counts the bytes, rows and seconds spent on making batches, per thread."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 
 class FromHost(NamedTuple):
-    """What one other host was good for."""
+    """Bytes and rows of one other host."""
 
-    remote_bytes: int = 0  #: received from it
-    remote_rows: int = 0  #: that it owns, however they came
-    cached_rows: int = 0
-    held_rows: int = 0
+    remote_bytes: int = 0  #: bytes received from this host
+    remote_rows: int = 0  #: rows that this host owns: received, cached or held
+    cached_rows: int = 0  #: those of ``remote_rows`` that were cached
+    held_rows: int = 0  #: those of ``remote_rows`` that were held
 
 
 class ByHost(dict[int, FromHost]):
-    """By node rank; hosts without an entry were good for nothing. Values are added up, none is ever changed."""
+    """``FromHost`` by node rank; a missing entry means zero. Treated as immutable."""
 
     def __add__(self, other: ByHost) -> ByHost:
         return self._with(other, 1) if other else self
@@ -38,17 +38,17 @@ class ByHost(dict[int, FromHost]):
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one batch, or of several added up."""
+    """The cost of one batch, or the sum over several batches."""
 
-    remote_bytes: int = 0  #: received from other hosts
-    rows: int = 0  #: of nodes and edges, gathered; 0 with one host
-    remote_rows: int = 0  #: of them, those that other hosts own, however they came
-    cached_rows: int = 0  #: of the remote ones, from this host's cache
-    held_rows: int = 0  #: of the remote ones, from batches made just before, which still hold them
-    sample_s: float = 0.0  #: to find the subgraph, waiting left out
-    gather_s: float = 0.0  #: to collect its rows, waiting left out
-    wait_s: float = 0.0  #: waiting for other hosts
-    by_host: ByHost = field(default_factory=ByHost)  #: the bytes and rows above, by whose they are
+    remote_bytes: int = 0  #: bytes received from other hosts
+    rows: int = 0  #: gathered rows of nodes and edges; 0 with one host
+    remote_rows: int = 0  #: those of ``rows`` that other hosts own: received, cached or held
+    cached_rows: int = 0  #: those of ``remote_rows`` from this host's row cache
+    held_rows: int = 0  #: those of ``remote_rows`` that were copied from the batches made just before
+    sample_s: float = 0.0  #: seconds of sampling, without waiting
+    gather_s: float = 0.0  #: seconds of gathering rows, without waiting
+    wait_s: float = 0.0  #: seconds of waiting for other hosts
+    by_host: ByHost = field(default_factory=ByHost)  #: the remote bytes and rows above, per owning host
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, _values(self), _values(other)))
@@ -58,17 +58,17 @@ class Cost:
 
     @classmethod
     def total(cls, costs: Iterable[Cost]) -> Cost:
-        """All of them added up."""
+        """Return the sum of ``costs``."""
         return reduce(operator.add, costs, cls())
 
     def of_host(self, node_rank: int) -> Cost:
-        """The same, all of it by this host."""
+        """Return a copy in which all remote bytes and rows are attributed to the host ``node_rank``."""
         mine = FromHost(self.remote_bytes, self.remote_rows, self.cached_rows, self.held_rows)
         return replace(self, by_host=ByHost({node_rank: mine}))
 
     @property
     def remote_share(self) -> float | None:
-        """What part of the rows other hosts own; None with one host."""
+        """Share of the gathered rows that other hosts own, 0 to 1; None with one host."""
         return round(self.remote_rows / self.rows, 4) if self.rows else None
 
 
@@ -76,7 +76,7 @@ _values = operator.attrgetter(*(field.name for field in fields(Cost)))
 
 
 class CostMeter:
-    """Adds up what the calling thread does; each thread takes its own."""
+    """Adds up costs per thread: ``add`` and ``take`` act on the calling thread's sum."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -85,7 +85,7 @@ class CostMeter:
         self._own.cost = self._now() + cost
 
     def take(self) -> Cost:
-        """What this thread has added since it last took."""
+        """Return what this thread added since its last ``take``, and reset its sum."""
         cost = self._now()
         self._own.cost = Cost()
         return cost
@@ -96,7 +96,7 @@ class CostMeter:
 
 
 class CostSum:
-    """Adds up what several threads do."""
+    """Adds up the costs of several threads in one sum."""
 
     def __init__(self) -> None:
         self._lock, self.sum = threading.Lock(), Cost()

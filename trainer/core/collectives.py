@@ -1,8 +1,8 @@
-"""Values and tensors between ranks by torch.distributed, as MessagePack and raw bytes: nothing is unpickled.
+"""Sends values and tensors between ranks by torch.distributed, as MessagePack and raw bytes, without pickle.
 
-torch's own ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, and whoever reaches
-the ports of a process group can be such a rank. What is decoded here is data: None, bool, int, float, str, bytes,
-lists, tuples, dicts and tensors.
+torch's ``all_gather_object`` and ``broadcast_object_list`` unpickle what another rank sends, so any process that can
+connect to the ports of a process group could run code here. This module decodes data only: None, bool, int, float,
+str, bytes, lists, tuples, dicts and tensors.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from trainer.core.row_exchange import group_rank, group_size, wire_device
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 28  #: of one rank's encoded value, tensors apart
+MOST_BYTES = 1 << 28  #: largest encoded value of one rank, in bytes, without tensors
 
 _TUPLE, _TENSOR = 1, 2  # MessagePack extension types
 
 
 def gather_values(value: T, group: Any = None) -> list[T]:
-    """Every rank's ``value``, which holds no tensors, by rank, on every rank.
+    """Return every rank's ``value``, in rank order, on every rank. The values must not contain tensors.
 
-    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` for what is no value.
+    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` when the bytes of another
+    rank cannot be decoded.
     """
     size, device = group_size(group), wire_device(group)
     own = torch.frombuffer(bytearray(encode(value, [])), dtype=torch.uint8).to(device)
@@ -43,9 +44,10 @@ def gather_values(value: T, group: Any = None) -> list[T]:
 
 
 def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
-    """The ``value`` of the rank at place ``source`` of the group, on every rank; its tensors are sent as they are.
+    """Return the ``value`` of group rank ``source`` on every rank. Tensors in it are broadcast as raw bytes.
 
-    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` for what is no value.
+    A collective call of ``group`` (None: the default process group). Raises ``PeerError`` when the bytes of
+    ``source`` cannot be decoded.
     """
     device, sends = wire_device(group), group_rank(group) == source
     tensors: list[Tensor] = []
@@ -66,17 +68,19 @@ def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
 
 
 def encode(value: object, tensors: list[Tensor]) -> bytes:
-    """``value`` as MessagePack; its tensors are appended to ``tensors`` and stand there by dtype, shape and device.
+    """Encode ``value`` as MessagePack.
 
-    Raises ``TypeError`` for other objects.
+    Each tensor is appended to ``tensors``; the encoded value holds its dtype, shape and device type only. Raises
+    ``TypeError`` for an object of an unsupported type.
     """
     return msgspec.msgpack.encode(_plain(value, tensors))
 
 
 def decode(data: bytes, tensors: list[Tensor]) -> Any:
-    """The value that ``encode`` made ``data`` of; its tensors, in order, are appended to ``tensors``, still unfilled.
+    """Decode the bytes that ``encode`` returned.
 
-    Raises ``PeerError`` when it is none.
+    Its tensors are allocated and appended to ``tensors`` in the same order; the caller fills them. Raises
+    ``PeerError`` when ``data`` cannot be decoded.
     """
 
     def extended(code: int, inner: memoryview) -> object:
@@ -92,11 +96,11 @@ def decode(data: bytes, tensors: list[Tensor]) -> Any:
     try:
         return msgspec.msgpack.decode(data, ext_hook=extended)
     except (ValueError, TypeError, RuntimeError, RecursionError) as error:
-        raise PeerError(f"another rank sent something that is no value: {error}") from error
+        raise PeerError(f"the message of another rank cannot be decoded: {error}") from error
 
 
 def _plain(value: object, tensors: list[Tensor]) -> object:
-    """Lists, dicts and scalars as they are; tuples and tensors as extensions."""
+    """Replace tuples and tensors in ``value`` by MessagePack extensions, and numpy scalars by Python's."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, tuple):
@@ -111,7 +115,7 @@ def _plain(value: object, tensors: list[Tensor]) -> object:
         tensors.append(value.detach())
         about = (str(value.dtype).removeprefix("torch."), list(value.shape), value.device.type)
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(about))
-    raise TypeError(f"a {type(value).__name__} is not sent to other ranks")
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other ranks")
 
 
 def _bytes_of(data: Tensor) -> bytes:

@@ -1,8 +1,8 @@
-"""Kernels that are compiled once per host, wherever their code lies.
+"""Compiles Numba kernels once per host and caches the compiled code in one folder per user.
 
-Numba keeps compiled code beside the source, so that each copy of the code compiles anew, and two processes that
-compile at the same moment may mix up their files. Here it lies in one folder of the user's, under names made of what
-it was compiled from: the sources, the signature, the processor, the versions of Python and Numba.
+Numba's own cache lies beside the source: every copy of the source compiles again, and two processes that compile at
+the same time may corrupt the index. Here the file name is a hash of everything the code was compiled from: the sources,
+the signature, the processor and the versions of Python and Numba.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ _UNUSED_DAYS = 60
 
 
 def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit`` without the GIL, its compiled code in ``kernels_folder()``; where nothing can be written, where
-    Numba has it. ``options`` are Numba's."""
+    """Decorate a kernel as ``numba.njit(nogil=True, cache=True, **options)``, cached in ``kernels_folder()``.
+
+    Falls back to Numba's own cache when no folder can be written.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(nogil=True, cache=True, **options)(function)
@@ -52,7 +54,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def kernels_folder() -> Path:
-    """``$GNNFLEET_KERNELS``, else ``${XDG_CACHE_HOME:-~/.cache}/gnnfleet/kernels``."""
+    """Return ``$GNNFLEET_KERNELS``, or by default ``${XDG_CACHE_HOME:-~/.cache}/gnnfleet/kernels``."""
     given = os.environ.get("GNNFLEET_KERNELS")
     if given:
         return Path(given)
@@ -60,28 +62,29 @@ def kernels_folder() -> Path:
 
 
 class KernelCache(FunctionCache):
-    """Numba's, but what is compiled is loaded without making the compiler ready, which is still done to compile.
+    """Numba's cache of one function, but compiled code is loaded without initialising the compiler.
 
-    That imports all that Numba can compile, SciPy's linear algebra included: 0.7 s and 30 MB a process.
+    Initialising imports everything that Numba can compile, SciPy's linear algebra included, which takes 0.7 s and
+    30 MB per process. A kernel that must be compiled still initialises the compiler.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The compiled code for a signature; None where there is none."""
-        rtsys.initialize(target_context)  # kernels allocate by it
+        """Return the compiled code for a signature, or None when it is not cached."""
+        rtsys.initialize(target_context)  # kernels allocate memory through Numba's runtime
         return self._load_overload(sig, target_context)
 
 
 class KernelFiles:
-    """The compiled code of one kernel, a file for each signature; in place of Numba's index and data files.
+    """Stores the compiled code of one kernel, one file per signature. Replaces Numba's index and data files.
 
-    No index: two that write the same name write the same code, so that processes need not know of each other.
+    Without an index processes need no lock: two processes that write the same file name write the same code.
     """
 
     def __init__(self, folder: Path, name: str, source: str):
         self._folder, self._name, self._source = folder, name.replace("<locals>.", ""), source
 
     def load(self, key: tuple[Any, ...]) -> Any:
-        """What was saved; None where nothing was, or it is damaged, or others may have written it."""
+        """Return the saved code. None when the file is missing or damaged, or other users may have written it."""
         try:
             path = self._path(key)
             with path.open("rb") as file:
@@ -92,11 +95,11 @@ class KernelFiles:
             return None
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > 86400:
-                os.utime(path)  # still in use
+                os.utime(path)  # marks the file as in use for ``_remove_unused``
         return loaded
 
     def save(self, key: tuple[Any, ...], data: Any) -> None:
-        """Keep it, whole; nothing where the disk does not take it, as it can be compiled again."""
+        """Save compiled code atomically. An ``OSError`` is ignored, as the kernel can be compiled again."""
         with contextlib.suppress(OSError):
             path = self._path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,24 +113,26 @@ class KernelFiles:
                 raise
 
     def flush(self) -> None:
-        """Called by Numba to forget what was compiled."""
+        """Delete the compiled code of this kernel; Numba calls this to clear a cache."""
         for path in self._folder.glob(f"{self._name}-*.nbc"):
             path.unlink(missing_ok=True)
 
     def _path(self, key: tuple[Any, ...]) -> Path:
-        signature, machine, code = key  # types as text: their pickles differ between processes
-        said = repr(
+        signature, machine, code = key
+        identity = repr(  # types as text, as their pickles differ between processes
             (str(signature), machine, code, source_digest(self._source), numba.__version__, sys.version_info[:2])
         )
-        return self._folder / f"{self._name}-{hashlib.sha256(said.encode()).hexdigest()[:24]}.nbc"
+        return self._folder / f"{self._name}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.nbc"
 
 
 @cache
 def source_digest(source: str) -> str:
-    """Of a file and of all of the trainer's that it imports at its top: what a kernel calls, and its constants, are
-    compiled into it."""
+    """Return the sha256 of a source file and of all trainer modules that it imports, directly or indirectly.
+
+    Functions and constants of imported modules are compiled into a kernel. Only imports at the top level count.
+    """
     found: dict[str, str] = {}
-    waiting = [(os.path.relpath(source, ROOT), source)]  # by name within the code, which may lie anywhere
+    waiting = [(os.path.relpath(source, ROOT), source)]  # relative, so that copies of the code share compiled kernels
     while waiting:
         name, path = waiting.pop()
         if name not in found:
@@ -139,7 +144,7 @@ def source_digest(source: str) -> str:
 
 @cache
 def _read(path: str) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """A file's digest, and which of the trainer's it imports, each as name and path."""
+    """Return the sha256 of a file and the trainer modules that it imports, each as (name, path)."""
     with open(path, "rb") as file:
         content = file.read()
     modules: list[str] = []
@@ -152,24 +157,24 @@ def _read(path: str) -> tuple[str, tuple[tuple[str, str], ...]]:
 
 @cache
 def _file_of(module: str) -> str:
-    """The module's file; '' where it is none, but a name within one."""
+    """Return the file of a module; '' when ``module`` names something inside a module."""
     base = os.path.join(ROOT, *module.split(".")[1:])
     return next((path for path in (f"{base}.py", os.path.join(base, "__init__.py")) if os.path.isfile(path)), "")
 
 
 @cache
 def _usable_folder() -> Path | None:
-    """The folder, made; what nobody has used for long is removed.
+    """Create the folder for compiled kernels, delete kernels that were not used for long, and return the folder.
 
-    Where it cannot be written it is one below the temporary folder, and where others may write to it, as compiled
-    kernels are code. None where that cannot be written either.
+    Warns and uses a folder below the temporary folder when the usual one cannot be written, or when other users may
+    write to it (compiled kernels are code). None when the temporary folder cannot be written either.
     """
     folder = kernels_folder()
     try:
-        if why := _unusable(folder):
+        if why := _why_unusable(folder):
             private = _private_folder()
             warnings.warn(
-                f"{folder} {why}: compiled kernels are kept in {private} instead; `chmod` it where it is yours, or set "
+                f"{folder} {why}: compiled kernels are kept in {private} instead; fix its permissions, or set "
                 "GNNFLEET_KERNELS to another folder",
                 stacklevel=2,
             )
@@ -180,29 +185,32 @@ def _usable_folder() -> Path | None:
     return folder
 
 
-def _unusable(folder: Path) -> str:
-    """Why ``folder``, which is made, is of no use; '' where it is."""
+def _why_unusable(folder: Path) -> str:
+    """Create ``folder`` if necessary and return why it cannot be used; '' when it can."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if others_may_write(folder.stat()):
-            return "belongs to another user, or others may write to it"
+            return "belongs to another user, or other users may write to it"
     except OSError as error:
-        return f"cannot be made ({error.strerror})"
+        return f"cannot be created ({error.strerror})"
     return "" if os.access(folder, os.W_OK) else "cannot be written"
 
 
 def _private_folder() -> Path:
-    """A folder of this user's alone below the temporary folder, the same for all processes where it is not taken."""
+    """Create a folder below the temporary folder that only this user may write to.
+
+    Its name is the same for all processes of the user, unless another user created a folder of that name.
+    """
     folder = Path(tempfile.gettempdir(), f"gnnfleet-kernels-{os.geteuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    taken = folder.is_symlink() or others_may_write(folder.stat())
-    return Path(tempfile.mkdtemp(prefix="gnnfleet-kernels-")) if taken else folder
+    untrusted = folder.is_symlink() or others_may_write(folder.stat())
+    return Path(tempfile.mkdtemp(prefix="gnnfleet-kernels-")) if untrusted else folder
 
 
 def others_may_write(found: os.stat_result) -> bool:
-    """Whether another user than this one and root owns it, or may write to it.
+    """Return whether a user other than this one and root owns the file or folder, or may write to it.
 
-    A group that is the user's own, of the same name and with nobody else in it, counts as the user.
+    The user's private group (same name as the user, no other members) counts as the user.
     """
     if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o002:
         return True
@@ -216,6 +224,7 @@ def others_may_write(found: os.stat_result) -> bool:
 
 
 def _remove_unused(folder: Path) -> None:
+    """Delete kernels that were not used for ``_UNUSED_DAYS``; at most once a day."""
     stamp = folder / "looked"
     if stamp.exists() and time.time() - stamp.stat().st_mtime < 86400:
         return

@@ -1,67 +1,85 @@
-"""The error tree of the trainer.
+"""The exceptions of the trainer.
 
 ::
 
     TrainerError
-    ├── DataError          a dataset that cannot be read, or contradicts itself
-    ├── PartitionError     a partition folder that is missing, damaged or of another version
-    ├── SettingsError      arguments that make no sense together; a ValueError too
-    ├── ServiceError       a graph server that failed, refused or did not answer in time
-    │   ├── ServerGone     a graph server that is not there any more
-    │   └── WireError      bytes that are not a message of the graph service
-    ├── CheckpointError    a checkpoint that does not fit this run
-    └── TrainingError      training cannot go on
+    ├── DataError          a dataset cannot be read, or its arrays contradict each other
+    ├── PartitionError     a partition folder is missing, damaged or of another version
+    ├── SettingsError      an argument is invalid, or arguments contradict each other; also a ValueError
+    ├── ServiceError       a graph server failed, refused a request or did not answer in time
+    │   ├── ServerGone     a graph server is gone or cannot be reached
+    │   └── WireError      bytes are not a message of the graph service
+    ├── CheckpointError    a checkpoint does not fit this model or these settings
+    └── TrainingError      training cannot continue
         └── PeerError      another rank is missing, failed, or did not answer in time
 
-Every message says what, where and what to do. ``trainer.cli`` prints it without a traceback
-and exits 1 (2 for SettingsError).
+Every message states what failed, where, and what to do. ``trainer.cli`` prints the message without a traceback and
+exits with status 1 (2 for ``SettingsError``).
 """
 
 from __future__ import annotations
 
 
 class TrainerError(Exception):
-    """Base of all errors a user can cause or can act on."""
+    """Base class of all errors that a user can cause or fix.
 
-    exit_status = 1
+    Bugs are not wrapped: they keep their own type and traceback.
+
+    Example:
+        >>> try:
+        ...     graph = gnnfleet.open("parts")
+        ... except gnnfleet.TrainerError as error:
+        ...     print(error)
+    """
+
+    exit_status = 1  #: exit status of ``python -m trainer``
 
 
 class DataError(TrainerError):
-    """A dataset cannot be read, or its arrays contradict each other."""
+    """A dataset cannot be read, or its arrays contradict each other.
+
+    The message names the file or dataset, the array and the position.
+    """
 
 
 class PartitionError(TrainerError):
-    """A partition folder is missing, damaged, or of another version."""
+    """A partition folder is missing, damaged or of another version, or a graph cannot be partitioned as requested.
+
+    ``python -m trainer verify FOLDER`` lists everything that is wrong with a folder.
+    """
 
 
 class SettingsError(TrainerError, ValueError):
-    """Arguments that make no sense together. A ``ValueError`` too, which torch_geometric's loaders raise for such."""
+    """An argument, option or environment variable is invalid, or arguments contradict each other.
+
+    Also a ``ValueError``, because the loaders of torch_geometric raise that for invalid arguments.
+    """
 
     exit_status = 2
 
 
 class ServiceError(TrainerError):
-    """A graph server failed, refused, or did not answer before its deadline.
+    """A graph server failed, refused a request, or did not answer before the deadline.
 
-    The message names node_rank, endpoint, part ids and cause.
+    The message names the server's node rank and endpoint, the parts it serves, and the cause.
     """
 
 
 class ServerGone(ServiceError):
-    """A graph server is not there any more, or cannot be reached; another holder of its parts may answer."""
+    """A graph server is gone or cannot be reached; another holder of its parts may answer."""
 
 
 class WireError(ServiceError):
-    """Bytes that are not a message of the graph service, or a value that cannot be sent."""
+    """Received bytes are not a message of the graph service, or a value cannot be sent."""
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint does not fit this model or config."""
+    """A checkpoint cannot be read, or does not fit this model, graph or settings."""
 
 
 class TrainingError(TrainerError):
-    """Training cannot go on, for instance because the loss is no longer a finite number."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class PeerError(TrainingError):
-    """Another rank is missing, failed, or did not answer before its deadline."""
+    """Another rank is missing, failed, or did not answer before the deadline."""

@@ -1,4 +1,4 @@
-"""Files that appear whole: written beside their final name, then renamed."""
+"""Atomic file writes: a temporary file in the same folder, then a rename."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from typing import BinaryIO
 def write_whole(
     path: Path, content: str | bytes | Callable[[BinaryIO], object], *, mode: int = 0o666, sync: bool = False
 ) -> None:
-    """Replace ``path``; readers see the old content or the new one, and an error leaves the old one.
+    """Replace ``path`` atomically: readers see the old content or the new one, and an error leaves the old one.
 
-    content: text in UTF-8, bytes, or what writes to the open file; mode: of the new file, less the umask; sync: wait
-    until content and name are on the disk. Raises ``OSError``.
+    Args:
+        content: text (written as UTF-8), bytes, or a function that writes to the open file.
+        mode: permissions of the new file, less the umask.
+        sync: wait until content and name are on the disk.
+
+    Raises:
+        OSError: when the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, and had the same number
+    temporary.unlink(missing_ok=True)  # left by a killed process that had the same process id
     try:
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             if callable(content):
@@ -39,7 +44,7 @@ def write_whole(
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a regular file; a pipe or device, which could be waited for, is an ``OSError``."""
+    """Read a regular file. Raises ``OSError`` for other kinds of file: reading a pipe or device could block."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -47,7 +52,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def sync_path(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk. Raises ``OSError``."""
+    """Wait until a file, or the directory entries of a folder, are on the disk. Raises ``OSError``."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

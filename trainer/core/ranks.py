@@ -1,4 +1,4 @@
-"""The ranks of a run: which one this process is, and what all of them agree on, add up and wait for."""
+"""The ranks of a run: this process's rank and world size, and collective calls over all ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-_SETTLE = 10.0  #: seconds the ranks of a run that cannot start wait for each other at most
+_SETTLE = 10.0  #: longest wait in seconds for the other ranks before all ranks raise
 
-_BACKLOG = 4096  #: connections that may wait for rank 0's store
+_BACKLOG = 4096  #: listen backlog of rank 0's store, in connections
 
-#: How gloo, NCCL and the store say that another process is gone or silent.
+#: Error texts of gloo, NCCL and the store for a process that is gone or does not answer.
 _PEER_GONE = re.compile(
     r"gloo|Connection (closed|reset)|Broken pipe|NCCL|monitoredBarrier|Timed out|wait timeout", re.I
 )
@@ -36,7 +36,25 @@ _PEER_GONE = re.compile(
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which process of a run this is; the defaults are a single process without torchrun."""
+    """Rank, world size and rendezvous address of this process, as torchrun sets them.
+
+    The defaults describe a single process that was started without torchrun.
+
+    Args:
+        rank: rank of this process in the run, from 0 (RANK).
+        world_size: number of processes in the run (WORLD_SIZE).
+        local_rank: rank among the processes of this node (LOCAL_RANK).
+        local_world_size: number of processes on this node (LOCAL_WORLD_SIZE).
+        node_rank: rank of this node in the run (NODE_RANK, else GROUP_RANK).
+        master_addr: host name or address of the rendezvous (MASTER_ADDR).
+        master_port: port of the rendezvous (MASTER_PORT).
+        host: host name of this machine, for messages.
+
+    Example:
+        >>> ranks = gnnfleet.Ranks.from_env(os.environ)
+        >>> if ranks.rank == 0:
+        ...     print(f"{ranks.world_size} processes")
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -49,12 +67,24 @@ class Ranks:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Ranks:
-        """Read RANK, WORLD_SIZE, … ; a single process when none is set. Raises ``SettingsError``."""
+        """Read the environment variables that torchrun sets.
+
+        Args:
+            environ: the environment, usually ``os.environ``.
+
+        Returns:
+            The ranks of this process; a single process when neither RANK nor WORLD_SIZE is set.
+
+        Raises:
+            SettingsError: when a variable is missing or not a whole number, or RANK is not below WORLD_SIZE.
+        """
         if "RANK" not in environ and "WORLD_SIZE" not in environ:
             return cls(node_rank=_number(environ, "NODE_RANK"), host=socket.gethostname())
         missing = [name for name in _NEEDED if not environ.get(name)]
         if missing:
-            raise SettingsError(f"{', '.join(missing)} not set; start the trainer by torchrun, or without RANK")
+            raise SettingsError(
+                f"{', '.join(missing)} not set; start the trainer with torchrun, or unset RANK and WORLD_SIZE"
+            )
         ranks = cls(
             rank=_number(environ, "RANK"),
             world_size=_number(environ, "WORLD_SIZE"),
@@ -75,22 +105,42 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that work together, as a process group on CPU tensors; without others nothing is communicated.
+    """The ranks that train together, with collective calls on CPU values over a gloo process group.
 
-    Every method is a collective call: all ranks of the group must make it, in the same order.
+    Every method is a collective call: all ranks of the group must make the same calls in the same order. In a group of
+    one rank no method communicates.
+
+    Args:
+        ranks: rank and world size of this process.
+        device: device that this rank trains on.
+        timeout: longest time in seconds that a collective call may take.
+        gradients: process group for gradients; None: the default process group.
+        members: ranks that are left of the run, ascending; None: all ranks.
+        generation: how often ranks have left ``members``.
+        group: gloo process group of the collective calls; None: the default process group.
+
+    Example:
+        >>> group = gnnfleet.RankGroup.of_process(gnnfleet.Ranks.from_env(os.environ))
+        >>> correct, seen = group.sum(torch.tensor([correct, seen])).tolist()
     """
 
     ranks: Ranks
     device: torch.device = torch.device("cpu")
-    timeout: float = 120.0  #: seconds any collective may take
-    gradients: Any = None  #: process group for gradients; None: the default one
-    members: tuple[int, ...] | None = None  #: ranks that are left of the run, ascending; None: all
-    generation: int = 0  #: of ``members``: how often some have left
-    group: Any = None  #: gloo process group; None: the default one
+    timeout: float = 120.0
+    gradients: Any = None
+    members: tuple[int, ...] | None = None
+    generation: int = 0
+    group: Any = None
 
     @classmethod
     def of_process(cls, ranks: Ranks) -> RankGroup:
-        """The ranks of an initialized torch.distributed, whatever its backend; else this rank alone. Collective."""
+        """Return the group of all ranks of the initialised ``torch.distributed``; without it, this rank alone.
+
+        A collective call when the backend of the default process group is not gloo: it creates a gloo group.
+
+        Args:
+            ranks: rank and world size of this process; those of ``torch.distributed`` replace them.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return cls(ranks, members=(ranks.rank,))
         group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -98,34 +148,56 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """This process's place in the group; ``ranks.rank`` is its number in the run, which messages name."""
+        """Rank of this process within the group. Messages name ``ranks.rank``, its rank in the run."""
         return self.ranks.rank if self.members is None else self.members.index(self.ranks.rank)
 
     @property
     def size(self) -> int:
+        """Number of ranks in the group."""
         return self.ranks.world_size if self.members is None else len(self.members)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over ranks of a CPU tensor, in place; the same on every rank."""
+        """Sum a CPU tensor over all ranks, in place, and return it."""
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's ``value``, by rank, on every rank: scalars, texts, and lists, tuples and dicts of them."""
+        """Return every rank's ``value``, in rank order, on every rank.
+
+        Args:
+            value: None, a scalar, str or bytes, or lists, tuples and dicts of these.
+
+        Raises:
+            PeerError: when the bytes of another rank cannot be decoded.
+        """
         if self.size == 1:
             return [value]
         return gather_values(value, self.group)
 
     def from_first(self, value: T) -> T:
-        """Rank 0's ``value``, as ``gather`` takes it or with tensors, on every rank."""
+        """Return the ``value`` of the group's first rank on every rank.
+
+        Args:
+            value: as in ``gather``, but may contain tensors; ignored on the other ranks.
+
+        Raises:
+            PeerError: when the bytes of the first rank cannot be decoded.
+        """
         return value if self.size == 1 else broadcast_value(value, self.group)
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Do ``work``, which must not communicate with other ranks, on every rank; if it fails on one, all raise.
+        """Call ``work`` on every rank, and raise on all ranks if it raises on one.
 
-        The failing ranks raise what they failed by, be it memory, a device or a bug, the others a ``PeerError`` that
-        names the first of them.
+        Args:
+            work: a function without arguments that must not communicate with other ranks.
+
+        Returns:
+            What ``work`` returned on this rank.
+
+        Raises:
+            PeerError: when ``work`` failed on other ranks only; names the first of them and its error.
+            Exception: whatever ``work`` raised on this rank.
         """
         result: T | None = None
         error: Exception | None = None
@@ -138,7 +210,7 @@ class RankGroup:
         except Exception as lost:
             if error is None:
                 raise
-            raise error from lost  # a rank without memory may fail at this too
+            raise error from lost  # a rank that is out of memory may fail in ``gather`` as well
         if any(failures):
             self.settle()
         if error is not None:
@@ -148,16 +220,20 @@ class RankGroup:
         return result  # type: ignore[return-value]
 
     def settle(self) -> None:
-        """Before all ranks raise: wait until each has read the last answer, ten seconds at most.
+        """Wait, at most ten seconds, until every rank has received the last answer. Called before all ranks raise.
 
-        A process that ended before that would be a lost peer to the others, and its reason lost with it.
+        If a process ended earlier, the others would report a lost connection instead of its error.
         """
         if self.size > 1:
-            with suppress(RuntimeError):  # a rank that does not come: the caller has the better reason
+            with suppress(RuntimeError):  # a missing rank: the error that the caller is about to raise says more
                 dist.monitored_barrier(self.group, timedelta(seconds=min(self.timeout, _SETTLE)))
 
     def barrier(self) -> None:
-        """Wait for all ranks; raises ``RuntimeError`` naming those that do not come within the deadline."""
+        """Wait for all ranks.
+
+        Raises:
+            RuntimeError: when ranks do not arrive within ``timeout`` seconds; names them.
+        """
         if self.size > 1:
             dist.monitored_barrier(self.group, timedelta(seconds=self.timeout), wait_all_ranks=True)
 
@@ -167,9 +243,9 @@ def _in_words(error: Exception) -> str:
 
 
 def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.device:
-    """``cuda:LOCAL_RANK`` where this node has a device for each of its processes, else the CPU.
+    """Return ``cuda:LOCAL_RANK`` when this node has a CUDA device for each of its processes, else the CPU.
 
-    Raises ``SettingsError`` when devices were given (CUDA_VISIBLE_DEVICES) but too few.
+    Raises ``SettingsError`` when CUDA_VISIBLE_DEVICES names fewer devices than processes.
     """
     devices = torch.cuda.device_count()
     if devices >= ranks.local_world_size:
@@ -177,18 +253,18 @@ def pick_device(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> torch.
     if devices and environ.get("CUDA_VISIBLE_DEVICES"):
         raise SettingsError(
             f"node{ranks.node_rank} ({ranks.host}): {ranks.local_world_size} processes share {devices} CUDA devices; "
-            "give one device per process, or none"
+            "list one device per process in CUDA_VISIBLE_DEVICES, or none"
         )
     return torch.device("cpu")
 
 
 @contextmanager
 def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float) -> Iterator[RankGroup]:
-    """Yield the group of all ranks (gloo; NCCL for gradients where all have CUDA), and destroy it at the end.
+    """Create the process group of all ranks (gloo; NCCL for gradients if all have CUDA), and destroy it at the end.
 
-    After an exception the group stays open until the process ends: closing it would reach the
-    others before this rank has given its reason. Raises ``PeerError`` when a rank does not come or
-    is lost later, and ``SettingsError`` for NCCL without CUDA.
+    After an exception the group stays open until the process ends: the other ranks would notice the closed connections
+    before this rank has reported its error. Raises ``PeerError`` when a rank does not connect or is lost later, and
+    ``SettingsError`` for NCCL without a CUDA device.
     """
     check_backend(ranks, device, backend)
     if ranks.world_size == 1:
@@ -205,20 +281,23 @@ def join_ranks(ranks: Ranks, device: torch.device, backend: str, timeout: float)
 
 
 def says_peer_gone(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised this because another process is gone or silent."""
+    """Return whether torch.distributed raised ``error`` because another process is gone or does not answer."""
     return _PEER_GONE.search(str(error)) is not None
 
 
 def lost_peer(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    """The error of a rank that has lost another one."""
+    """Return the error to raise on a rank that lost the connection to another rank."""
     return PeerError(
-        f"{ranks} lost another rank, or waited {timeout:g} s in vain; the first failure of the run says why "
-        f"({str(error).splitlines()[0]})"
+        f"{ranks} lost another rank, or got no answer within {timeout:g} s; see the first failure of the run for the "
+        f"cause ({str(error).splitlines()[0]})"
     )
 
 
 def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
-    """Make the rank's CUDA device, if it has one, the current one. Raises ``SettingsError`` for NCCL without CUDA."""
+    """Check ``backend`` against ``device``, and make a CUDA device the current one.
+
+    Raises ``SettingsError`` for NCCL without a CUDA device.
+    """
     if backend == "nccl" and device.type != "cuda":
         raise SettingsError(f"backend nccl needs a CUDA device, and {ranks} has none; use auto or gloo")
     if device.type == "cuda":
@@ -226,8 +305,10 @@ def check_backend(ranks: Ranks, device: torch.device, backend: str) -> None:
 
 
 def patience(timeout: float, environ: Mapping[str, str] = os.environ) -> float:
-    """Seconds that the ranks' first meeting may take. In a run a rank comes to it once its node's graph server, which
-    may have kernels to compile, is ready: GNNFLEET_START_TIMEOUT."""
+    """Return the timeout of the first rendezvous in seconds: ``timeout``, or GNNFLEET_START_TIMEOUT if larger.
+
+    In a run, a rank arrives only when its node's graph server is ready, which may have to compile kernels first.
+    """
     return max(timeout, float(environ.get("GNNFLEET_START_TIMEOUT") or 0))
 
 
@@ -244,11 +325,10 @@ def _meet(ranks: Ranks, timeout: float) -> None:
 
 
 def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
-    """The run's store: torchrun's, which is the lead node's agent's, or else the one that rank 0 holds.
+    """Connect to the key-value store of the run: torchrun's on the lead node, or else one that rank 0 creates.
 
-    Rank 0's listens on MASTER_ADDR alone where that is an address of this host: whoever reaches a store may write to
-    it.
-    Raises ``PeerError``.
+    A store has no authentication, so rank 0 listens on MASTER_ADDR only, if that is an address of this host. Raises
+    ``PeerError`` when the store cannot be reached.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listener = None if of_agent or ranks.rank else _listener(ranks.master_addr, ranks.master_port)
@@ -263,8 +343,11 @@ def run_store(ranks: Ranks, timeout: float, *, wait_for_workers: bool) -> Store:
 
 
 def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens on ``address`` alone. None, for all addresses, where it is a name, which other hosts may
-    resolve to another of them, stands for this host (NAT), or is in use, which the store itself reports."""
+    """Return a socket that listens on ``address`` only, or None to let the store listen on all addresses.
+
+    None when ``address`` is a host name, which other hosts may resolve to another address of this host, or is not an
+    address of this host (NAT), or when the port is in use, which the store itself reports.
+    """
     try:
         literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
         return socket.create_server(
@@ -275,18 +358,18 @@ def _listener(address: str, port: int) -> socket.socket | None:
 
 
 def not_met(ranks: Ranks, timeout: float, error: Exception) -> PeerError:
-    """The error of a rank that did not meet the others within ``timeout`` seconds."""
+    """Return the error to raise on a rank that did not connect to the others within ``timeout`` seconds."""
     where = f"{ranks.master_addr}:{ranks.master_port}"
     return PeerError(
-        f"{ranks} could not meet the other {ranks.world_size - 1} ranks at {where} within {timeout:g} s: "
-        f"{str(error).splitlines()[0]}. Look whether all nodes have started, whether {where} can be reached "
-        f"from this host, and whether GLOO_SOCKET_IFNAME ({os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) "
-        "is the interface the nodes share"
+        f"{ranks} could not connect to the other {ranks.world_size - 1} ranks at {where} within {timeout:g} s: "
+        f"{str(error).splitlines()[0]}. Check that all nodes have started, that {where} can be reached "
+        f"from this host, and that GLOO_SOCKET_IFNAME ({os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) "
+        "names the interface of the network that the nodes share"
     )
 
 
 def gradient_group(device: torch.device, backend: str, size: int, timeout: float) -> Any:
-    """The process group for gradients: NCCL's where all ranks have CUDA; None: the default one."""
+    """Return the process group for gradients: a NCCL group if all ranks have CUDA, else None for the default group."""
     kinds = gather_values(device.type) if size > 1 else [device.type]
     if backend == "gloo" or (backend == "auto" and set(kinds) != {"cuda"}):
         return None

@@ -1,4 +1,4 @@
-"""How a process gets at what other hosts hold: waiting, copies kept here, rounding on the way."""
+"""Settings for access to other hosts' parts: server wait, topology, row cache, rounding of rows on the wire."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Topology = Literal["partitioned", "replicated"]
 
 WireRows = Literal["stored", "float16", "int8"]
 
-SERVER_WAIT = 60.0  #: seconds a lost server may take to come back when nobody else has its parts
+SERVER_WAIT = 60.0  #: seconds to wait for a lost graph server when no other host has its parts
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(%|B|KB|MB|GB|TB)", re.IGNORECASE)
 
@@ -23,26 +23,26 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How many rows of other hosts a host keeps: a share of them, or bytes."""
+    """Size of the cache for rows of other hosts: a share of those rows, or a number of bytes."""
 
-    share: float = 0.0  #: of all remote rows, 0 to 1
-    bytes: int | None = None  #: instead of a share
+    share: float = 0.0  #: share of all remote rows, 0 to 1; ignored when ``bytes`` is set
+    bytes: int | None = None  #: size in bytes
 
     @classmethod
     def parse(cls, text: str) -> CacheSize:
-        """``10%``, ``512MB``, or ``0`` for none. Raises ``SettingsError``."""
+        """Parse ``10%``, ``512MB``, or ``0`` for no cache. Raises ``SettingsError``."""
         if text.strip() in ("0", "none"):
             return cls()
         found = _SIZE.fullmatch(text.strip())
         if found is None:
             raise SettingsError(
-                f"{text!r} is no size of a cache; write a share of the remote rows (10%), a size (512MB), or 0"
+                f"{text!r} is not a cache size; write a share of the remote rows (10%), a size (512MB), or 0"
             )
         number, unit = float(found[1]), found[2].upper()
         if unit != "%":
             return cls(bytes=int(number * _UNITS[unit]))
         if number > 100:
-            raise SettingsError(f"a cache of {text} of the remote rows; the most there is is 100%")
+            raise SettingsError(f"cache size {text} of the remote rows is too large; the maximum is 100%")
         return cls(share=number / 100)
 
     def __str__(self) -> str:
@@ -51,16 +51,16 @@ class CacheSize:
 
 @dataclass(frozen=True)
 class RemoteAccess:
-    """The same on every rank of a run."""
+    """Settings for access to other hosts' parts; equal on every rank of a run."""
 
-    server_wait: float = SERVER_WAIT  #: seconds a lost graph server may take to come back
-    topology: Topology = "partitioned"  #: replicated: the edges of all parts are on this host, so only rows travel
-    cache: CacheSize = CacheSize(share=0.1)
-    wire_rows: WireRows = "stored"  #: what floating-point rows are rounded to on their way
+    server_wait: float = SERVER_WAIT  #: seconds to wait for a lost graph server
+    topology: Topology = "partitioned"  #: replicated: this host has the edges of all parts and requests only rows
+    cache: CacheSize = CacheSize(share=0.1)  #: size of the cache for rows of other hosts
+    wire_rows: WireRows = "stored"  #: type that floating-point rows are rounded to on the wire; stored: not rounded
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> RemoteAccess:
-        """What the launcher tells every process of a run. Raises ``SettingsError``."""
+        """Read the GNNFLEET_ variables that the launcher sets for every process. Raises ``SettingsError``."""
         return cls(
             server_wait=float(environ.get("GNNFLEET_SERVER_WAIT") or cls.server_wait),
             topology=cast(Topology, _one_of(environ, "GNNFLEET_TOPOLOGY", get_args(Topology))),

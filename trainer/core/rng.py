@@ -1,4 +1,4 @@
-"""Counter-based random numbers: every draw is a hash of its purpose; there is no state.
+"""Counter-based random numbers without state: every draw is a hash of its key and index.
 
 The mixer is the finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom
 Number Generators", OOPSLA 2014).
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 @numba.njit(inline="always")
 def mix(z: Any) -> Any:
-    """SplitMix64's finalizer on a uint64."""
+    """Apply SplitMix64's finalizer to a uint64."""
     z = (z ^ (z >> _S30)) * _MUL1
     z = (z ^ (z >> _S27)) * _MUL2
     return z ^ (z >> _S31)
@@ -33,42 +33,42 @@ def mix(z: Any) -> Any:
 
 @numba.njit(inline="always")
 def node_key(batch: Any, orig_id: Any) -> Any:
-    """Key of one node's draws within a batch; ``orig_id`` is its original id."""
+    """Return the uint64 key of one node's draws within a batch; ``orig_id`` is the node's original id."""
     return mix(batch ^ mix(np.uint64(orig_id) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def tree_key(node: Any, tree: Any) -> Any:
-    """Key of a node's draws within one tree of a disjoint batch; ``node`` is its ``node_key``."""
+    """Return the uint64 key of a node's draws within one tree of a disjoint batch; ``node`` is its ``node_key``."""
     return mix(node ^ mix(np.uint64(tree) + GOLDEN))
 
 
 @numba.njit(inline="always")
 def draw(key: Any, i: Any, bound: Any) -> Any:
-    """The i-th draw under ``key``, uniform in [0, bound) for bound < 2**31 (bias below 2**-32 * bound)."""
+    """Return the i-th draw under ``key``: int64, uniform in [0, bound), bound < 2**31 (bias below 2**-32 * bound)."""
     high = mix(key + np.uint64(i) * GOLDEN) >> _S32
     return np.int64((high * np.uint64(bound)) >> _S32)
 
 
 @numba.njit(inline="always")
 def fraction(z: Any) -> Any:
-    """A uint64 as a number in [0, 1), by its upper 53 bits."""
+    """Map a uint64 to a float64 in [0, 1) by its upper 53 bits."""
     return float(z >> _S11) / 9007199254740992.0
 
 
 def fractions(z: Any) -> npt.NDArray[np.float64]:
-    """``fraction`` of each of an array of uint64, outside kernels."""
+    """Apply ``fraction`` to an array of uint64, outside kernels."""
     return np.asarray(z >> _S11, np.float64) / 9007199254740992.0
 
 
 def hashed(z: Any) -> Any:
-    """``mix`` outside kernels, for a numpy uint64 or an array of them."""
+    """Apply ``mix`` to a numpy uint64 or an array of uint64, outside kernels."""
     with np.errstate(over="ignore"):
         return mix.py_func(z)
 
 
 def batch_key(seed: int, stream: int, epoch: int, step: int) -> int:
-    """uint64 key of one global batch; ``stream`` tells training from each evaluation split."""
+    """Return the uint64 key of one global batch; ``stream`` differs between training and each evaluation split."""
     key = 0
     for word in (seed, stream, epoch, step):
         key = int(hashed(np.uint64(((key ^ (word & _MASK)) + int(GOLDEN)) & _MASK)))
@@ -76,5 +76,5 @@ def batch_key(seed: int, stream: int, epoch: int, step: int) -> int:
 
 
 def shuffled(n: int, key: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(n): int64 [n], the order of hashed positions."""
+    """Return a permutation of range(n), int64 [n], drawn under the uint64 ``key``."""
     return np.argsort(hashed(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN + np.uint64(key)), kind="stable")

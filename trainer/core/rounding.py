@@ -1,12 +1,12 @@
 """Rounds floating-point rows to float16, or to int8 with one float32 scale per row.
 
-An int8 row is ``code * scale``: the scale is the largest absolute value of the row / 127, a code the nearest whole
-number to value / scale, so a value is off by half a scale at most (beside float32's own rounding). A row of zeros has
-the scale 0. To round what has been rounded changes nothing: the same codes and scales come out again. All arithmetic
-is float32; other dtypes are converted a few rows at a time.
+An int8 row is ``code * scale``. The scale is the largest absolute value of the row / 127, and a code is the whole
+number nearest to value / scale, so the error of a value is at most half a scale (besides float32's own rounding). A row
+of zeros has the scale 0. Rounding is idempotent: rounded rows give the same codes and scales again. All arithmetic is
+float32; other dtypes are converted a few rows at a time.
 
-What cannot be held is refused (``Unroundable``): in int8 a row with inf or NaN, in float16 a number that would
-become infinite (65520 and more); inf and NaN themselves stay what they are in float16.
+Rows that a form cannot represent raise ``Unroundable``: for int8 a row with inf or NaN, for float16 a finite number
+that would become infinite (absolute value 65520 or more). inf and NaN are kept in float16.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from trainer.core.compiled import njit
 from trainer.core.errors import DataError
 from trainer.core.remote_settings import WireRows
 
-_ROWS_BYTES = 1 << 20  #: of float32, converted at once
+_ROWS_BYTES = 1 << 20  #: bytes of float32 that are converted at once
 
 _SINGLE = np.dtype(np.float32)
 
-_NEVER = frozenset({"y"})  #: labels
+_NEVER = frozenset({"y"})  #: attributes that are never rounded: labels
 
 _NO_SIGN = np.uint32(0x7FFFFFFF)
 
-_INF = np.uint32(0x7F800000)  # float32's bits
+_INF = np.uint32(0x7F800000)  # float32 bits of infinity
 
-_HALF_INF_FROM = np.uint32(0x477FF000)  # 65520, which rounds to float16's infinity
+_HALF_INF_FROM = np.uint32(0x477FF000)  # float32 bits of 65520, which rounds to float16's infinity
 
-_HALF_NORMAL_FROM = np.uint32(0x38800000)  # 2**-14
+_HALF_NORMAL_FROM = np.uint32(0x38800000)  # float32 bits of 2**-14, the smallest normal float16
 
-_HALF_STEP = np.float32(2**24)  # 1 / the smallest float16
+_HALF_STEP = np.float32(2**24)  # 1 / the smallest positive float16
 
-_REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, and just below half of float16's last place
+_REBIAS = np.uint32(0xC8000FFF)  # (15 - 127) << 23, plus just below half a unit in float16's last place
 
 
 class Unroundable(DataError):
-    """A row that a form cannot hold."""
+    """A row cannot be represented in int8 or float16; ``row`` is its number and ``why`` the reason."""
 
     def __init__(self, row: int, why: str):
         super().__init__(f"row {row} {why}")
@@ -52,9 +52,9 @@ class Unroundable(DataError):
 
 
 def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> bool:
-    """Whether an attribute, [n, …] of ``dtype``, is rounded where ``form`` is asked for.
+    """Return whether an attribute, [n, …] of ``dtype``, is rounded when ``form`` is requested.
 
-    Labels (``y``), 1-d columns and whole numbers are not, nor what would not take fewer bytes.
+    Labels (``y``), 1-d attributes and integers are never rounded, nor are rows that would not become smaller.
     """
     kind = np.dtype(dtype)
     if form == "stored" or kind.kind != "f" or kind.itemsize not in (2, 4, 8) or len(shape) < 2 or name in _NEVER:
@@ -63,7 +63,7 @@ def rounds(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRo
 
 
 def row_bytes(name: str, dtype: npt.DTypeLike, shape: tuple[int, ...], form: WireRows) -> int:
-    """Bytes of one row of an attribute, [n, …] of ``dtype``, on the wire where ``form`` is asked for."""
+    """Return the bytes of one row of an attribute, [n, …] of ``dtype``, on the wire when ``form`` is requested."""
     return _row_bytes(np.dtype(dtype), shape, form if rounds(name, dtype, shape, form) else "stored")
 
 
@@ -73,26 +73,29 @@ def _row_bytes(kind: np.dtype[Any], shape: tuple[int, ...], form: WireRows) -> i
 
 
 def to_int8(rows: Array) -> tuple[Array, Array]:
-    """int8 [n, …] and float32 [n, 1] of floating-point rows. Raises ``Unroundable`` for a row with inf or NaN."""
+    """Round floating-point rows to codes, int8 [n, …], and scales, float32 [n, 1].
+
+    Raises ``Unroundable`` for a row with inf or NaN.
+    """
     codes, scales = slabs.empty(rows.shape, np.int8), np.empty((len(rows), 1), np.float32)
     flat = _flat(codes)
     for at, some in _in_single(rows):
         end = at + len(some)
         wrong = _quantize(read_only(some), read_only(some.view(np.uint32)), flat[at:end], scales[at:end, 0])
         if wrong >= 0:
-            raise Unroundable(at + wrong, "holds inf or NaN, which int8 cannot")
+            raise Unroundable(at + wrong, "holds inf or NaN, which int8 cannot represent")
     return codes, scales
 
 
 def from_int8(codes: Array, scales: Array, dtype: npt.DTypeLike = np.float32) -> Array:
-    """Rows of ``to_int8``: ``dtype`` [n, …]."""
+    """Convert the codes and scales of ``to_int8`` back to rows, ``dtype`` [n, …]."""
     out = slabs.empty(codes.shape, np.float32)
     _scale(read_only(_flat(codes)), read_only(scales), _flat(out))
     return out if np.dtype(dtype) == _SINGLE else slabs.cast(out, dtype)
 
 
 def to_float16(rows: Array) -> Array:
-    """float16 [n, …] of floating-point rows, to nearest. Raises ``Unroundable`` for a number that is too large."""
+    """Round floating-point rows to float16 [n, …], to nearest. Raises ``Unroundable`` for numbers beyond 65504."""
     out = slabs.empty(rows.shape, np.float16)
     flat = _flat(out).view(np.uint16)
     for at, some in _in_single(rows):
@@ -103,29 +106,35 @@ def to_float16(rows: Array) -> Array:
 
 
 def from_float16(rows: Array, dtype: npt.DTypeLike) -> Array:
-    """``dtype`` [n, …] of float16 rows."""
+    """Convert float16 rows to ``dtype`` [n, …]."""
     return slabs.cast(rows, dtype)
 
 
 def _in_single(rows: Array) -> Iterator[tuple[int, Array]]:
-    """Runs of rows as C-contiguous float32 [k, width], with the number of the first; not copied when they are so."""
+    """Yield (number of the first row, C-contiguous float32 [k, width]) for consecutive rows.
+
+    Rows that are C-contiguous float32 already are not copied.
+    """
     flat = _flat(rows)
     step = max(1, _ROWS_BYTES // max(1, flat.shape[1] * _SINGLE.itemsize))
     if flat.dtype == _SINGLE and flat.flags.c_contiguous:
         step = max(1, len(flat))
-    with np.errstate(over="ignore"):  # becomes inf, which is refused
+    with np.errstate(over="ignore"):  # an overflow becomes inf, which the kernels reject
         for at in range(0, len(flat), step):
             yield at, np.ascontiguousarray(flat[at : at + step], np.float32)
 
 
 def _flat(rows: Array) -> Array:
-    """[n, width]."""
+    """Reshape rows to [n, width]."""
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
 @njit()
 def _quantize(rows: Array, bits: Array, codes: Array, scales: Array) -> int:
-    """``bits``: of ``rows``, whose largest is found sooner as whole numbers. The first row that is refused, or -1."""
+    """Fill ``codes`` and ``scales``; return the first row with inf or NaN, or -1.
+
+    ``bits``: the same memory as ``rows``, as uint32. Comparing integers finds the largest value faster.
+    """
     for row in range(rows.shape[0]):
         top = np.uint32(0)
         largest = np.float32(0)
@@ -168,9 +177,9 @@ def _take_scaled(codes: Array, scales: Array, rows: Array, at: Array, out: Array
 
 @njit()
 def _halve(rows: Array, bits: Array, out: Array) -> int:
-    """float16's bits, to nearest, ties to even. The first row that is refused, or -1.
+    """Fill ``out`` with float16 bits, rounded to nearest, ties to even; return the first row that overflows, or -1.
 
-    Numba knows no float16 here, and numpy takes twice as long.
+    Numba has no float16 on the CPU, and numpy takes twice as long. ``bits``: the same memory as ``rows``, as uint32.
     """
     wrong = -1
     for row in range(rows.shape[0]):

@@ -1,7 +1,7 @@
-"""Exchanges rows between ranks by torch.distributed: each rank requests ids, their owners answer.
+"""Exchanges rows between ranks by torch.distributed: each rank requests rows by id, and their owners send them.
 
-Every rank takes part in every call, also one that asks for nothing. Deadlines are those of the
-process group. A single process communicates with nobody.
+The functions are collective calls: every rank takes part, also with an empty request. Timeouts are those of the process
+group. A single process does not communicate.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_waited = [0.0]  # seconds in exchanges, of this process
+_waited = [0.0]  # seconds that this process spent in exchanges
 
 
 def take_waited() -> float:
-    """Seconds this process was exchanging rows, or waiting for ranks that were not ready to, since it last asked."""
+    """Return the seconds spent exchanging rows, waiting for other ranks included, and reset the counter."""
     seconds, _waited[0] = _waited[0], 0.0
     return seconds
 
 
 def group_size(group: Any = None) -> int:
-    """Ranks of a process group (None: the default one); 1 without torch.distributed."""
+    """Return the number of ranks of a process group (None: the default one); 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def group_rank(group: Any = None) -> int:
-    """This process's place in the group; 0 without torch.distributed."""
+    """Return this process's rank in the group; 0 without torch.distributed."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def wire_device(group: Any = None) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Return the device on which the group's backend expects tensors."""
     if dist.is_initialized() and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -43,27 +43,39 @@ def wire_device(group: Any = None) -> torch.device:
 
 @dataclass(frozen=True)
 class Route:
-    """Which ids this rank asks of each rank, and which are asked of it; made by ``plan_route``."""
+    """The ids that this rank requests from each rank, and those that each rank requests from it.
 
-    order: Tensor  #: int64 [n] places of own ids, sorted by owner
-    counts: tuple[int, ...]  #: [ranks] own ids per owner
-    asked: Tensor  #: int64 [m] ids that this rank owns and others (or itself) asked for, by asking rank
-    asked_counts: tuple[int, ...]  #: [ranks] of them per asking rank
-    group: Any = None
+    Made by ``plan_route``.
+    """
+
+    order: Tensor  #: int64 [n], positions in this rank's request, sorted by owner
+    counts: tuple[int, ...]  #: [ranks], number of ids requested from each owner
+    asked: Tensor  #: int64 [m], ids of this rank that were requested (by itself too), in order of requesting rank
+    asked_counts: tuple[int, ...]  #: [ranks], number of ids that each rank requested
+    group: Any = None  #: process group; None: the default one
 
     def fetch(self, answers: Tensor) -> Tensor:
-        """Rows from their owners: give row i for ``asked[i]`` [m, …], get a row for each own id [n, …]."""
+        """Send the requested rows, and return the rows of this rank's own request [n, …].
+
+        ``answers``: [m, …], row i belongs to ``asked[i]``.
+        """
         rows = torch.empty(len(self.order), *answers.shape[1:], dtype=answers.dtype, device=answers.device)
         rows[self.order.to(rows.device)] = _all_to_all(answers, self.asked_counts, self.counts, self.group)
         return rows
 
     def push(self, rows: Tensor) -> Tensor:
-        """Rows to their owners: give a row for each own id [n, …], get row i for ``asked[i]`` [m, …]."""
+        """Send one row for each id of this rank's request [n, …] to its owner, such as a gradient.
+
+        Returns the rows received, [m, …]; row i belongs to ``asked[i]``.
+        """
         return _all_to_all(rows[self.order.to(rows.device)], self.counts, self.asked_counts, self.group)
 
 
 def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
-    """Tell every owner which ids are wanted of it; ids and owners: int64 [n], repeats allowed."""
+    """Send every owner the ids that are requested from it; a collective call.
+
+    ids and owners (ranks): int64 [n], repeats allowed.
+    """
     size = group_size(group)
     order = torch.argsort(owners, stable=True) if size > 1 else torch.arange(len(ids), device=ids.device)
     counts = torch.bincount(owners, minlength=size)
@@ -74,21 +86,22 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
 
 
 def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
-    """The row of each id [n, …]; ``answer`` gives the rows [m, …] of ids that this rank is asked for.
+    """Fetch the row of each id from its owner; a collective call.
 
-    ids and owners (ranks): int64 [n], repeats allowed.
+    ids and owners (ranks): int64 [n], repeats allowed. ``answer`` returns the rows [m, …] of the ids [m] that other
+    ranks request from this one. Returns [n, …].
     """
     route = plan_route(ids, owners, group)
     return route.fetch(answer(route.asked))
 
 
 def _all_to_all(rows: Tensor, counts: tuple[int, ...], into: tuple[int, ...], group: Any) -> Tensor:
-    """Send ``counts[r]`` rows to rank r, in order, and return those received, ``into[r]`` from rank r."""
+    """Send ``counts[r]`` rows to each rank r, in order; return the rows received, ``into[r]`` from each rank r."""
     if len(counts) == 1:
         return rows
     device = wire_device(group)
     width = rows.element_size() * rows.shape[1:].numel()
-    sent = rows.detach().contiguous().to(device).flatten().view(torch.uint8)  # any dtype travels as bytes
+    sent = rows.detach().contiguous().to(device).flatten().view(torch.uint8)  # backends do not support every dtype
     received = torch.empty(sum(into) * width, dtype=torch.uint8, device=device)
     sizes_in, sizes_out = ([count * width for count in side] for side in (into, counts))
     began = time.monotonic()

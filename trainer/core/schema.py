@@ -1,7 +1,7 @@
-"""Names of node and edge types, in memory as torch_geometric writes them and on disk.
+"""Node and edge types, in memory as in torch_geometric, and their names on disk.
 
-A homogeneous graph is one node type ``HOMO_NODE`` and one edge type ``HOMO_EDGE``; whether a graph
-is meant to be heterogeneous is written in its manifest, not guessed from the number of types.
+A homogeneous graph has one node type, ``HOMO_NODE``, and one edge type, ``HOMO_EDGE``. The manifest states whether a
+graph is heterogeneous; the number of types does not decide it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,34 @@ EdgeType = tuple[str, str, str]  #: (source type, relation, target type)
 
 AnyType = NodeType | EdgeType
 
-HOMO_NODE: NodeType = "node"
+HOMO_NODE: NodeType = "node"  #: the node type of a homogeneous graph
 
-HOMO_EDGE: EdgeType = (HOMO_NODE, "to", HOMO_NODE)
+HOMO_EDGE: EdgeType = (HOMO_NODE, "to", HOMO_NODE)  #: the edge type of a homogeneous graph
 
-_WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: type names become folder names, joined by ``__``
+_WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: without ``__``, which joins the words of a type name
 
 
 def type_name(of: AnyType) -> str:
-    """The folder and JSON name: ``paper``, ``author__writes__paper``."""
+    """Return the name of a type in folders and JSON: ``paper``, ``author__writes__paper``."""
     return of if isinstance(of, str) else "__".join(of)
 
 
 def type_of(name: str) -> AnyType:
-    """The type with this folder name. Raises ``DataError`` for a name that is none."""
+    """Parse the name of a node or edge type as folders and JSON files have it.
+
+    Args:
+        name: ``paper`` or ``author__writes__paper``.
+
+    Returns:
+        The node type (str) or the edge type (source type, relation, target type).
+
+    Raises:
+        DataError: when the name has two words or more than three, or a word contains other characters.
+
+    Example:
+        >>> gnnfleet.type_of("author__writes__paper")
+        ('author', 'writes', 'paper')
+    """
     words = name.split("__")
     for word in words:
         check_word(word, name)
@@ -52,7 +66,7 @@ def check_word(word: str, where: str) -> None:
 
 @functools.cache
 def edge_salt(edge_type: EdgeType) -> int:
-    """uint64 that sets the draws of one edge type apart; 0 for a homogeneous graph's."""
+    """Return a uint64 that makes the random draws of edge types independent; 0 for ``HOMO_EDGE``."""
     if edge_type == HOMO_EDGE:
         return 0
     return int.from_bytes(hashlib.sha256(type_name(edge_type).encode()).digest()[:8], "little")

@@ -1,4 +1,4 @@
-"""Reuses large arrays: touching new memory pages takes longer than writing rows into them."""
+"""Reuses the memory of large arrays: page faults of new memory cost more than writing the rows."""
 
 from __future__ import annotations
 
@@ -19,84 +19,87 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 
-LARGE = 1 << 20  #: bytes; smaller arrays come from numpy, whose allocator keeps their memory
+LARGE = 1 << 20  #: bytes; smaller arrays come from numpy, as malloc reuses their memory
 
-KEEP = 1 << 30  #: bytes of free slabs that are kept
+KEEP = 1 << 30  #: largest total size of free slabs in bytes
 
-IDLE = 64  #: slabs that are taken while one lies free, after which it goes: some batches
+IDLE = 64  #: a free slab is released after this many allocations that did not use it (a few batches)
 
-_HUGE = 1 << 22  #: bytes from which on huge pages are asked for, as numpy does
+_HUGE = 1 << 22  #: bytes; larger blocks use huge pages, as in numpy
 
 
 def _own_pages(size: int) -> Array:
-    """Memory outside malloc's heap: it leaves no hole there when it goes, and goes back to the system at once."""
+    """Map anonymous memory, uint8 [size], outside malloc's heap.
+
+    Freeing it leaves no hole in the heap and returns it to the system at once.
+    """
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return np.empty(size, np.uint8)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
 
 
 @dataclass(frozen=True, eq=False)
 class _FreeSlab:
-    """Memory that nobody uses."""
+    """A slab that no array uses."""
 
     memory: Array  #: uint8
-    since: int  #: how many slabs had been taken when it came
+    since: int  #: number of allocations when the slab became free
 
 
 class Slabs:
-    """Memory of arrays that are no more, kept for the next ones. Safe to use from several threads.
+    """Allocates large arrays from the memory of freed ones. Thread-safe.
 
-    An array's memory comes back once nothing refers to it, views and tensors included.
+    The memory of an array becomes free when nothing refers to the array, its views or tensors that share it.
     """
 
     def __init__(self, keep: int = KEEP, make: Callable[[int], Array] = _own_pages):
-        """``make``: new memory of so many bytes, uint8."""
+        """keep: largest total size of free slabs in bytes; make: allocates a slab, uint8 [size]."""
         self._keep, self._make = keep, make
-        self._free: deque[_FreeSlab] = deque()  # appended to by finalizers, which may run anywhere: they take no lock
+        self._free: deque[_FreeSlab] = deque()  # finalizers append without the lock, as they may run in any thread
         self._lock = threading.Lock()
-        self._taken = 0  #: slabs
+        self._allocations = 0
 
     @property
     def free_bytes(self) -> int:
-        """Of slabs that nobody uses."""
+        """Total size of the free slabs in bytes."""
         return sum(len(one.memory) for one in tuple(self._free))
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """As ``np.empty``."""
+        """Allocate an uninitialised array, as ``np.empty`` does."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if size < LARGE:
             return np.empty(shape, kind)
-        slab = self._take(_rounded(size))
+        slab = self._allocate(_rounded(size))
         lease = (ctypes.c_ubyte * len(slab)).from_buffer(slab.data)
         returning = weakref.finalize(lease, self._give_back, slab)
         returning.atexit = False
-        return np.asarray(lease)[:size].view(kind).reshape(shape)  # ``lease`` lives as long as they do
+        return np.asarray(lease)[:size].view(kind).reshape(shape)  # the array and its views keep ``lease`` alive
 
-    def _take(self, size: int) -> Array:
-        """The free slab that fits best, else a new one in place of one that is a little smaller.
+    def _allocate(self, size: int) -> Array:
+        """Return the smallest free slab of ``size`` to twice ``size`` bytes, or else a new slab.
 
-        So there are about as many slabs as arrays of that size at once, however their sizes change. Slabs that nobody
-        has wanted for long are let go.
+        A new slab replaces a free one of at least half its size, so the number of slabs stays at about the number of
+        arrays in use, even if their sizes change. Slabs that were free for ``IDLE`` allocations are released.
         """
         with self._lock:
-            self._taken += 1
-            free = list(self._all_free())
+            self._allocations += 1
+            free = list(self._drain_free())
             fitting = [one for one in free if size <= len(one.memory) <= 2 * size]
             smaller = [one for one in free if size // 2 <= len(one.memory) < size]
             chosen = min(fitting, key=_size) if fitting else max(smaller, key=_size, default=None)
-            self._free.extend(one for one in free if one is not chosen and self._taken - one.since < IDLE)
+            self._free.extend(one for one in free if one is not chosen and self._allocations - one.since < IDLE)
         if chosen is not None and len(chosen.memory) >= size:
             return chosen.memory
-        del free, fitting, smaller, chosen  # before the new one is made
+        del free, fitting, smaller, chosen  # releases the smaller slab before the new one is allocated
         return self._make(size)
 
-    def _all_free(self) -> Iterator[_FreeSlab]:
-        """Taken out."""
+    def _drain_free(self) -> Iterator[_FreeSlab]:
+        """Remove and yield every free slab."""
         while True:
             try:
                 yield self._free.popleft()
@@ -104,11 +107,11 @@ class Slabs:
                 return
 
     def _give_back(self, slab: Array) -> None:
-        self._free.append(_FreeSlab(slab, self._taken))
+        self._free.append(_FreeSlab(slab, self._allocations))
         while self.free_bytes > self._keep:
             try:
                 self._free.popleft()
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread removed the last slab
                 return
 
 
@@ -117,7 +120,7 @@ def _size(one: _FreeSlab) -> int:
 
 
 def _rounded(size: int) -> int:
-    """Up to a 32nd more, so that arrays of about one size use each other's memory."""
+    """Round a size up by at most 1/32, so that arrays of similar size can reuse each other's slabs."""
     step = 1 << (size.bit_length() - 6)
     return -(-size // step) * step
 
@@ -126,7 +129,7 @@ _slabs = Slabs()
 
 
 def use_pinned() -> None:
-    """From now on slabs are page-locked, so that a GPU copies from them while the processor goes on."""
+    """Allocate page-locked slabs from now on, from which a GPU can copy asynchronously."""
     global _slabs
     _slabs = _pinned
 
@@ -141,19 +144,19 @@ _pinned = Slabs(make=_page_locked)
 
 
 def cast(array: Array, dtype: npt.DTypeLike) -> Array:
-    """As ``array.astype(dtype, order="C")``: a copy, whatever the dtype was."""
+    """Copy an array to ``dtype`` in C order, as ``array.astype(dtype, order="C")`` does."""
     out = empty(array.shape, dtype)
     np.copyto(out, array, casting="unsafe")
     return out
 
 
 def empty(shape: tuple[int, ...] | int, dtype: Any) -> Array:
-    """As ``np.empty``; large arrays from this process's slabs."""
+    """Allocate an uninitialised array as ``np.empty`` does, large ones from this process's slabs."""
     return _slabs.empty((shape,) if isinstance(shape, int) else shape, dtype)
 
 
 def glibc() -> ctypes.CDLL | None:
-    """None with other C libraries (musl has no mallopt) and systems."""
+    """Return the C library if it is glibc, else None: other libraries (musl) have no mallopt."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
@@ -161,21 +164,21 @@ def glibc() -> ctypes.CDLL | None:
 
 
 def give_back_freed_memory() -> None:
-    """Return to the system what lies free between blocks in use: after work that is not done again soon."""
+    """Return free heap memory to the system. Call it after work that is not repeated soon."""
     if (libc := glibc()) is not None:
         libc.malloc_trim(0)
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  #: of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  #: mallopt parameters from glibc's malloc.h
 
-_KEEP = 2**31 - 1  #: bytes free at the end of the heap above which they are returned, the most mallopt takes
+_KEEP = 2**31 - 1  #: trim threshold of the heap in bytes, the largest that mallopt accepts
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's malloc neither map large blocks one by one nor return them when free; whether that is done.
+    """Stop glibc's malloc from mapping large blocks separately and from returning freed ones to the system.
 
-    Arrays of a step are some ten to a hundred MiB each. Mapped, each costs a page fault per 4 KiB in every step, which
-    took as long as a third of the step itself. Other C libraries and systems are left as they are.
+    Arrays of a training step have tens of MiB each. Mapped separately, they cost a page fault per 4 KiB in every step,
+    a third of the step's time in a measurement. Returns whether it worked; other C libraries are left unchanged.
     """
     libc = glibc()
     if libc is None:

@@ -63,20 +63,33 @@ def open(
 ) -> Graph:  # fmt: skip
     """Open a partitioned graph for this process.
 
+    The parts of this host are memory-mapped; other parts are read through the graph servers that ``cluster`` lists.
+    Rank and world size are those of torchrun's environment variables, or of the initialized process group.
+
     Args:
-        path: partition folder; default: that of the run which launch.py started.
-        part: part id or ids to read from this folder; default: this node's in ``cluster``, or all.
-        cluster: ``cluster.json`` that says where the other parts are served; default: GNNFLEET_CLUSTER.
-        node_rank: this node's in ``cluster``; default: NODE_RANK or GROUP_RANK.
-        key_file: of an encrypted service; default: GNNFLEET_SERVICE_KEY.
-        deadline: seconds that any request may take.
+        path: Partition folder. Default: the folder of the run that started this process (``GNNFLEET_PARTS``).
+        part: Id or ids of the parts to open from ``path``. Default: the parts that ``cluster`` assigns to this node, or
+            all parts without ``cluster``.
+        cluster: ``cluster.json``, which lists the graph servers of the other parts. Default: ``GNNFLEET_CLUSTER``.
+        node_rank: Rank of this node in ``cluster``. Default: ``NODE_RANK`` or ``GROUP_RANK``.
+        key_file: Key file of an encrypted graph service. Default: ``GNNFLEET_SERVICE_KEY``.
+        deadline: Seconds that one request to another host may take.
 
-    Besides loaders the graph serves what a script asks its ``data``: ``metadata()``, ``node_types``,
-    ``edge_types``, ``num_nodes``, ``num_edges``, ``num_features``, ``num_classes``.
+    Returns:
+        The opened graph. Close it, or use it in a ``with`` statement.
 
-    Rank and world size are torchrun's, or those of the initialized process group. Raises
-    ``SettingsError`` without a path outside a run and for a file or data in memory, ``PartitionError``
-    for a folder or part that is missing or damaged, and ``ServiceError`` for a host that does not answer.
+    Raises:
+        SettingsError: ``path`` is missing outside a run, is a file, or is a graph in memory.
+        PartitionError: The folder or a part is missing or damaged, or a part is neither opened here nor served.
+        ServiceError: Another host does not answer within ``deadline``.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        with gf.open("parts") as graph:
+            print(graph.num_nodes, graph.num_features, graph.num_classes)
+        ```
     """
     from trainer.graph.environment import open_any
 
@@ -87,20 +100,35 @@ def connect(
     endpoint: str | Sequence[str] | None = None, key: str | Path | None = None, *, deadline: float = 60.0,
     name: str = "notebook",
 ) -> Graph:  # fmt: skip
-    """Open the graph that graph servers hold, without a part of it here: for notebooks and remote inference.
+    """Open a graph through graph servers, from a process that holds no part of it.
+
+    Notebooks and remote inference use this function. All loaders accept the graph and yield the same batches as on the
+    servers' hosts. A server makes each batch; ``prefetch`` is the number of batches requested ahead. Rank and world
+    size are as in ``open``.
 
     Args:
-        endpoint: ``tcp://host:port`` of a server, or several; default: those that the key file names. The other
-            servers of the cluster are learnt from the first one that answers.
-        key: key file (``gnnfleet serve key NAME -o FILE``), mode 0600; None where the servers do not encrypt.
-        deadline: seconds that any request may take, and that the servers may stay away.
-        name: what ``serve status`` calls this process.
+        endpoint: ``tcp://host:port`` of one or several graph servers. Default: the endpoints in the key file. The first
+            server that answers reports the other servers of its cluster.
+        key: Key file with mode 0600, written by ``gnnfleet serve key NAME -o FILE``. None if the servers do not
+            encrypt.
+        deadline: Seconds that one request may take, and seconds to wait for servers that are lost.
+        name: Name of this process in the output of ``gnnfleet serve status``.
 
-    All loaders work on it, with the same batches as anywhere; each batch is made by a server, the batches under way
-    (``prefetch``) at once. Close the graph, or use it in a ``with`` statement. Rank and world size are as in ``open``.
+    Returns:
+        The opened graph. Close it, or use it in a ``with`` statement.
 
-    Raises ``SettingsError`` for what is no endpoint, and ``ServiceError`` naming the server and the cause when none
-    can be reached, the key is not admitted, or what answers there is no graph server.
+    Raises:
+        SettingsError: An endpoint is not ``tcp://host:port``, or neither ``endpoint`` nor the key file has one.
+        ServiceError: No server can be reached, the key is not admitted, or the endpoint is not a graph server.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        with gf.connect("tcp://10.0.0.2:29601", key="products.key") as graph:
+            loader = gf.DistNeighborLoader(graph, [10, 5], "test", batch_size=512)
+            batch = next(iter(loader))
+        ```
     """
     from trainer.graph.environment import this_process
     from trainer.graph.open import connect_servers

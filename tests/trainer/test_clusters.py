@@ -203,7 +203,7 @@ def test_fewer_clusters_than_ranks_leave_some_without_nodes():
 
 
 def test_what_makes_no_sense_is_refused():
-    with pytest.raises(SettingsError, match="a graph in memory has no parts to serve as clusters; give num_clusters"):
+    with pytest.raises(SettingsError, match="num_clusters: a graph in memory is not divided into clusters yet"):
         DistClusterLoader(homo_data())
     with pytest.raises(SettingsError, match="num_clusters is for graphs in memory.*partition make --clusters K"):
         DistClusterLoader(parts_of(homo_data(), 2), num_clusters=4)
@@ -211,7 +211,7 @@ def test_what_makes_no_sense_is_refused():
         DistClusterLoader(homo_data(), num_clusters=0)
     data = homo_data()
     store = store_of(data.edge_index.numpy(), 60, 2, attrs={"cluster": np.random.default_rng(0).random(60)})
-    with pytest.raises(SettingsError, match="'node' nodes need an attribute 'cluster', one integer each"):
+    with pytest.raises(SettingsError, match="'node' nodes have no attribute 'cluster' with one integer per node"):
         DistClusterLoader(opened(store))
 
 

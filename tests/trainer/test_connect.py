@@ -125,7 +125,7 @@ def test_what_is_wrong_at_all_endpoints_is_said_once(secured, tmp_path):
     write_key_file(key, replace(new_keys(), server=servers.keys.public, endpoints=(first, second)))
     message, _ = refusal(key=key, deadline=30)
     assert message.startswith(f"graph server at {first}: no answer within")
-    assert message.count("no answer") == 1 and message.endswith(f"It is the same at {second}")
+    assert message.count("no answer") == 1 and message.endswith(f"Same error at {second}")
 
 
 def test_a_key_for_servers_that_do_not_encrypt(plain, secured):

@@ -175,8 +175,8 @@ def test_no_neighbour_and_no_negative_is_later_than_its_link():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"edge_label_time": torch.zeros(60, dtype=torch.int64)}, "go together"),
-        ({"time_attr": "time"}, "go together"),
+        ({"edge_label_time": torch.zeros(60, dtype=torch.int64)}, "pass edge_label_time"),
+        ({"time_attr": "time"}, "pass edge_label_time"),
         ({"neg_sampling": "triplet", "edge_label": torch.ones(60)}, "triplet"),
         ({"neg_sampling": {"mode": "binary", "amount": -1}}, "positive"),
         ({"neg_sampling": {"mode": "triplet", "amount": 1.5}}, "integer"),

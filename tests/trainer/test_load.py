@@ -221,7 +221,7 @@ def test_settings_that_cannot_be_sampled_are_refused_before_the_first_batch():
         loader(fanouts=(5, 2**31))
     with pytest.raises(SettingsError, match="fanouts for edge type .*'sees'.*, which is not there"):
         loader(fanouts={("paper", "sees", "paper"): (2,)})
-    with pytest.raises(SettingsError, match="no node type 'book'; there are"):
+    with pytest.raises(SettingsError, match="no node type 'book'; the graph has"):
         loader(target="book")
     with pytest.raises(PartitionError, match=r"no split 'test' of 'paper'; there are \['train'\]"):
         loader(split="test")

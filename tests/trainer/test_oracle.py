@@ -192,8 +192,8 @@ def test_what_torch_geometric_refuses_is_refused_with_the_reason(graphs, kind, p
 
 
 LINKS_REFUSED = {
-    "times without attribute": ({"edge_label_time": torch.full((60,), 40)}, "go together"),
-    "attribute without times": ({"time_attr": "time"}, "go together"),
+    "times without attribute": ({"edge_label_time": torch.full((60,), 40)}, "pass edge_label_time"),
+    "attribute without times": ({"time_attr": "time"}, "pass edge_label_time"),
     "triplet with labels": ({"neg_sampling": "triplet", "edge_label": torch.ones(60)}, "triplet"),
 }
 

@@ -212,7 +212,7 @@ def test_a_damaged_or_foreign_file_of_statistics_is_refused(tmp_path):
     sampler("walk", homo_data(), **options)
     (path,) = tmp_path.iterdir()
     torch.save({"other": 1}, path)
-    with pytest.raises(SettingsError, match=r"save_dir: .* is not the normalisation its name says; delete it"):
+    with pytest.raises(SettingsError, match=r"save_dir: .* is not a normalisation for this graph and these settings"):
         sampler("walk", homo_data(), **options)
     path.write_bytes(b"PK broken")
     with pytest.raises(SettingsError, match=r"save_dir: .* cannot be read \(.*\); delete it"):
@@ -245,7 +245,7 @@ def test_what_makes_no_sense_is_refused():
             sampler(kind, hetero_data())
         with pytest.raises(SettingsError, match="batch_size must be a whole number of at least 1, not 0"):
             sampler(kind, homo_data(), 0)
-        with pytest.raises(SettingsError, match="draws its nodes itself"):
+        with pytest.raises(SettingsError, match="draws its own nodes"):
             sampler(kind, homo_data())(torch.tensor([0]))
     for kind in ("node", "edge"):
         with pytest.raises(SettingsError, match="draws edges, but the graph has none; use DistGraphSAINTRandomWalk"):

@@ -83,9 +83,9 @@ def test_what_makes_no_sense_is_refused():
     loader = DistNeighborLoader(homo_data(), [2])
     refused = {
         "loaders is empty": [],
-        "loaders: list is no loader of this package": [loader, [Data()]],
-        "loaders: DistGraphSAINTNodeSampler draws its nodes itself": [DistGraphSAINTNodeSampler(homo_data(), 3)],
-        "shared out over the same ranks": [loader, DistNeighborLoader(parts_of(homo_data(), 4), [2], layout=TWO_HOSTS)],
+        "loaders: list is not a loader of gnnfleet": [loader, [Data()]],
+        "loaders: DistGraphSAINTNodeSampler draws its own nodes": [DistGraphSAINTNodeSampler(homo_data(), 3)],
+        "all must use the same ranks": [loader, DistNeighborLoader(parts_of(homo_data(), 4), [2], layout=TWO_HOSTS)],
     }
     for message, loaders in refused.items():
         with pytest.raises(SettingsError, match=message):

@@ -139,7 +139,7 @@ def device_rows(
     if not budget:
         return {}
     if graph.gateway:
-        raise SettingsError("rows cannot be kept on the device of a client node, which is sent whole batches")
+        raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
     counts = count_rows(presample(graph.access, plan), "x")
     chosen = most_requested(counts, widths, budget, lambda of: np.arange(specs[of].num_nodes))
     return {of: _on_device(graph, of, ids, device) for of, ids in chosen.items() if len(ids)}

@@ -1,4 +1,4 @@
-"""Opens a graph: own parts by memory map, other parts through their hosts."""
+"""Opens a graph: the parts of this host by memory map, other parts through the hosts that hold them."""
 
 from __future__ import annotations
 
@@ -35,18 +35,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Graph:
-    """An opened graph; close it, or use it as a context manager."""
+    """An opened graph, from ``gnnfleet.open`` or ``gnnfleet.connect``.
+
+    Pass it to the loaders. Close it after use, or use it in a ``with`` statement. Rows and edges stay on disk and on
+    other hosts; batches bring those they need.
+
+    Args:
+        store: Manifest, splits, and memory maps of the parts on this host.
+        access: Reads edges and rows, whichever host holds them. A ``Gateway`` in a client, which holds no part.
+        clients: Connections to the graph servers of other hosts, by node rank.
+        ranks: Rank and world size of this process.
+        placed: The ranks beside each part. Default: every rank reads every part itself.
+        source: The user's ``Data``, ``HeteroData`` or (feature store, graph store) if the graph was made from one.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+        from torch_geometric.nn import GraphSAGE
+
+        graph = gf.open("parts")
+        model = GraphSAGE(graph.num_features, 64, num_layers=2, out_channels=graph.num_classes)
+        graph.close()
+        ```
+    """
 
     store: PartStore
-    access: DistGraph | Gateway  #: a gateway where this process is a client and holds no part
+    access: DistGraph | Gateway
     clients: dict[int, HostClient] = field(default_factory=dict)
-    ranks: Ranks = Ranks()  #: this process among those that load from the graph
-    placed: RankLayout | None = None  #: ranks beside each part; default: every rank reads every part
-    #: The user's ``Data``, ``HeteroData`` or (feature store, graph store) when the graph was made from one.
+    ranks: Ranks = Ranks()
+    placed: RankLayout | None = None
     source: Any = None
 
     def __repr__(self) -> str:
-        """One line, as a notebook shows it."""
+        """One line for notebooks."""
         here = ", ".join(map(str, self.store.parts))
         where = f"served by {self.gateway.home.name}" if self.gateway else f"parts here: {here or 'none'}"
         manifest = self.manifest
@@ -55,72 +76,91 @@ class Graph:
 
     @property
     def manifest(self) -> Manifest:
+        """Types, sizes, attributes and parts of the graph, as ``manifest.json`` has them."""
         return self.store.manifest
 
     @property
     def layout(self) -> RankLayout:
-        """Which ranks sit beside which part."""
+        """The ranks beside each part."""
         return self.placed or RankLayout.everywhere(self.ranks.world_size, self.manifest.num_parts)
 
     @property
     def gateway(self) -> Gateway | None:
-        """Where this process is a client: what asks the graph servers."""
+        """The connection of a client to its graph servers; None in a process that holds parts."""
         return self.access if isinstance(self.access, Gateway) else None
 
     @property
     def digest(self) -> str:
-        """sha256 of ``manifest.json``, hex: equal digests mean equal partitions. Raises ``PartitionError``."""
+        """sha256 of ``manifest.json``, hexadecimal. Equal digests mean equal partitions.
+
+        Raises:
+            PartitionError: The manifest cannot be read.
+        """
         return self.gateway.digest if self.gateway else manifest_digest(self.store.folder)
 
     @property
     def near_parts(self) -> tuple[int, ...]:
-        """Parts that are opened here, or that this client's home server has."""
+        """Parts opened in this process; in a client, the parts of its home server."""
         return self.gateway.home.parts if self.gateway else tuple(self.store.parts)
 
     def sampler(
         self, settings: SampleSettings, attrs: Mapping[AnyType, tuple[str, ...]],
         labels: tuple[NodeType, tuple[str, ...]] = ("", ()),
     ) -> Sampler:  # fmt: skip
-        """What makes batches: the rows of ``attrs`` besides ``orig_id``; ``labels`` are those of the seeds only."""
+        """Return an object that samples batches and gathers their rows.
+
+        Args:
+            settings: How neighbours are drawn.
+            attrs: Attributes to gather of each type, besides ``orig_id``.
+            labels: A node type, and attributes to gather of its seeds only.
+        """
         if self.gateway:
             return RemoteSampler(self.gateway, settings, attrs, labels)
         return SubgraphSampler(self.access, self.manifest, settings, attrs, labels)
 
     def threads(self, threads: int, prefetch: int) -> int:
-        """Sampler threads of a loader: in a client each only waits for the batch it has asked for."""
+        """Number of sampler threads of a loader. In a client it is at least ``prefetch``: each thread only waits for
+        one batch.
+        """
         return max(threads, prefetch) if self.gateway else threads
 
     def patience(self, deadline: float, num_requests: int) -> float:
-        """Seconds that a batch of several requests, one after the other, may take."""
+        """Seconds that a batch may take which makes ``num_requests`` requests, one after the other."""
         return (deadline + (self.gateway.server_wait if self.gateway else 0.0)) * num_requests
 
     @property
     def node_types(self) -> list[NodeType]:
-        """In the order of the partition, which need not be the data's; ``["node"]`` of a homogeneous graph."""
+        """Node types in the partition's order, which may differ from the data's. ``["node"]`` if the graph is
+        homogeneous.
+        """
         return list(self.manifest.nodes)
 
     @property
     def edge_types(self) -> list[EdgeType]:
-        """In the order of the partition; ``[("node", "to", "node")]`` of a homogeneous graph."""
+        """Edge types in the partition's order. ``[("node", "to", "node")]`` if the graph is homogeneous."""
         return list(self.manifest.edges)
 
     def metadata(self) -> tuple[list[NodeType], list[EdgeType]]:
-        """Node and edge types, as torch_geometric's ``to_hetero`` and ``HGTConv`` take them."""
+        """Node types and edge types, in the form that torch_geometric's ``to_hetero`` and ``HGTConv`` accept.
+
+        Returns:
+            The list of node types and the list of edge types.
+        """
         return self.node_types, self.edge_types
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all types and parts."""
+        """Number of nodes of all types and parts."""
         return self.manifest.num_nodes
 
     @property
     def num_edges(self) -> int:
-        """Edges of all types and parts."""
+        """Number of edges of all types and parts."""
         return self.manifest.num_edges
 
     @property
     def num_node_features(self) -> int | dict[NodeType, int]:
-        """Width of ``x``, 0 without; by node type where the graph is heterogeneous."""
+        """Width of the attribute ``x``, 0 without it. A mapping by node type if the graph is heterogeneous."""
         shapes = {
             of: spec.attrs["x"].shape if "x" in spec.attrs else (0, 0) for of, spec in self.manifest.nodes.items()
         }
@@ -131,14 +171,18 @@ class Graph:
 
     @property
     def num_classes(self) -> int:
-        """Classes of the labelled node type. Raises ``SettingsError`` where none is labelled, or several are."""
+        """Number of classes of the labelled node type.
+
+        Raises:
+            SettingsError: No node type has class labels, or several have.
+        """
         classes = {of: spec.num_classes for of, spec in self.manifest.nodes.items() if spec.num_classes}
         if len(classes) == 1:
             return next(iter(classes.values()))
         if not classes:
             raise SettingsError("num_classes: no node type has class labels (y, whole numbers from 0)")
         raise SettingsError(
-            f"num_classes: several node types have labels, {classes}; take graph.manifest.nodes[TYPE].num_classes"
+            f"num_classes: several node types have labels, {classes}; read graph.manifest.nodes[TYPE].num_classes"
         )
 
     def cache_rows(
@@ -146,22 +190,42 @@ class Graph:
         size: str = "10%", node_type: NodeType | None = None, replace: bool = False,
         attrs: Mapping[NodeType, Sequence[str]] | None = None,
     ) -> Prediction | None:  # fmt: skip
-        """Keep on this host those rows of others that batches of ``split`` request most.
+        """Cache on this host the rows of other hosts that batches of ``split`` request most often.
 
-        Some batches are sampled in advance, and the rows that they would gather are counted.
+        Samples some batches in advance without gathering their rows, counts the rows of other hosts that they request,
+        and fetches the most requested ones. Collective: all processes of an initialized ``torch.distributed`` call it.
 
-        fanouts, replace: as the loader has them; batch_size: seeds per step and rank; size: a share of the rows of
-        other hosts, or bytes as ``512MB``; node_type: of the seeds; attrs: of the nodes, default: all. Returns what
-        this rank is expected to receive in an epoch; None where all parts are here, or graph servers send whole
-        batches. All processes of an initialized ``torch.distributed`` call this. Raises ``SettingsError`` for what
-        does not fit the graph, ``ServiceError`` for hosts that do not answer.
+        Args:
+            fanouts: ``num_neighbors`` of the loader: a list, or a mapping over edge types.
+            split: Name of the split that the loader reads.
+            batch_size: Seeds per step and rank.
+            size: Share of the rows of other hosts (``"10%"``), or bytes (``"512MB"``).
+            node_type: Node type of the seeds. Default: the only type that has ``split``.
+            replace: ``replace`` of the loader.
+            attrs: Attributes that the loader gathers of each node type. Default: all.
+
+        Returns:
+            The bytes that this rank is expected to receive in an epoch. None if all parts are on this host, or if graph
+                servers send whole batches.
+
+        Raises:
+            SettingsError: The arguments do not fit the graph, or the process group does not match the graph's ranks.
+            ServiceError: Another host does not answer.
+
+        Example:
+            ```python
+            import gnnfleet as gf
+
+            graph = gf.open("parts")
+            prediction = graph.cache_rows([10, 5], "train", batch_size=256, size="10%")
+            ```
         """
         from trainer.graph.cache_fill import cache_rows
 
         return cache_rows(self, fanouts, split, batch_size, size, node_type, replace, attrs)
 
     def close(self) -> None:
-        """Let the connections go; waiting requests raise ``ServiceError``."""
+        """Close all connections. Waiting requests raise ``ServiceError``."""
         for client in self.clients.values():
             client.close()
         if self.gateway:
@@ -179,11 +243,16 @@ def open_graph(
     node_rank: int = 0, key_file: str | Path | None = None, deadline: float = 120.0, ranks: Ranks | None = None,
     placed: RankLayout | None = None, remote_access: RemoteAccess | None = None,
 ) -> Graph:  # fmt: skip
-    """Open ``part_ids`` (default: all) of a partition folder here and connect to the hosts of the others.
+    """Open ``part_ids`` (default: all) of a partition folder and connect to the hosts of the other parts.
 
-    ``remote_access``: how to get at what is on the others.
-    Raises ``PartitionError`` for a part that is neither here nor served, or a manifest that
-    differs between hosts, and ``ServiceError`` when a host does not answer within ``deadline``.
+    Args:
+        cluster_file: ``cluster.json``; None if no other host serves parts.
+        placed: The ranks beside each part. Default: every rank reads every part itself.
+        remote_access: Topology, cache, rounding and waiting time for data of other hosts.
+
+    Raises:
+        PartitionError: A part is neither here nor served, or another host has a different manifest.
+        ServiceError: A host does not answer within ``deadline`` seconds.
     """
     remote_access = remote_access or RemoteAccess()
     store = open_parts(parts, part_ids, remote_access.topology)
@@ -214,20 +283,21 @@ def _check_complete(graph: Graph) -> None:
     if missing := set(range(graph.manifest.num_parts)) - served:
         raise PartitionError(
             f"parts {sorted(missing)} of {graph.store.folder} are neither opened here nor served by another node;"
-            " open all parts, or name the cluster file of the run"
+            " open all parts, or pass the cluster file of the run"
         )
 
 
-_HELLO = 10.0  #: seconds a server may take to say who it is
+_HELLO = 10.0  #: seconds that a server may take to answer the first request
 
 
 def open_client(
     cluster: Cluster, ranks: Ranks, *, key_file: str | Path | None = None, deadline: float = 120.0,
     remote_access: RemoteAccess | None = None, placed: RankLayout | None = None,
 ) -> Graph:  # fmt: skip
-    """The graph as a client node of a run has it: all of it through the servers, home first.
+    """Open the graph in a client node of a run: all of it through graph servers, the home server first.
 
-    Raises ``ServiceError`` when no server answers within ``deadline``, or another partition is served there.
+    Raises:
+        ServiceError: No server answers within ``deadline`` seconds, or a server has a different partition.
     """
     remote_access, asker = remote_access or RemoteAccess(), client_name(f"{cluster.run_id}/rank{ranks.rank}")
     home = cluster.home_of(ranks.node_rank)
@@ -237,30 +307,31 @@ def open_client(
         [home, *others[turn:], *others[:turn]], deadline, key_file and read_key_file(key_file) or None,
         server_wait=remote_access.server_wait, client=asker, wire_rows=remote_access.wire_rows,
     )  # fmt: skip
-    return _opened(gateway, deadline, ranks, placed)
+    return _open_gateway(gateway, deadline, ranks, placed)
 
 
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    """``gnnfleet.connect``: see there."""
+    """Implements ``gnnfleet.connect``."""
     keys = None if key is None else read_key_file(Path(key).expanduser())
     named = endpoints or (keys.endpoints if keys else ())
-    given = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
-    if not given:
+    endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
+    if not endpoint_list:
         raise SettingsError(
-            "no endpoint to connect to: give tcp://host:port of a graph server, or a key file that names some"
+            "no endpoint to connect to: pass tcp://host:port of a graph server, or a key file that lists endpoints"
             " (gnnfleet serve key NAME -o FILE)"
         )
-    for endpoint in given:
+    for endpoint in endpoint_list:
         _check_endpoint(endpoint)
     gateway = Gateway(
-        _places(given, keys, deadline), deadline, keys, server_wait=deadline, client=client_name(name),
+        _reachable_servers(endpoint_list, keys, deadline), deadline, keys, server_wait=deadline,
+        client=client_name(name),
     )  # fmt: skip
-    return _opened(gateway, deadline, ranks, None)
+    return _open_gateway(gateway, deadline, ranks, None)
 
 
-def _opened(gateway: Gateway, patience: float, ranks: Ranks, placed: RankLayout | None) -> Graph:
+def _open_gateway(gateway: Gateway, patience: float, ranks: Ranks, placed: RankLayout | None) -> Graph:
     try:
         manifest = gateway.open(patience)
     except Exception:
@@ -273,31 +344,31 @@ def _opened(gateway: Gateway, patience: float, ranks: Ranks, placed: RankLayout 
 def _check_endpoint(endpoint: object) -> None:
     address, _, port = str(endpoint).removeprefix("tcp://").rpartition(":")
     if not (str(endpoint).startswith("tcp://") and address and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise SettingsError(f"{endpoint!r} is no endpoint of a graph server; those are tcp://host:port")
+        raise SettingsError(f"{endpoint!r} is not an endpoint of a graph server; expected tcp://host:port")
 
 
-def _places(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
-    """The servers at these endpoints that answer, then the others that they know of.
+def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
+    """Addresses of the servers that answer at ``endpoints``, followed by the servers that they list.
 
-    Raises ``ServiceError`` when none answers, saying why for each.
+    Raises ``ServiceError`` with the cause for each endpoint if none answers.
     """
     patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
     unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoints]
     clients = [HostClient(server, patience, keys, gone_after=gone_after) for server in unknown]
     try:
-        found, problems = _greeted(clients, patience)
+        found, problems = _say_hello(clients, patience)
     finally:
         for client in clients:
             client.close()
     if not found:
-        raise ServiceError(_why_none(endpoints, problems))
+        raise ServiceError(_connect_error(endpoints, problems))
     met = {info.node_rank for _, info in found}
     places = [_address_of(endpoint, info) for endpoint, info in found]
     return places + [place for place in found[0][1].servers if place.node_rank not in met]
 
 
-def _greeted(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Who answers at each endpoint, and what is wrong with the others, in words."""
+def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
+    """Return (endpoint, answer) of the servers that answer, and an error text for each of the others."""
     until = time.monotonic() + patience
     hellos = [(client, client.submit_hello()) for client in clients]
     found, problems = [], []
@@ -309,19 +380,19 @@ def _greeted(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple
     return found, problems
 
 
-def _why_none(endpoints: Sequence[str], problems: Sequence[str]) -> str:
-    """The problem with each endpoint; once where it is the same everywhere."""
+def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
+    """One error text per endpoint; a single text if all endpoints failed alike."""
     kinds = {
         re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
         for endpoint, problem in zip(endpoints, problems, strict=True)
     }
     if len(problems) > 1 and len(kinds) == 1:
-        return f"{problems[0]} It is the same at {', '.join(endpoints[1:])}"
+        return f"{problems[0]} Same error at {', '.join(endpoints[1:])}"
     return "\n".join(problems)
 
 
 def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    """A server as it says who it is, where the user reaches it."""
+    """The server's address: name and parts as it reports them, endpoint as the user reaches it."""
     listed = [place for place in info.servers if place.node_rank == info.node_rank]
     name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
     return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

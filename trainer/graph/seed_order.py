@@ -1,7 +1,7 @@
 """The order of seeds, and each rank's share of every step.
 
-All ranks compute the same order and the same split, so they agree on the number of steps and no
-seed is lost or doubled, whatever the number of ranks, hosts and parts.
+All ranks compute the same order and the same split. They therefore agree on the number of steps, and no seed is lost or
+repeated, whatever the number of ranks, hosts and parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.rng import batch_key, shuffled
 from trainer.service.cluster import Cluster
 
-#: Streams keep the draws of training and of each evaluation apart.
+#: Part of each batch key, so that training and each evaluation draw different numbers.
 STREAMS = {"train": 0, "val": 1, "test": 2}
 
 OTHER_STREAM = 3
@@ -27,15 +27,15 @@ OTHER_STREAM = 3
 
 @dataclass(frozen=True)
 class SeedOrder:
-    """Global batches of one split: a pure function of (seed, epoch)."""
+    """Cuts the seeds of one split into global batches; a pure function of (seed, epoch)."""
 
     num_seeds: int
     global_batch: int  #: seeds per step over all ranks
     seed: int
     shuffle: bool = True
     stream: int = STREAMS["train"]
-    drop_last: bool = False  #: leave out a short last batch
-    least: int = 0  #: a short last batch of fewer seeds joins the one before
+    drop_last: bool = False  #: leave out a last batch that is not full
+    least: int = 0  #: a last batch with fewer seeds than this is joined to the one before
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -43,7 +43,7 @@ class SeedOrder:
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch; the last one may be short."""
+        """Number of steps of an epoch; the last one may be short."""
         full, rest = divmod(self.num_seeds, self.global_batch)
         left_out = self.drop_last or rest == 0 or (full > 0 and rest < self.least)
         return full if left_out else full + 1
@@ -55,60 +55,73 @@ class SeedOrder:
         return shuffled(self.num_seeds, batch_key(self.seed, self.stream, epoch, -1))
 
     def step(self, order: Ids, step: int) -> Ids:
-        """The positions of one global batch."""
+        """Positions of one global batch, int64; ``order`` is the result of ``epoch``."""
         joins_rest = step == self.num_steps - 1 and not self.drop_last
         return order[step * self.global_batch : None if joins_rest else (step + 1) * self.global_batch]
 
     def key(self, epoch: int, step: int) -> int:
-        """The batch's key for samples and dropout."""
+        """Key of one batch, for sampling and dropout."""
         return batch_key(self.seed, self.stream, epoch, step)
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Which ranks sit beside which part: ``ranks_of_part[p]`` are on a host that has part p, or that asks such a host
-    first."""
+    """Assigns ranks to parts: seeds of a part go first to the ranks beside it.
+
+    Args:
+        world_size: Number of ranks.
+        ranks_of_part: For each part, the ranks on hosts that hold it. For clients, the ranks whose home server holds
+            it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        two_hosts = gf.RankLayout(world_size=4, ranks_of_part=((0, 1), (2, 3)))  # one part and two ranks on each
+        one_rank = gf.RankLayout.single(num_parts=2)
+        ```
+    """
 
     world_size: int
     ranks_of_part: tuple[tuple[int, ...], ...]
 
     @classmethod
     def single(cls, num_parts: int) -> RankLayout:
-        """One process that owns everything."""
+        """One rank that reads all parts."""
         return cls.everywhere(1, num_parts)
 
     @classmethod
     def everywhere(cls, world_size: int, num_parts: int) -> RankLayout:
-        """Every rank reads every part itself."""
+        """Every rank reads all parts itself."""
         return cls(world_size, (tuple(range(world_size)),) * num_parts)
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> RankLayout:
-        """As ``cluster.json`` places ranks and parts."""
+        """The layout that ``cluster.json`` describes."""
         return cls(sum(len(node.ranks) for node in cluster.nodes), cluster.ranks_of_part())
 
     def table(self) -> npt.NDArray[np.int64]:
-        """int64 [num_parts, most ranks of a part], padded with -1."""
+        """The ranks of each part: int64 [num_parts, most ranks of a part], padded with -1."""
         width = max((len(ranks) for ranks in self.ranks_of_part), default=0)
         return np.array([[*ranks, *[-1] * (width - len(ranks))] for ranks in self.ranks_of_part], np.int64)
 
 
 @dataclass(frozen=True)
 class SeedShare:
-    """One rank's part of one global batch."""
+    """The seeds of one rank in one global batch."""
 
     step: int
     key: int  #: uint64 of (seed, stream, epoch, step)
-    global_seeds: int  #: of all ranks
-    positions: Ids  #: int64 [n] in the seed list
-    places: Ids  #: int64 [n] in the global batch: the same however it is split
-    batch: Ids  #: int64 [global_seeds] positions of all ranks' seeds
+    global_seeds: int  #: seeds of all ranks in this step
+    positions: Ids  #: int64 [n] positions in the seed list
+    places: Ids  #: int64 [n] places in the global batch; they do not depend on the number of ranks
+    batch: Ids  #: int64 [global_seeds] positions of the seeds of all ranks
 
 
 def shares(
     order: SeedOrder, part_of: Callable[[Ids], Ids], rank: int, layout: RankLayout, epoch: int, first_step: int = 0
 ) -> Iterator[SeedShare]:
-    """This rank's share of every step; ``part_of`` says where the seeds at some positions live."""
+    """Yield this rank's share of every step. ``part_of`` maps positions in the seed list to part ids."""
     positions = order.epoch(epoch)
     for step in range(first_step, order.num_steps):
         batch = order.step(positions, step)
@@ -117,10 +130,10 @@ def shares(
 
 
 def split_step(parts: Ids, layout: RankLayout) -> Ids:
-    """Rank of each seed of a global batch, given the seeds' parts: int64 [n].
+    """Assign the seeds of a global batch to ranks, given the seeds' parts: int64 [n], the rank of each seed.
 
-    Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within that quota a
-    seed goes to a rank of its own host; what is over goes, in order, to ranks with room.
+    Every rank gets ``n // world_size`` seeds or one more (lower ranks first). Within this quota a seed goes to a rank
+    beside its part; the remaining seeds go, in order, to ranks that have room.
     """
     n, world_size = len(parts), layout.world_size
     room = np.full(world_size, n // world_size)
@@ -132,7 +145,7 @@ def split_step(parts: Ids, layout: RankLayout) -> Ids:
 
 @njit()
 def _assign(parts: Any, ranks_of_part: Any, room: Any, rank_of: Any) -> None:
-    """Fill ``rank_of`` while using up ``room``, which adds up to the number of seeds."""
+    """Fill ``rank_of`` and count ``room`` down; ``room`` sums to the number of seeds."""
     n = len(parts)
     for i in range(n):
         best = -1

@@ -1,4 +1,4 @@
-"""The loader of the bundled trainer: batches of blocks, several ahead."""
+"""The loader of the bundled trainer: batches of blocks, made ahead."""
 
 from __future__ import annotations
 
@@ -30,36 +30,75 @@ AnyBatch: TypeAlias = Batch | HeteroBatch
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What to load and how far ahead."""
+    """Settings of ``BatchLoader``.
 
-    split: str  #: name of the seed list: train, val, test
+    Args:
+        split: Name of the seed list: ``"train"``, ``"val"`` or ``"test"``.
+        fanouts: Number of neighbours per hop, starting at the seeds; -1 takes all. A tuple, or a mapping over edge
+            types.
+        global_batch: Seeds per step over all ranks.
+        seed: Seed of the order and of all draws.
+        replace: Draw neighbours with replacement.
+        shuffle: Shuffle the seeds in each epoch.
+        threads: Number of sampler threads.
+        prefetch: Batches in memory at once per rank, including the one in use; at least one more than ``threads``.
+        want_degree: Also gather the in-degrees of the whole graph (for GCN); homogeneous graphs only.
+        deadline: Seconds that one request to another host may take.
+        target: Node type of the seeds.
+        weight: Edge attribute; the chance of a neighbour is proportional to it.
+        time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
+        last: With ``time_attr``: take the latest neighbours instead of drawing.
+        disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+    """
+
+    split: str
     fanouts: tuple[int, ...] | Mapping[EdgeType, tuple[int, ...]]  #: seeds outward, -1 takes all; or per edge type
-    global_batch: int  #: seeds per step over all ranks
+    global_batch: int
     seed: int = 0
     replace: bool = False
     shuffle: bool = True
     threads: int = 1
-    prefetch: int = 2  #: batches at once per rank, the one in use included; at least one more than threads
-    want_degree: bool = False  #: also bring whole-graph in-degrees (GCN); homogeneous graphs only
-    deadline: float = 120.0  #: seconds
-    target: NodeType = HOMO_NODE  #: node type of the seeds
-    weight: str | None = None  #: edge attribute that a neighbour's chance goes with
-    time_attr: str | None = None  #: no neighbour later than its seed, by the attribute of this name
-    last: bool = False  #: with ``time_attr``: the latest neighbours rather than drawn ones
-    disjoint: bool = False  #: a subgraph per seed
+    prefetch: int = 2
+    want_degree: bool = False
+    deadline: float = 120.0
+    target: NodeType = HOMO_NODE
+    weight: str | None = None
+    time_attr: str | None = None
+    last: bool = False
+    disjoint: bool = False
 
 
 class BatchLoader:
-    """One rank's batches of a split: ``Batch`` of a homogeneous graph, else ``HeteroBatch``.
+    """Yields the blocks of one rank: ``Batch`` for a homogeneous graph, else ``HeteroBatch``.
 
-    Every rank yields the same number, some perhaps without seeds. Raises ``SettingsError`` for fanouts
-    that cannot be sampled and ``PartitionError`` for a split that is not there.
+    Every rank yields the same number of batches; some may have no seeds.
+
+    Args:
+        graph: An opened graph.
+        settings: What to load, and how far ahead.
+        rank: Rank of this process in ``layout``.
+        layout: The ranks on the hosts of each part.
+
+    Raises:
+        SettingsError: The settings do not fit the graph.
+        PartitionError: The graph has no such split.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        loader = gf.BatchLoader(graph, settings, graph.ranks.rank, graph.layout)
+        for batch in loader.epoch(1):
+            x, blocks = batch.x, batch.blocks
+        ```
     """
 
     def __init__(self, graph: Graph, settings: LoaderSettings, rank: int, layout: RankLayout):
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
         if settings.target not in graph.manifest.nodes:
-            raise SettingsError(f"no node type {settings.target!r}; there are {list(graph.manifest.nodes)}")
+            raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
         self._seeds = graph.store.seeds(settings.target, settings.split)
         stream = STREAMS.get(settings.split, OTHER_STREAM)
         self.order = SeedOrder(len(self._seeds), settings.global_batch, settings.seed, settings.shuffle, stream)
@@ -67,7 +106,7 @@ class BatchLoader:
         check_settings(graph.manifest, sampling)
         if settings.time_attr is not None and settings.time_attr not in graph.manifest.nodes[settings.target].attrs:
             raise SettingsError(
-                f"seeds, of type {settings.target!r}, have no {settings.time_attr!r} to compare times with"
+                f"time_attr: the seeds' node type {settings.target!r} has no attribute {settings.time_attr!r}"
             )
         self._patience = graph.patience(settings.deadline, sampling.num_hops + 2)  # every request has its own deadline
         self._kept: dict[NodeType, DeviceRows] = {}
@@ -77,38 +116,44 @@ class BatchLoader:
         return self.order.num_steps
 
     def keep(self, rows: Mapping[NodeType, DeviceRows]) -> None:
-        """Leave ``x`` of these rows, which stay on the device, out of batches until those are moved there.
+        """Leave ``x`` of these rows out of the batches; it is added when a batch is moved to the device that stores the
+        rows.
 
-        Raises ``SettingsError`` in a client, which is sent whole batches.
+        Raises:
+            SettingsError: This process is a client, whose graph servers send whole batches.
         """
         if not isinstance(self.sampler, SubgraphSampler):
-            raise SettingsError("rows cannot be kept on the device of a client node, which is sent whole batches")
+            raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
         self._kept = dict(rows)
         self.sampler.kept = {of: kept.slots for of, kept in rows.items()}
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
-        """Batches of one epoch from ``first_step`` on. Raises ``ServiceError``."""
+        """Yield the batches of one epoch, from ``first_step`` on.
+
+        Raises:
+            ServiceError: Another host fails.
+        """
         s, work = self.settings, self.shares(epoch, first_step)
         threads = self.graph.threads(s.threads, s.prefetch)
         return ordered_ahead(self.load, work, threads=threads, ahead=s.prefetch, deadline=self._patience)
 
     def shares(self, epoch: int, first_step: int = 0) -> Iterator[SeedShare]:
-        """This rank's seeds, step by step."""
+        """Yield this rank's seeds of every step."""
         return shares(self.order, self._part_of, self.rank, self.layout, epoch, first_step)
 
     def load(self, share: SeedShare) -> AnyBatch:
-        """The batch of one share."""
+        """Sample and gather the batch of one share."""
         sampled = self.sample(share)
         return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
 
     def sample(self, share: SeedShare) -> SampledBatch:
-        """Subgraph and rows of one share, still numpy."""
+        """Subgraph and rows of one share, as numpy arrays."""
         return self.sampler.sample(self._seed_set(share), share.key)
 
     def requests(self, epoch: int) -> Iterator[list[RowRequest]]:
-        """What its batches gather, step by step, without gathering it. Not in a client, which is sent whole batches."""
+        """Yield the row requests of each batch without gathering rows. Not available in a client."""
         assert isinstance(self.sampler, SubgraphSampler)
-        sampler = replace(self.sampler, _local=threading.local())  # whose tables go with it
+        sampler = replace(self.sampler, _local=threading.local())  # its relabel tables are freed with it
         return (sampler.requests(self._seed_set(share), share.key) for share in self.shares(epoch))
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
@@ -170,7 +215,7 @@ class BatchLoader:
 
 
 def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
-    """How the neighbours of a bundled trainer's batch are drawn: exact blocks, no edge ids."""
+    """Sampling settings of the bundled trainer's batches: exact blocks, no edge ids."""
     given = settings.fanouts
     every = {of: tuple(given) for of in graph.manifest.edges} if not isinstance(given, Mapping) else dict(given)
     time = None
@@ -181,7 +226,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
 
 
 def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[str, ...]]:
-    """Rows to gather: features of the types that have some."""
+    """Attributes to gather: the features of the node types that have them, and in-degrees if wanted."""
     wanted: dict[AnyType, tuple[str, ...]] = {
         of: ("x",) for of, spec in graph.manifest.nodes.items() if "x" in spec.attrs
     }
@@ -191,23 +236,23 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
 
 
 def labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
-    """Rows to gather of the seeds alone."""
+    """Node type of the seeds, and the attributes to gather of the seeds only."""
     return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
 
 
 def as_label(labels: Tensor) -> Tensor:
-    """Integer labels as int64 (what cross entropy wants), others as they are."""
+    """Convert integer labels to int64, as cross entropy needs; return others unchanged."""
     whole = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
     return labels.long() if whole else labels
 
 
 def homo_blocks(subgraph: SampledSubgraph) -> tuple[Block, ...]:
-    """Blocks of a homogeneous graph in layer order: the outermost hop first."""
+    """Blocks of a homogeneous graph in layer order, the outermost hop first."""
     return tuple(_block(subgraph, HOMO_EDGE, hop) for hop in reversed(range(subgraph.num_hops)))
 
 
 def hetero_blocks(subgraph: SampledSubgraph) -> tuple[dict[EdgeType, Block], ...]:
-    """The same per edge type that has fanouts."""
+    """Blocks of each edge type that has fanouts, in layer order, the outermost hop first."""
     sampled = [of for of, edges in subgraph.edges.items() if edges.fanouts]
     return tuple({of: _block(subgraph, of, hop) for of in sampled} for hop in reversed(range(subgraph.num_hops)))
 

@@ -1,4 +1,4 @@
-"""GraphSAINT: a batch is the subgraph induced by nodes that were drawn, with coefficients that undo the bias.
+"""GraphSAINT: batches are subgraphs induced by randomly drawn nodes, with coefficients that correct the sampling bias.
 
 Zeng et al., "GraphSAINT: Graph Sampling Based Inductive Learning Method", ICLR 2020.
 """
@@ -40,7 +40,7 @@ from trainer.sampler.types import HopRequest, RowRequest, SeedSet
 class SaintNodeDraw:
     """Draws nodes by out-degree, with replacement."""
 
-    running: Ids  #: int64 [N] out-edges of all nodes up to this one
+    running: Ids  #: int64 [N] running sum of the nodes' out-degrees
 
     @classmethod
     def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintNodeDraw:
@@ -53,10 +53,10 @@ class SaintNodeDraw:
 
 @dataclass(frozen=True)
 class SaintEdgeDraw:
-    """Draws edges with replacement, by in-degree of the source plus out-degree of the target."""
+    """Draws edges with replacement, weighted by in-degree of the source plus out-degree of the target."""
 
     ends: EdgeEnds
-    running: Ids  #: int64 [E] weights of all edges up to this one
+    running: Ids  #: int64 [E] running sum of the edges' weights
 
     @classmethod
     def of(cls, ends: EdgeEnds, num_nodes: int) -> SaintEdgeDraw:
@@ -65,26 +65,26 @@ class SaintEdgeDraw:
         return cls(ends, np.cumsum(weights if weights.any() else np.ones_like(weights)))
 
     def __call__(self, key: int, count: int) -> Ids:
-        """The distinct ends of ``count`` draws, ascending original ids."""
+        """The distinct ends of ``count`` drawn edges, ascending original ids."""
         edges = self.edges(key, count)
         return np.unique(np.concatenate([self.ends.src[edges], self.ends.dst[edges]])).astype(np.int64)
 
     def edges(self, key: int, count: int) -> Ids:
-        """Original ids of the edges drawn: int64 [count]."""
+        """Original ids of ``count`` drawn edges: int64 [count]."""
         return np.searchsorted(self.running, uniform(key, count, int(self.running[-1])), "right")
 
 
 def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -> Ids:
-    """Global ids of all nodes on the walks, start included: int64, distinct, by original id.
+    """Global ids of the nodes on all walks, including the start nodes: int64, distinct, by original id.
 
-    Raises ``ServiceError``. A step goes from a node to the source of one of its in-edges; it is one request to
-    each owner.
+    A step goes from a node to the source of a randomly drawn in-edge. Each step is one request per owner. Raises
+    ``ServiceError``.
     """
     num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
     at = graph.store.to_global(HOMO_NODE, uniform(key, num_walks, num_nodes))
     visited = [at]
     for step in range(walk_length):
-        places = np.arange(step * num_walks, (step + 1) * num_walks)  # each step of each walk draws anew
+        places = np.arange(step * num_walks, (step + 1) * num_walks)  # a different draw for each step of each walk
         request = HopRequest(HOMO_EDGE, at, 1, 0, key ^ edge_salt(HOMO_EDGE), trees=places)
         (sample,) = graph.access.sample_hops([request])
         at = at.copy()
@@ -96,46 +96,55 @@ def visited_by_walks(graph: Graph, key: int, num_walks: int, walk_length: int) -
 
 
 def uniform(key: int, count: int, bound: int) -> Ids:
-    """Numbers in [0, bound): int64 [count]."""
+    """``count`` uniform integers in [0, bound): int64 [count]."""
     draws = fractions(hashed(np.arange(count, dtype=np.uint64) * GOLDEN + np.uint64(key)))
-    return np.minimum((draws * bound).astype(np.int64), bound - 1)  # rounded up, where bound is huge
+    return np.minimum(
+        (draws * bound).astype(np.int64), bound - 1
+    )  # with a huge bound the product may be rounded up to it
 
 
-_NORM_EPOCH = -1  #: the "epoch" of the subgraphs that statistics are made from
+_NORM_EPOCH = -1  #: epoch number in the keys of the subgraphs that estimate the normalisation
 
 _FORMAT = "gnnfleet-saint-norm 1"
 
 
 @dataclass(frozen=True)
 class SaintNorm:
-    """Coefficients by original id."""
+    """Normalisation coefficients, indexed by original id."""
 
-    node: Tensor  #: float32 [N] weight of a node's loss
-    edge: Tensor  #: float32 [E] weight of an edge's message
+    node: Tensor  #: float32 [N] weight of each node's loss
+    edge: Tensor  #: float32 [E] weight of each edge's message
 
 
 def saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None, log: bool, group: RankGroup
 ) -> SaintNorm:  # fmt: skip
-    """The normalisation of a loader's subgraphs; from ``save_dir`` if it was made for the same.
+    """Return the normalisation of a loader's subgraphs, from ``save_dir`` if a matching file is there.
 
-    Numbers and formulas are torch_geometric's. A collective call of ``group``, which shares the work. Raises
-    ``ServiceError``, and ``SettingsError`` for a file or folder that cannot be read or written; on the other ranks
-    ``PeerError``.
+    Uses torch_geometric's formulas. Collective over ``group``, whose ranks share the work.
+
+    Raises:
+        ServiceError: Another host fails.
+        SettingsError: The file or folder cannot be read or written.
+        PeerError: One of the above, on the other ranks.
     """
-    key, path, kept = group.agree(lambda: _kept(loader, ends, coverage, save_dir))
-    if all(group.gather(kept is not None)):
-        assert kept is not None
-        return kept
-    norm, num_subgraphs = _estimated(loader, ends, coverage, group)
+    key, path, saved = group.agree(lambda: _saved(loader, ends, coverage, save_dir))
+    if all(group.gather(saved is not None)):
+        assert saved is not None
+        return saved
+    norm, num_subgraphs = _estimate(loader, ends, coverage, group)
     group.agree(lambda: None if path is None else _write(path, key, norm))
     if log:
         print(f"GraphSAINT normalisation: {num_subgraphs} subgraphs, {coverage} samples a node", file=sys.stderr)
     return norm
 
 
-def _estimated(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
-    """Subgraphs are drawn in rounds of one epoch's over all ranks, until they have enough nodes."""
+def _estimate(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
+    """Estimate the coefficients from sampled subgraphs; returns them and the number of subgraphs.
+
+    Each round samples as many subgraphs as an epoch has over all ranks, until the subgraphs have ``coverage`` nodes per
+    node of the graph.
+    """
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     nodes, edges = torch.zeros(num_nodes, dtype=torch.int32), torch.zeros(len(ends.src), dtype=torch.int32)
     sampler = loader.graph.sampler(loader.settings, {})
@@ -167,7 +176,7 @@ def _estimated(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, group: 
 
 
 def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -> SaintNorm:
-    """From how many of the subgraphs each node and edge was in."""
+    """Coefficients from the number of subgraphs that contain each node and each edge."""
     node, edge = nodes.float(), edges.float()
     ratio = (node[torch.from_numpy(ends.src)] / edge).clamp(0, 1e4)
     ratio[ratio.isnan()] = 0.1
@@ -175,17 +184,17 @@ def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEnds, num_subgraphs: int) -
     return SaintNorm(num_subgraphs / node / len(node), ratio)
 
 
-def _kept(
+def _saved(
     loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int, save_dir: str | Path | None
 ) -> tuple[str, Path | None, SaintNorm | None]:
-    """What the normalisation is made for, its file, and what that holds."""
-    key = _identity(loader, ends, coverage)
+    """Return the digest of graph and settings, the path of the saved file (or None) and its content (or None)."""
+    key = _digest(loader, ends, coverage)
     path = None if save_dir is None else Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
     return key, path, None if path is None else _read(path, key)
 
 
-def _identity(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
-    """Equal for equal graphs, settings and coverage: hex."""
+def _digest(loader: GraphSAINTSampler, ends: EdgeEnds, coverage: int) -> str:
+    """Hexadecimal digest of graph, settings and coverage."""
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
@@ -199,20 +208,20 @@ def _read(path: Path, key: str) -> SaintNorm | None:
     if not path.exists():
         return None
     try:
-        kept = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
-    except Exception as error:  # torch.load raises whatever its zip reader or unpickler meets
+        saved = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+    except Exception as error:  # torch.load raises any error of its zip reader and unpickler
         raise SettingsError(f"save_dir: {path} cannot be read ({type(error).__name__}); delete it") from error
-    if not isinstance(kept, dict) or kept.get("format") != _FORMAT or kept.get("made_for") != key:
-        raise SettingsError(f"save_dir: {path} is not the normalisation its name says; delete it")
-    return SaintNorm(kept["node_norm"], kept["edge_norm"])
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT or saved.get("made_for") != key:
+        raise SettingsError(f"save_dir: {path} is not a normalisation for this graph and these settings; delete it")
+    return SaintNorm(saved["node_norm"], saved["edge_norm"])
 
 
 def _write(path: Path, key: str, norm: SaintNorm) -> None:
-    """Other ranks may write the same."""
-    kept = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
+    """Save the normalisation. Several ranks may write the same file at once."""
+    saved = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda file: torch.save(kept, file))
+        write_whole(path, lambda file: torch.save(saved, file))
     except OSError as error:
         raise SettingsError(f"save_dir: {path} cannot be written: {error.strerror or error}") from error
 
@@ -221,27 +230,11 @@ _NORMS = ("node_norm", "edge_norm")
 
 
 class GraphSAINTSampler(PyGLoader):
-    """What the three samplers share, with torch_geometric's arguments, meaning, defaults and batches.
+    """Base class of the three GraphSAINT samplers, with torch_geometric's arguments, defaults and batches.
 
-    Each rank gets ``num_steps`` subgraphs an epoch. The subgraph of a rank's step is number
-    ``step * world_size + rank`` of the epoch and a function of (graph, seed, epoch, number): one rank with
-    ``num_steps = W * n`` gets what W ranks with ``num_steps = n`` get together.
-
-    Args:
-        data: an opened graph (``gnnfleet.open``), or ``Data`` or stores in memory; homogeneous.
-        batch_size: samples per subgraph (nodes, edges or walks); repeats count once.
-        num_steps: subgraphs per epoch and rank.
-        sample_coverage: how often each node is sampled, on average, to estimate the normalisation; 0: none.
-            Ranks of a process group share the work (all of them must make the loader); else each does all of it.
-        save_dir: keep the normalisation here, and use what was kept for the same graph, settings and coverage.
-        log: say what the normalisation took, on rank 0.
-        transform, attrs, seed, threads, prefetch, deadline, rank, layout: as in ``DistNeighborLoader``;
-            likewise kwargs of torch's ``DataLoader``, where shuffle has no effect.
-
-    Batches hold the drawn nodes by id, once each, and all edges between them; with ``sample_coverage`` also
-    ``node_norm`` and ``edge_norm`` (float32). Memory on every rank: the normalisation takes 4 bytes a node and an
-    edge, 32 bytes an edge while it is computed or read. Raises ``SettingsError`` for arguments that make
-    no sense, ``ServiceError`` when another host fails.
+    Each rank gets ``num_steps`` subgraphs per epoch. Subgraph number ``step * world_size + rank`` of an epoch depends
+    only on graph, seed, epoch and number: one rank with ``num_steps = W * n`` yields the same subgraphs as W ranks with
+    ``num_steps = n`` together.
     """
 
     def __init__(
@@ -278,11 +271,11 @@ class GraphSAINTSampler(PyGLoader):
 
     @property
     def draws(self) -> str:
-        """What is drawn, and how much: all that a subgraph depends on besides graph, seed, epoch and number."""
+        """Names the draw and its size: with graph, seed, epoch and number it determines a subgraph."""
         return f"{type(self).__name__} {self.num_samples}"
 
     def prepare(self) -> EdgeEnds | None:
-        """Get what ``draw_nodes`` needs; returns the edges if they had to be read."""
+        """Compute the tables of ``draw_nodes``. Returns the edges if they had to be read."""
         return None
 
     @abstractmethod
@@ -294,11 +287,11 @@ class GraphSAINTSampler(PyGLoader):
             yield replace(share, key=self.key(epoch, int(share.positions[0])))
 
     def key(self, epoch: int, number: int) -> int:
-        """Of the draws of one subgraph."""
+        """Key of the draws of one subgraph."""
         return batch_key(self.options.seed, OTHER_STREAM, epoch, number)
 
     def part_of(self, positions: Ids) -> Ids:
-        """Any: a subgraph lives nowhere in particular."""
+        """Part 0 for every subgraph: no host is closer to one than another."""
         return positions * 0
 
     def seeds(self, share: SeedShare) -> BatchSeeds:
@@ -309,14 +302,54 @@ class GraphSAINTSampler(PyGLoader):
             data.node_norm, data.edge_norm = self._norm.node[out.node], self._norm.edge[out.edge]
 
     def __call__(self, index: Any) -> Any:
-        raise SettingsError(f"{type(self).__name__} draws its nodes itself, there are no inputs to choose; iterate it")
+        raise SettingsError(f"{type(self).__name__} draws its own nodes and has no inputs to index; iterate it")
 
 
 class DistGraphSAINTNodeSampler(GraphSAINTSampler):
-    """torch_geometric's ``GraphSAINTNodeSampler``: the sources of ``batch_size`` edges drawn with replacement.
+    """Yields subgraphs induced by nodes drawn by out-degree, as torch_geometric's ``GraphSAINTNodeSampler``.
 
-    Nodes are drawn by out-degree: each rank reads all edges once, and keeps 8 bytes a node. The arguments
-    are those of ``GraphSAINTSampler``.
+    A batch has the sources of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all
+    edges between them. Memory: each rank reads all edges once (32 bytes per edge), and keeps 8 bytes per node. The
+    normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is computed or read.
+
+    Args:
+        data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
+        batch_size: Number of nodes drawn per subgraph; repeats count once.
+        num_steps: Number of subgraphs per epoch and rank.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+            ranks of a process group share the work, and all of them must make the loader.
+        save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
+        log: Print on rank 0 how many subgraphs the estimate took.
+        transform: Function called with each batch; its result is yielded instead.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
+            no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
+            need not iterate it.
+
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids, distinct; ``x``, ``y`` and other node attributes: ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``; ``e_id``: int64 ``[edges]``
+        - ``node_norm``: float32 ``[nodes]``, ``edge_norm``: float32 ``[edges]``, with ``sample_coverage``
+
+    Raises:
+        SettingsError: Arguments do not fit the graph, or the graph is heterogeneous.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistGraphSAINTNodeSampler(graph, batch_size=500, num_steps=10, sample_coverage=5)
+        for batch in loader:
+            x, edge_index = batch.x, batch.edge_index
+        ```
     """
 
     def prepare(self) -> EdgeEnds:
@@ -336,10 +369,52 @@ class DistGraphSAINTNodeSampler(GraphSAINTSampler):
 
 
 class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
-    """torch_geometric's ``GraphSAINTEdgeSampler``: both ends of ``batch_size`` edges drawn with replacement.
+    """Yields subgraphs induced by the ends of drawn edges, as torch_geometric's ``GraphSAINTEdgeSampler``.
 
-    As there, an edge's chance goes with the in-degree of its source plus the out-degree of its target. Each rank reads
-    all edges once, and keeps 16 bytes an edge (24 beyond 2^31 nodes). The arguments are those of ``GraphSAINTSampler``.
+    A batch has both ends of ``batch_size`` edges that are drawn with replacement, each node once, by id, and all edges
+    between them. The chance of an edge is proportional to the in-degree of its source plus the out-degree of its
+    target, as in torch_geometric. Memory: each rank reads all edges once (32 bytes per edge), and keeps 16 bytes per
+    edge (24 beyond 2^31 nodes). The normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is
+    computed or read.
+
+    Args:
+        data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
+        batch_size: Number of edges drawn per subgraph; repeats count once.
+        num_steps: Number of subgraphs per epoch and rank.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+            ranks of a process group share the work, and all of them must make the loader.
+        save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
+        log: Print on rank 0 how many subgraphs the estimate took.
+        transform: Function called with each batch; its result is yielded instead.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: as in ``DistNeighborLoader``; ``shuffle`` and ``drop_last`` have
+            no effect. ``local=True`` makes a loader of this process alone: it yields all subgraphs, and other ranks
+            need not iterate it.
+
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids, distinct; ``x``, ``y`` and other node attributes: ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``; ``e_id``: int64 ``[edges]``
+        - ``node_norm``: float32 ``[nodes]``, ``edge_norm``: float32 ``[edges]``, with ``sample_coverage``
+
+    Raises:
+        SettingsError: Arguments do not fit the graph, or the graph is heterogeneous.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistGraphSAINTEdgeSampler(graph, batch_size=500, num_steps=10)
+        for batch in loader:
+            x, edge_index = batch.x, batch.edge_index
+        ```
     """
 
     def prepare(self) -> EdgeEnds:
@@ -353,12 +428,44 @@ class DistGraphSAINTEdgeSampler(DistGraphSAINTNodeSampler):
 
 
 class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
-    """torch_geometric's ``GraphSAINTRandomWalkSampler``: all nodes on ``batch_size`` walks of ``walk_length`` steps.
+    """Yields subgraphs induced by random walks, as torch_geometric's ``GraphSAINTRandomWalkSampler``.
 
-    Walks start at nodes drawn with replacement and go from an edge's *target* to its source, since in-edges are what a
-    part holds; torch_geometric's go from source to target. On graphs with every edge in both directions, GraphSAINT's
-    case, that is the same; for others store the edges reversed. A walk stays where it cannot go on.
-    The arguments are those of ``GraphSAINTSampler``, and ``walk_length``.
+    A batch has all nodes on ``batch_size`` walks of ``walk_length`` steps, each node once, by id, and all edges between
+    them. Walks start at nodes drawn with replacement and go from the *target* of an edge to its source, because parts
+    store in-edges; torch_geometric's walks go from source to target. Both are the same on graphs with every edge in
+    both directions; for other graphs store the edges reversed. A walk ends at a node without in-edges. The
+    normalisation takes 4 bytes per node and edge, and 32 bytes per edge while it is computed or read.
+
+    Args:
+        data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
+        batch_size: Number of walks per subgraph.
+        walk_length: Number of steps of each walk.
+        num_steps: Number of subgraphs per epoch and rank.
+        sample_coverage: How often each node is sampled on average to estimate the normalisation; 0 disables it. The
+            ranks of a process group share the work, and all of them must make the loader.
+        save_dir: Folder to save the normalisation in; a file for the same graph, settings and coverage is read instead.
+        log: Print on rank 0 how many subgraphs the estimate took.
+        **kwargs: ``transform``, ``attrs``, ``seed``, ``threads``, ``prefetch``, ``deadline``, ``rank``, ``layout`` and
+            arguments of torch's ``DataLoader``, as in ``DistGraphSAINTNodeSampler``.
+
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids, distinct; ``x``, ``y`` and other node attributes: ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``; ``e_id``: int64 ``[edges]``
+        - ``node_norm``: float32 ``[nodes]``, ``edge_norm``: float32 ``[edges]``, with ``sample_coverage``
+
+    Raises:
+        SettingsError: Arguments do not fit the graph, or the graph is heterogeneous.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistGraphSAINTRandomWalkSampler(graph, batch_size=100, walk_length=2, num_steps=10)
+        for batch in loader:
+            x, edge_index = batch.x, batch.edge_index
+        ```
     """
 
     def __init__(self, data: Any, batch_size: int, walk_length: int, num_steps: int = 1, sample_coverage: int = 0,

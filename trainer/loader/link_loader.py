@@ -1,7 +1,7 @@
 """torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
 
-Shapes and orders are those of torch_geometric's ``LinkNeighborLoader``; n positives of this rank's
-share, k negatives of theirs.
+Shapes and orders are those of ``LinkNeighborLoader``. Below, n is the number of positives in this rank's share, k the
+number of their negatives.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SeedSet
 from trainer.store.part_store import PartStore
 
-_ROLE = 1 << 32  #: trees are numbered place + role * 2^32, so that no two seeds of a global batch share one
+_ROLE = 1 << 32  #: trees are numbered place + role * 2^32, so that every seed of a global batch has a number of its own
 
 
 @dataclass(frozen=True)
 class LinkBatch:
-    """This rank's positives of one step and their negatives, as original ids."""
+    """The positives of this rank in one step and their negatives, as original ids."""
 
     edge_type: EdgeType
     src: Ids  #: int64 [n]
     dst: Ids  #: int64 [n]
-    places: Ids  #: int64 [n] in the global batch
-    owner: Ids  #: int64 [k] which positive of the share a negative belongs to
-    neg_j: Ids  #: int64 [k] which of its negatives it is; ascending, owners ascend within
-    neg_src: Ids  #: int64 [k]; unused for triplets, whose source is the positive's
+    places: Ids  #: int64 [n] places in the global batch
+    owner: Ids  #: int64 [k] index of each negative's positive
+    neg_j: Ids  #: int64 [k] number of the negative among those of its positive; sorted by (neg_j, owner)
+    neg_src: Ids  #: int64 [k]; unused for triplets, whose source is that of the positive
     neg_dst: Ids  #: int64 [k]
     times: Ids | None = None  #: int64 [n]
 
 
 @dataclass(frozen=True)
 class LinkIndex:
-    """Where the links are in the batch: positions among the nodes of their end's type."""
+    """Positions of the links' ends among the batch's nodes of the end's type."""
 
-    src: Ids  #: int64: positives, for binary negatives then the negatives
-    dst: Ids  #: int64, as long as ``src``
-    neg: Ids | None  #: int64 [n] or [n, amount]: targets of triplets
-    owners: Mapping[NodeType, Ids]  #: for disjoint batches: which positive each seed belongs to, per type
+    src: Ids  #: int64: positives, followed by binary negatives
+    dst: Ids  #: int64, same length as ``src``
+    neg: Ids | None  #: int64 [n] or [n, amount]: targets of triplet negatives
+    owners: Mapping[NodeType, Ids]  #: for disjoint batches: index of the positive of each seed, per type
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,17 @@ class _LinkEnd:
     """The seeds at one end of the links, in torch_geometric's order: positives first."""
 
     ids: Ids  #: original ids
-    trees: Ids
-    owner: Ids
+    trees: Ids  #: int64: keys of their trees, when disjoint
+    owner: Ids  #: int64: index of each seed's positive
 
 
 def seeds_of(
     links: LinkBatch, rule: NegativeRule | None, store: PartStore, disjoint: bool
 ) -> tuple[SeedSet, LinkIndex]:
-    """The seed nodes of a link batch and where its links are found among them.
+    """Return the seed nodes of a link batch, and the positions of its links among them.
 
-    Seeds are the distinct end nodes by ascending original id; for disjoint batches every end of every
-    link is a seed of its own.
+    Seeds are the distinct end nodes, by ascending original id. In disjoint batches every end of every link is a seed of
+    its own.
     """
     triplet = rule is not None and rule.triplet
     src, dst = _ends(links, triplet)
@@ -100,12 +100,16 @@ def seeds_of(
 def excluded(
     edge_type: EdgeType, reverse: EdgeType | None, src: Ids, dst: Ids, store: PartStore
 ) -> dict[EdgeType, tuple[Ids, Ids]]:
-    """What ``SeedSet.exclude`` needs to hide links ``src`` -> ``dst`` (original ids), and their reverses."""
+    """Return ``SeedSet.exclude`` for links ``src`` -> ``dst`` (original ids) and, if ``reverse`` is given, their
+    reverses.
+    """
     sources, targets = store.to_global(edge_type[0], src), store.to_global(edge_type[2], dst)
     pairs = {edge_type: [(targets, sources)]}
     if reverse is not None:
         pairs.setdefault(reverse, []).append((sources, targets))
-    pairs = {of: group for of, group in pairs.items() if of in store.manifest.edges}  # links may be of another type
+    pairs = {
+        of: group for of, group in pairs.items() if of in store.manifest.edges
+    }  # the links' type may have no edges in the graph
     return {
         of: (np.concatenate([pair[0] for pair in group]), np.concatenate([pair[1] for pair in group]))
         for of, group in pairs.items()
@@ -113,21 +117,21 @@ def excluded(
 
 
 def _ends(links: LinkBatch, triplet: bool) -> tuple[_LinkEnd, _LinkEnd]:
-    own = np.arange(len(links.src))
+    owner = np.arange(len(links.src))
     src_role, dst_role = (2, 2) if triplet else (2, 3)
     step = dst_role - 1  # binary negatives have two roles each, triplets one
     neg = links.places[links.owner]
     dst = _LinkEnd(
         np.concatenate([links.dst, links.neg_dst]),
         np.concatenate([links.places + _ROLE, neg + (dst_role + step * links.neg_j) * _ROLE]),
-        np.concatenate([own, links.owner]),
+        np.concatenate([owner, links.owner]),
     )
     if triplet:
-        return _LinkEnd(links.src, links.places, own), dst
+        return _LinkEnd(links.src, links.places, owner), dst
     src = _LinkEnd(
         np.concatenate([links.src, links.neg_src]),
         np.concatenate([links.places, neg + (src_role + step * links.neg_j) * _ROLE]),
-        np.concatenate([own, links.owner]),
+        np.concatenate([owner, links.owner]),
     )
     return src, dst
 
@@ -165,32 +169,82 @@ _NONE = np.empty(0, np.int64)
 
 
 class DistLinkNeighborLoader(PyGLoader):
-    """Mini-batches around links, with torch_geometric's arguments, meaning, defaults and batches.
+    """Yields mini-batches around links, as torch_geometric's ``LinkNeighborLoader`` on a partitioned graph.
 
-    Every rank passes the same arguments, all links included; the loader shares each global batch
-    (``batch_size`` × world size) out over the ranks. Negatives are drawn by a link's place in the global batch,
-    so they do not depend on the number of ranks and parts.
+    Arguments, defaults and batches are those of ``LinkNeighborLoader``. Every rank passes the same arguments, including
+    all links; the loader splits global batches over the ranks as ``DistNeighborLoader`` does. A negative depends on its
+    link's place in the global batch, not on the number of ranks and parts.
 
     Args:
-        data, num_neighbors, replace, subgraph_type, disjoint, temporal_strategy, time_attr, weight_attr,
-            transform, transform_sampler_output, is_sorted, filter_per_worker, neighbor_sampler, directed,
-            custom_cls, input_id, attrs, seed, threads, prefetch, deadline, rank, layout, kwargs: as in
-            ``DistNeighborLoader``.
-        edge_label_index: None (all edges) or ids [2, n]; for a heterogeneous graph an edge type, or
-            (edge type, None | ids). All edges are collected from all hosts when the loader is made.
-        edge_label: [n, …] labels of the links.
-        edge_label_time: int [n] times of the links; needs ``time_attr``, and the other way round.
-        neg_sampling, neg_sampling_ratio: as in torch_geometric: ``"binary"``, ``"triplet"``, a mapping with
-            ``mode`` and ``amount``, or its ``NegativeSampling``.
-        avoid_links: draw no negative that is an edge of the graph (of the links' type). torch_geometric
-            does not look.
-        exclude: ``"self"`` hides the links of the global batch from message passing, ``"both"`` their
-            reverses too; None as in torch_geometric, where they are seen: the model can read off the answer.
-        reverse_type: edge type of the reverses; default: the links' own type if its ends are of one type,
-            else ``rev_<relation>``.
+        data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,
+            graph_store)`` pair.
+        num_neighbors: Number of neighbours per hop, starting at the links' ends; -1 takes all. A list, a mapping over
+            all edge types, or torch_geometric's ``NumNeighbors``.
+        edge_label_index: Seed links: None (all edges) or ids ``[2, n]``. For a heterogeneous graph an edge type, or
+            ``(edge type, None | ids)``. All edges are read from all hosts when the loader is made.
+        edge_label: Labels of the links, ``[n, ...]``.
+        edge_label_time: Times of the links, integer ``[n]``; needs ``time_attr``, which needs it in turn.
+        replace: Draw neighbours with replacement.
+        subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
+        disjoint: Sample a subgraph of its own for each link end. Implied by ``time_attr``.
+        temporal_strategy: ``"uniform"`` or ``"last"``: with ``time_attr``, draw neighbours or take the latest ones.
+        neg_sampling: ``"binary"``, ``"triplet"``, a mapping with ``mode`` and ``amount``, or torch_geometric's
+            ``NegativeSampling``. Default: no negatives.
+        neg_sampling_ratio: Deprecated in torch_geometric; the amount of binary negatives per link.
+        time_attr: Integer attribute of nodes or edges; neighbours later than their link are not sampled.
+        weight_attr: Edge attribute; the chance of a neighbour is proportional to it.
+        transform: Function called with each batch; its result is yielded instead.
+        transform_sampler_output: Function called with each ``SamplerOutput`` or ``HeteroSamplerOutput``, before
+            attributes are added.
+        is_sorted: No effect; edges are stored by target.
+        filter_per_worker: If true, the sampler threads call the transforms, which must then be thread-safe. Default:
+            the iterating thread calls them, in order.
+        neighbor_sampler: Not supported; must be None.
+        directed: Deprecated; False means ``subgraph_type="induced"``.
+        custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
+        input_id: Ids that batches report as ``input_id`` instead of the links' positions.
+        avoid_links: Draw no negative that is an edge of the links' type. torch_geometric does not check.
+        exclude: ``"self"`` removes the links of the global batch from the sampled edges, ``"both"`` also removes their
+            reverses. Default: they can be sampled, as in torch_geometric, and the model can see the edges it is to
+            predict.
+        reverse_type: Edge type of the reverses, for ``exclude="both"``. Default: ``rev_<relation>`` if the graph has
+            it, else the links' own type if both ends have one node type.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
+            ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
+            (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
+            alone: it yields all links, and other ranks need not iterate it.
 
-    Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while iterating when another
-    host fails, and ``DataError`` when there is no negative to be found.
+    Shapes:
+        - ``edge_label_index``: int64 ``[2, links]``, positions in ``n_id``; positives first, then binary negatives
+        - ``edge_label``: ``[links, ...]``; 0 for negatives
+        - ``src_index``, ``dst_pos_index``: int64 ``[positives]``, ``dst_neg_index``: int64 ``[positives]`` or
+            ``[positives, amount]``, for triplets instead of the above
+        - ``n_id``, ``x``, ``edge_index`` and others: as in ``DistNeighborLoader``
+
+    Raises:
+        SettingsError: Arguments contradict each other or do not fit the graph.
+        ServiceError: Another host fails, while making the loader or iterating it.
+        DataError: No negative can be drawn for a link.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistLinkNeighborLoader(
+            graph, [10, 5], neg_sampling="binary", batch_size=256, shuffle=True, avoid_links=True, exclude="both"
+        )
+        for batch in loader:
+            src, dst = batch.edge_label_index
+            label = batch.edge_label
+        ```
     """
 
     def __init__(
@@ -211,7 +265,7 @@ class DistLinkNeighborLoader(PyGLoader):
         if (edge_label_time is None) != (time_attr is None):
             unset = "edge_label_time" if edge_label_time is None else "time_attr"
             raise SettingsError(
-                f"'{unset}' is not set: edge_label_time and time_attr go together, the links' times and what they bound"
+                f"'{unset}' is not set: pass edge_label_time (the links' times) and time_attr (an attribute) together"
             )
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         kind = subgraph_kind(subgraph_type, directed)
@@ -258,14 +312,14 @@ class DistLinkNeighborLoader(PyGLoader):
         if self.rule is not None and self.rule.triplet:
             src.src_index, dst.dst_pos_index, dst.dst_neg_index = out.metadata[1:4]
             src.seed_time = dst.seed_time = out.metadata[4]
-            for name in ("edge_label_index", "edge_label_time"):  # the whole graph's, where data has such
+            for name in ("edge_label_index", "edge_label_time"):  # attributes of the whole graph, if the data has them
                 if name in link:
                     del link[name]
         else:
             link.edge_label_index, link.edge_label, link.edge_label_time = out.metadata[1:4]
 
     def _links(self, share: SeedShare) -> LinkBatch:
-        """This rank's positives and negatives of one step."""
+        """The positives and negatives of this rank in one step."""
         inputs, own = self.inputs, share.positions
         src, dst = inputs.src[own], inputs.dst[own]
         times = None if inputs.times is None else inputs.times[own]
@@ -284,7 +338,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
 
     def _metadata(self, share: SeedShare, links: LinkBatch, index: LinkIndex) -> tuple[Any, ...]:
-        """As torch_geometric's ``edge_sample`` leaves it."""
+        """Metadata in the form that torch_geometric's ``edge_sample`` returns."""
         input_id = self.inputs.input_id
         ids = torch.from_numpy(share.positions if input_id is None else input_id[share.positions])
         times = None if links.times is None else torch.from_numpy(links.times)
@@ -304,7 +358,7 @@ class DistLinkNeighborLoader(PyGLoader):
         return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
     def _by_link(self, batch: Any, index: LinkIndex) -> Any:
-        """Trees, numbered by seed, as the places of the links they belong to."""
+        """Replace tree numbers (one per seed) by the positions of the links that the seeds belong to."""
         owners = torch.from_numpy(np.concatenate(list(index.owners.values())))
         if isinstance(batch, dict):
             return {of: owners[trees] for of, trees in batch.items()}
@@ -313,10 +367,10 @@ class DistLinkNeighborLoader(PyGLoader):
 
 def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: Any) -> EdgeType | None:
     if exclude not in (None, "self", "both"):
-        raise SettingsError(f"exclude {exclude!r}; it is None, 'self' or 'both'")
+        raise SettingsError(f"exclude {exclude!r}; expected None, 'self' or 'both'")
     if exclude != "both":
         if given is not None:
-            raise SettingsError("reverse_type says what exclude='both' hides; give that too")
+            raise SettingsError("reverse_type has no effect without exclude='both'; pass both or neither")
         return None
     if given is not None:
         reverse = canonical(graph, given)
@@ -328,4 +382,4 @@ def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: A
         return named
     if edge_type[0] == edge_type[2]:
         return edge_type
-    raise SettingsError(f"exclude='both': the graph has no edge type {named}; name the reverses by reverse_type")
+    raise SettingsError(f"exclude='both': the graph has no edge type {named}; pass the reverses' type as reverse_type")

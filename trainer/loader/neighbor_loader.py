@@ -30,44 +30,73 @@ from trainer.sampler.types import RowRequest, SeedSet
 
 
 class DistNeighborLoader(PyGLoader):
-    """Mini-batches by neighbour sampling, with torch_geometric's arguments, meaning, defaults and batches.
+    """Yields mini-batches by neighbour sampling, as torch_geometric's ``NeighborLoader`` on a partitioned graph.
 
-    Every rank passes the same arguments, all seeds included; the loader shares each global batch
-    (``batch_size`` × world size) out over the ranks, seeds first to a rank beside their part. All ranks get
-    equally many batches. A last global batch with fewer seeds than ranks joins the one before; only with
-    fewer seeds than ranks in all are there batches without seeds (a warning says so).
+    Arguments, defaults and batches are those of ``NeighborLoader``. Every rank passes the same arguments, including all
+    seeds. The loader cuts the seeds into global batches of ``batch_size`` × world size and splits each over the ranks;
+    a seed goes first to a rank on a host of its part. All ranks get the same number of batches. A last global batch
+    with fewer seeds than ranks is joined to the one before.
+
+    Each iteration is the next epoch; ``set_epoch`` chooses one. ``loader(index)`` samples the seeds at the given
+    positions. Batches also have ``blocks``, one CSR block per layer, outermost first (a mapping over edge types if the
+    graph is heterogeneous); bidirectional and induced subgraphs, and batches with ``transform_sampler_output``, have
+    none.
 
     Args:
-        data: an opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a
-            ``(feature_store, graph_store)`` pair.
-        num_neighbors: neighbours per hop, seeds outward, -1 takes all: a list, a mapping over all edge
-            types, or torch_geometric's ``NumNeighbors``.
-        input_nodes: None (all nodes), ids, a boolean mask, or the name of a split (``"train"``); for a
-            heterogeneous graph a node type, ``(type, one of these)``, or a mapping of types to these:
-            then seeds of all types are one sequence, and a batch notes those of each type at that type.
-        input_time: times of the seeds instead of their own ``time_attr``.
-        replace, subgraph_type, disjoint, temporal_strategy, time_attr, weight_attr, transform,
-            transform_sampler_output, custom_cls, input_id: as in torch_geometric.
-        is_sorted: no effect; rows are always sorted.
-        filter_per_worker: True lets the sampler threads call the transforms (they must be thread-safe then);
-            else they run in the iterating thread, in order.
-        neighbor_sampler: refused; the graph's owners sample.
-        directed: deprecated; False means ``subgraph_type="induced"``.
-        attrs: names of the attributes to bring, or a mapping of types to names; default: all.
-        seed: of order and samples. threads, prefetch: sampler threads, and batches under way.
-        deadline: seconds that one request to another host may take.
-        rank, layout: this process, and the ranks beside each part; default: those of the graph.
-        local: True for a loader that is this process's alone: it gives all seeds, shared with no other rank
-            (``batch_size`` is the whole batch). Without it every rank has to iterate the loader.
-        kwargs: of torch's ``DataLoader``: batch_size, shuffle, drop_last, pin_memory, num_workers (sampler
-            threads), prefetch_factor, timeout, generator (its seed is used). persistent_workers has no
-            effect: there are no worker processes.
+        data: An opened graph (``gnnfleet.open``), a ``Data`` or ``HeteroData`` in memory, or a ``(feature_store,
+            graph_store)`` pair.
+        num_neighbors: Number of neighbours per hop, starting at the seeds; -1 takes all. A list, a mapping over all
+            edge types, or torch_geometric's ``NumNeighbors``.
+        input_nodes: Seeds: None (all nodes), ids, a boolean mask, or the name of a split (``"train"``). For a
+            heterogeneous graph a node type, ``(type, seeds)``, or a mapping of types to seeds.
+        input_time: Times of the seeds, instead of the ``time_attr`` of their nodes.
+        replace: Draw neighbours with replacement.
+        subgraph_type: ``"directional"``, ``"bidirectional"`` or ``"induced"``.
+        disjoint: Sample a subgraph of its own for each seed. Implied by ``time_attr``.
+        temporal_strategy: ``"uniform"`` or ``"last"``: with ``time_attr``, draw neighbours or take the latest ones.
+        time_attr: Integer attribute of nodes or edges; neighbours later than their seed are not sampled.
+        weight_attr: Edge attribute; the chance of a neighbour is proportional to it.
+        transform: Function called with each batch; its result is yielded instead.
+        transform_sampler_output: Function called with each ``SamplerOutput`` or ``HeteroSamplerOutput``, before
+            attributes are added.
+        is_sorted: No effect; edges are stored by target.
+        filter_per_worker: If true, the sampler threads call the transforms, which must then be thread-safe. Default:
+            the iterating thread calls them, in order.
+        neighbor_sampler: Not supported; must be None.
+        directed: Deprecated; False means ``subgraph_type="induced"``.
+        custom_cls: Class of the batches of an opened graph or of stores, instead of ``Data`` or ``HeteroData``.
+        input_id: Ids that batches report as ``input_id`` instead of the seeds' positions.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
+            ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
+            (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
+            alone: it yields all seeds, and other ranks need not iterate it.
 
-    Batches also have ``blocks``, one per layer, outermost first (a mapping over edge types when
-    heterogeneous), except for bidirectional and induced subgraphs and with ``transform_sampler_output``.
-    Each iteration is the next epoch; ``set_epoch`` chooses one; ``loader(index)`` samples the inputs at
-    given positions. Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while
-    iterating when another host fails.
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids; the seeds come first
+        - ``x``, ``y`` and other node attributes: ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``, positions in ``n_id``; ``e_id``: int64 ``[edges]``
+        - ``input_id``: int64 ``[seeds of this rank]``; ``batch_size``: their number
+
+    Raises:
+        SettingsError: Arguments contradict each other or do not fit the graph.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistNeighborLoader(graph, [10, 5], "train", batch_size=256, shuffle=True)
+        for batch in loader:
+            seeds = batch.n_id[: batch.batch_size]
+        ```
     """
 
     def __init__(
@@ -130,7 +159,7 @@ class DistNeighborLoader(PyGLoader):
         return BatchSeeds(seeds, self._metadata(split))
 
     def _times(self, split: dict[NodeType, tuple[Ids, Ids]], nodes: dict[NodeType, Ids]) -> dict[NodeType, Ids]:
-        """Times of the seeds: as given, or the nodes' own."""
+        """Times of the seeds: those given by the caller, else those of the nodes."""
         time = self.settings.time
         if time is None:
             return {}
@@ -142,7 +171,7 @@ class DistNeighborLoader(PyGLoader):
         return {of: times.get(of, own.get(of)) for of in split}  # type: ignore[misc]
 
     def _metadata(self, split: dict[NodeType, tuple[Ids, Ids]]) -> tuple[Any, Any]:
-        """(input_id, seed_time); mappings of types with several input types."""
+        """(input_id, seed_time); mappings over node types if the seeds were given as a mapping."""
         ids, times = {}, {}
         for of, (_, own) in split.items():
             inputs = self.inputs.of[of]

@@ -38,7 +38,7 @@ from trainer.sampler.types import GraphSchema, NodeSet, Positions, RowRequest, S
 
 
 def induced_settings(schema: GraphSchema) -> SampleSettings:
-    """The seeds, after one hop to nobody, and all edges between them with their ids."""
+    """Settings that add no node to the seeds and return all edges between them, with edge ids."""
     return SampleSettings(dict.fromkeys(schema.edges, (0,)), induced=True, edge_ids=True, ask_again=False)
 
 
@@ -54,14 +54,16 @@ def check_homogeneous(graph: Graph, what: str) -> None:
 
 @dataclass(frozen=True)
 class EdgeEnds:
-    """Both ends of every edge of a homogeneous graph, as original node ids, by original edge id."""
+    """Both ends of every edge of a homogeneous graph: original node ids, indexed by original edge id."""
 
     src: Array  #: int32|int64 [E]
     dst: Array  #: int32|int64 [E]
 
     @classmethod
     def of(cls, graph: Graph) -> EdgeEnds:
-        """Read all edges. Memory: 32 bytes an edge meanwhile, 8 of them kept. Raises ``ServiceError``."""
+        """Read all edges. Memory: 32 bytes per edge while reading, 8 or 16 bytes per edge afterwards. Raises
+        ``ServiceError``.
+        """
         edges = graph.access.edge_list(HOMO_EDGE)
         num_nodes = graph.manifest.nodes[HOMO_NODE].num_nodes
         node = np.empty(num_nodes, np.int32 if num_nodes < 2**31 else np.int64)
@@ -78,32 +80,33 @@ def tensor_of(values: Array) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Neighbourhoods(SampledSubgraph):
-    """Several roots' neighbourhoods as one subgraph: every node once, with all edges between; and who has which."""
+    """The neighbourhoods of several roots: their union as one subgraph, and the members of each."""
 
-    member: Positions = field(kw_only=True)  #: int32 [m] position of a node in the subgraph; the roots' own come first
-    root: Positions = field(kw_only=True)  #: int32 [m] the root that has it
+    #: int32 [m] position of a node in the union; the first entries are the roots
+    member: Positions = field(kw_only=True)
+    root: Positions = field(kw_only=True)  #: int32 [m] index of the root whose neighbourhood has the member
 
 
 class NeighbourhoodSampler:
-    """Draws by disjoint sampling, then asks for edges and rows of a node once, however many roots have it."""
+    """Samples a tree per root, then requests edges and rows once for each distinct node."""
 
     def __init__(self, graph: Graph, settings: SampleSettings, attrs: Attrs):
         self._draw = graph.sampler(settings, {})
         self._join = graph.sampler(induced_settings(graph.manifest), attrs)
 
     def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
-        """The neighbourhoods without rows."""
+        """The neighbourhoods without rows. Raises ``ServiceError``."""
         drawn, distinct, member = self._drawn(seeds, key)
         return _joined(drawn, member, self._join.subgraph(distinct, key))
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """The neighbourhoods, and rows of their distinct nodes and edges."""
+        """The neighbourhoods, and rows of their distinct nodes and edges. Raises ``ServiceError``."""
         drawn, distinct, member = self._drawn(seeds, key)
         sampled = self._join.sample(distinct, key)
         return changed(sampled, subgraph=_joined(drawn, member, sampled.subgraph))
 
     def _drawn(self, seeds: SeedSet, key: int) -> tuple[NodeSet, SeedSet, Positions]:
-        """The nodes drawn, the distinct ones among them, and each one's place among those."""
+        """The sampled nodes, the distinct ones as seeds, and the index of each node among these."""
         drawn = self._draw.subgraph(seeds, key).nodes[HOMO_NODE]
         distinct, member = np.unique(drawn.ids, return_inverse=True)
         return drawn, SeedSet({HOMO_NODE: distinct}), member.astype(np.int32)
@@ -115,25 +118,52 @@ def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighb
 
 
 class DistShaDowKHopSampler(PyGLoader):
-    """torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph: a subgraph for each root.
+    """Yields one subgraph per root, as torch_geometric's ``ShaDowKHopSampler`` on a partitioned graph.
 
-    Every rank passes the same arguments, all roots included; each global batch is shared out as
-    ``DistNeighborLoader`` does it. What a root gets depends on its place in the global batch, not on ranks.
+    Batches are torch_geometric's ``Batch``: the subgraphs of the roots, disjoint, each with its nodes by id and all
+    edges between them. Every rank passes the same arguments, including all roots; the loader splits global batches over
+    the ranks as ``DistNeighborLoader`` does. The subgraph of a root depends on its place in the global batch, not on
+    the number of ranks.
 
     Args:
-        data: an opened graph (``gnnfleet.open``), or ``Data`` or stores in memory; homogeneous.
-        depth: hops from the root.
-        num_neighbors: neighbours drawn for each node in each hop; -1 takes all.
-        node_idx: the roots: None (all nodes), ids, a boolean mask, or the name of a split.
-        replace: draw with replacement, also from nodes with few neighbours (torch_geometric's takes those whole).
-        batch_size, shuffle and other arguments of torch's ``DataLoader``; transform, attrs, seed, threads,
-            prefetch, deadline, rank, layout: as in ``DistNeighborLoader``.
+        data: An opened homogeneous graph (``gnnfleet.open``), or ``Data`` or stores in memory.
+        depth: Number of hops from the root.
+        num_neighbors: Number of neighbours drawn for each node in each hop; -1 takes all.
+        node_idx: Roots: None (all nodes), ids, a boolean mask, or the name of a split.
+        replace: Draw with replacement, also for nodes with few neighbours (torch_geometric takes all of those).
+        transform: Function called with each batch; its result is yielded instead.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (per rank), ``shuffle``, ``drop_last``,
+            ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
+            (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
+            alone: it yields all roots, and other ranks need not iterate it.
 
-    Batches are torch_geometric's ``Batch`` of one subgraph per root, disjoint, each with its nodes by id and
-    all edges between them: ``batch`` and ``ptr`` say which nodes are whose, ``root_n_id`` where the roots are;
-    ``y`` is that of the roots, other node attributes are of all nodes. Also ``n_id`` and ``e_id``.
-    Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while iterating when
-    another host fails.
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids, subgraph after subgraph
+        - ``batch``: int64 ``[nodes]``, subgraph of each node; ``ptr``: int64 ``[roots + 1]``
+        - ``root_n_id``: int64 ``[roots]``, positions of the roots in ``n_id``
+        - ``y``: ``[roots, ...]``, labels of the roots only; other node attributes ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``; ``e_id``: int64 ``[edges]``
+
+    Raises:
+        SettingsError: Arguments contradict each other or do not fit the graph, or the graph is heterogeneous.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        loader = gf.DistShaDowKHopSampler(graph, depth=2, num_neighbors=5, node_idx="train", batch_size=64)
+        for batch in loader:
+            roots = batch.n_id[batch.root_n_id]
+        ```
     """
 
     def __init__(
@@ -156,7 +186,7 @@ class DistShaDowKHopSampler(PyGLoader):
         )  # fmt: skip
         if 0 < len(inputs) < self.layout.world_size:
             warnings.warn(
-                f"{len(inputs)} roots for {self.layout.world_size} ranks: some batches have none",
+                f"{len(inputs)} roots for {self.layout.world_size} ranks: some batches have no root; start fewer ranks",
                 stacklevel=2,
             )
 
@@ -175,7 +205,7 @@ class DistShaDowKHopSampler(PyGLoader):
         return BatchSeeds(SeedSet({HOMO_NODE: roots}, {HOMO_NODE: share.places}), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """The neighbourhoods one after the other, nodes by id, edges by source and target, as in torch_geometric."""
+        """Neighbourhoods one after the other, nodes by id, edges by source and target, as in torch_geometric."""
         found = sampled.subgraph
         assert isinstance(found, Neighbourhoods)
         ids, edges = sampled.rows[HOMO_NODE]["orig_id"], found.edges[HOMO_EDGE]
@@ -186,7 +216,7 @@ class DistShaDowKHopSampler(PyGLoader):
         by_source = np.lexsort((col, row))
         row, col, slot = row[by_source], col[by_source], slot[by_source]
         root_n_id = np.empty(len(ptr) - 1, np.int64)
-        first = np.flatnonzero(order < len(root_n_id))  # the roots were found first
+        first = np.flatnonzero(order < len(root_n_id))  # the roots are the first members
         root_n_id[root[first]] = first
         return SamplerOutput(
             tensor_of(ids[member]), tensor_of(row), tensor_of(col),
@@ -203,7 +233,7 @@ class DistShaDowKHopSampler(PyGLoader):
         data = super()._joined(made)
         if isinstance(data, Batch):
             return data
-        batch = Batch()  # data in memory is joined as what it is
+        batch = Batch()  # batches of data in memory have the class of the data
         for name, value in data:
             batch[name] = value
         return batch
@@ -212,10 +242,10 @@ class DistShaDowKHopSampler(PyGLoader):
 def edges_within(
     row_begin: Ids, row_count: Positions, src: Positions, member: Positions, ptr: Ids, num_nodes: int
 ) -> tuple[Ids, Ids, Ids]:
-    """The edges inside each group of nodes: (sources, targets, edges), int64 [e], grouped by target.
+    """Return the edges inside each group of nodes: (sources, targets, edges), int64 [e] each, grouped by target.
 
-    row_begin, row_count, src: edges of the union by target. Group r is ``member[ptr[r]:ptr[r + 1]]``; sources
-    and targets are places in ``member``, edges are places in ``src``.
+    ``row_begin``, ``row_count`` and ``src`` are the edges of the union, grouped by target. Group r is
+    ``member[ptr[r]:ptr[r + 1]]``. Sources and targets are indices into ``member``, edges are indices into ``src``.
     """
     at = np.full(num_nodes, -1, np.int64)
     found = np.empty((3, _visit(row_begin, row_count, src, member, ptr, at, np.empty((3, 0), np.int64))), np.int64)
@@ -225,7 +255,7 @@ def edges_within(
 
 @njit()
 def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: Any, found: Any) -> int:
-    """Count the edges, or fill ``found`` where it has room. ``at`` is all -1, before and after."""
+    """Return the number of edges; fill ``found`` if it has room. ``at`` is all -1 before and after the call."""
     count, fill = 0, found.shape[1] > 0
     for group in range(len(ptr) - 1):
         for place in range(ptr[group], ptr[group + 1]):
@@ -243,33 +273,58 @@ def _visit(row_begin: Any, row_count: Any, src: Any, member: Any, ptr: Any, at: 
     return count
 
 
-CLUSTER = "cluster"  #: the node attribute that ``partition make --clusters`` writes
+CLUSTER = "cluster"  #: node attribute that ``partition make --clusters`` writes
 
-_NODES_AT_ONCE = 1 << 22
+_NODES_AT_ONCE = 1 << 22  #: nodes per request for their clusters
 
 
 class DistClusterLoader(PyGLoader):
-    """torch_geometric's ``ClusterData`` and ``ClusterLoader`` in one, on a partitioned graph.
+    """Yields the subgraphs of several clusters, as torch_geometric's ``ClusterData`` and ``ClusterLoader`` together.
 
-    An epoch takes every cluster once over all ranks. Each rank takes those of its own host's parts first; only
-    what is too many there goes to other ranks, so that all get equally many, or one less. Batches are steps of
-    ``batch_size`` clusters, equally many on every rank; a last step with fewer clusters than ranks joins the one
-    before.
+    An epoch yields every cluster once over all ranks. Each rank takes the clusters of its own host's parts first;
+    clusters that exceed its share go to other ranks. All ranks get the same number of batches. A last step with fewer
+    clusters than ranks is joined to the one before. A batch has all nodes of its clusters, cluster after cluster, by
+    id, and all edges between them. ``loader(index)`` returns the clusters at the given positions; positions count the
+    clusters that have nodes. Memory: 8 bytes per node.
 
     Args:
-        data: an opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
-        num_clusters: of a graph in memory, made by METIS here; of an opened partition the clusters are those it was
-            made with (``partition make --clusters K``, node attribute ``cluster``), else its whole parts.
-        sparse_format: ``"csr"``: edges by source, then target; ``"csc"``: by target, then source.
-        keep_inter_cluster_edges: refused where true: their other ends are not in the batch, and torch_geometric's
-            ``ClusterLoader`` leaves them out as well.
-        batch_size: clusters per step and rank. shuffle, drop_last and other arguments of torch's ``DataLoader``;
-            transform, attrs, seed, threads, prefetch, deadline, rank, layout: as in ``DistNeighborLoader``.
+        data: An opened graph (``gnnfleet.open``), or ``Data``, ``HeteroData`` or stores in memory.
+        num_clusters: Number of clusters that METIS makes of a graph in memory. Must be None for a partition: its
+            clusters are those of ``partition make --clusters K``, or else its parts.
+        sparse_format: Order of the edges: ``"csr"`` by source, then target; ``"csc"`` by target, then source.
+        keep_inter_cluster_edges: Not supported; must be False. The other ends of these edges are not in the batch.
+        transform: Function called with each batch; its result is yielded instead.
+        attrs: Names of the attributes to bring, or a mapping of types to names. Default: all.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of batches to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        rank: Rank of this process in ``layout``. Default: the rank of the process group.
+        layout: The ranks on the hosts of each part. Default: as the cluster file and the process group say.
+        **kwargs: Arguments of torch's ``DataLoader``: ``batch_size`` (clusters per rank), ``shuffle``, ``drop_last``,
+            ``pin_memory``, ``num_workers`` (sampler threads), ``prefetch_factor``, ``worker_init_fn``, ``timeout``
+            (replaces ``deadline``), ``generator`` (gives the seed). ``local=True`` makes a loader of this process
+            alone: it yields all clusters, and other ranks need not iterate it.
 
-    A batch has all nodes of its clusters, cluster after cluster, by id, and all edges between them; also ``n_id`` and
-    ``e_id``. ``loader(index)`` joins the clusters at some positions: positions count the clusters that have nodes, in
-    their order. Memory: 8 bytes a node. Raises ``SettingsError`` for arguments that make no sense,
-    ``PartitionError`` when METIS cannot divide the graph, and ``ServiceError`` when another host fails.
+    Shapes:
+        - ``n_id``: int64 ``[nodes]``, original ids
+        - ``x``, ``y`` and other node attributes: ``[nodes, ...]``
+        - ``edge_index``: int64 ``[2, edges]``; ``e_id``: int64 ``[edges]``
+
+    Raises:
+        SettingsError: Arguments contradict each other or do not fit the graph.
+        PartitionError: METIS cannot divide the graph.
+        ServiceError: Another host fails, while making the loader or iterating it.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")  # made with: partition make --clusters 20
+        loader = gf.DistClusterLoader(graph, batch_size=2, shuffle=True)
+        for batch in loader:
+            x, edge_index = batch.x, batch.edge_index
+        ```
     """
 
     def __init__(
@@ -280,7 +335,7 @@ class DistClusterLoader(PyGLoader):
         layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
         if sparse_format not in ("csr", "csc"):
-            raise SettingsError(f"sparse_format {sparse_format!r}; it is 'csr' or 'csc'")
+            raise SettingsError(f"sparse_format {sparse_format!r}; expected 'csr' or 'csc'")
         if keep_inter_cluster_edges:
             raise SettingsError(
                 "keep_inter_cluster_edges: the other ends of edges that leave the clusters of a batch are not in it;"
@@ -306,7 +361,11 @@ class DistClusterLoader(PyGLoader):
         return self.clusters.part[positions]
 
     def shares(self, epoch: int) -> Iterator[SeedShare]:
-        """As the other loaders', but shared out over the epoch as a whole: more of it stays on its host."""
+        """This rank's clusters of every step.
+
+        Clusters are split over the epoch as a whole, not step by step, so that more of them stay on the host of their
+        part.
+        """
         o, order = self.order, self.order.epoch(epoch)
         rank_of = split_step(self.part_of(order), self.layout)
         of_rank = [order[rank_of == rank] for rank in range(self.layout.world_size)]
@@ -323,39 +382,39 @@ class DistClusterLoader(PyGLoader):
         return BatchSeeds(SeedSet(nodes), None)
 
     def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        """Edges in the order of ``sparse_format``."""
+        """As for other loaders, with the edges in the order of ``sparse_format``."""
         out = super().output(sampled, seeded)
         for of in [None] if isinstance(out, SamplerOutput) else list(out.row):
             sort_edges(out, of, self.sparse_format == "csr")
         return out
 
     def annotate(self, data: Any, out: Output) -> None:
-        """Nothing more to tell."""
+        """Cluster batches have no further attributes."""
 
 
 @dataclass(frozen=True)
 class ClusterMembers:
-    """The nodes of one type, cluster after cluster."""
+    """The nodes of one type, grouped by cluster."""
 
-    nodes: Ids  #: int64 [N] global ids, within a cluster by original id
-    begin: Ids  #: int64 [clusters + 1]
+    nodes: Ids  #: int64 [N] global ids, by original id within a cluster
+    begin: Ids  #: int64 [clusters + 1] where each cluster begins in ``nodes``
 
     def of(self, clusters: Ids) -> Ids:
-        """The nodes of several clusters: int64 global ids."""
+        """The nodes of the given clusters: int64 global ids."""
         pieces = [self.nodes[self.begin[c] : self.begin[c + 1]] for c in clusters]
         return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
 @dataclass(frozen=True)
 class Clusters:
-    """All clusters with nodes, by number."""
+    """All clusters that have nodes, in the order of their numbers."""
 
     members: Mapping[NodeType, ClusterMembers]
-    part: Ids  #: int64 [clusters] where most of its nodes live
+    part: Ids  #: int64 [clusters] part that has most of the cluster's nodes
 
     @classmethod
     def of(cls, graph: Graph, cluster: Mapping[NodeType, Array]) -> Clusters:
-        """From the cluster of each node, by original id."""
+        """Make clusters from the cluster number of each node, indexed by original id."""
         numbers = np.unique(np.concatenate(list(cluster.values())))
         members, votes = {}, np.zeros((len(numbers), graph.manifest.num_parts), np.int64)
         for of, values in cluster.items():
@@ -366,7 +425,7 @@ class Clusters:
         return cls(members, votes.argmax(1))
 
     def digest(self) -> str:
-        """Equal on ranks that have equal clusters."""
+        """Digest of the clusters, to compare them between ranks."""
         total = hashlib.sha256()
         for members in self.members.values():
             total.update(members.nodes.data)
@@ -375,12 +434,12 @@ class Clusters:
 
 
 def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict[NodeType, Array]:
-    """The cluster of each node by original id, for every type: integers [N]."""
+    """Cluster number of each node, for every type: integers [N], indexed by original id."""
     if num_clusters is not None:
         return _by_metis(graph, whole_number("num_clusters", num_clusters, 1), seed)
     having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]
     if not having and graph.source is not None:
-        raise SettingsError("a graph in memory has no parts to serve as clusters; give num_clusters")
+        raise SettingsError("num_clusters: a graph in memory is not divided into clusters yet; pass their number")
     if not having:
         return {of: _part_of_nodes(graph, of) for of in graph.manifest.nodes}
     return {of: _given_clusters(graph, of) for of in graph.manifest.nodes}
@@ -394,7 +453,7 @@ def _part_of_nodes(graph: Graph, of: NodeType) -> Array:
 def _given_clusters(graph: Graph, of: NodeType) -> Array:
     spec = graph.manifest.nodes[of]
     if CLUSTER not in spec.attrs or spec.attrs[CLUSTER].stored.kind not in "iu" or len(spec.attrs[CLUSTER].shape) != 1:
-        raise SettingsError(f"{of!r} nodes need an attribute {CLUSTER!r}, one integer each, as the other types have it")
+        raise SettingsError(f"{of!r} nodes have no attribute {CLUSTER!r} with one integer per node, but other types do")
     cluster = np.empty(spec.num_nodes, np.int64)
     for first in range(0, spec.num_nodes, _NODES_AT_ONCE):
         ids = np.arange(first, min(first + _NODES_AT_ONCE, spec.num_nodes))
@@ -406,9 +465,9 @@ def _given_clusters(graph: Graph, of: NodeType) -> Array:
 def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Array]:
     if graph.source is None:
         raise SettingsError(
-            "num_clusters is for graphs in memory; a partition keeps its clusters: partition make --clusters K"
+            "num_clusters is for graphs in memory; make the clusters of a partition by: partition make --clusters K"
         )
-    from trainer.partition.assign import assign_parts  # METIS is slow to import where there is nothing to divide
+    from trainer.partition.assign import assign_parts  # METIS is slow to import
 
     nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
     found = {of: graph.access.edge_list(of) for of in graph.manifest.edges}  # in memory ids are original ids

@@ -1,4 +1,4 @@
-"""torch_geometric's ``ZipLoader``: the batches of several loaders for the same positions, as a tuple."""
+"""torch_geometric's ``ZipLoader`` for the loaders of this package."""
 
 from __future__ import annotations
 
@@ -20,19 +20,37 @@ from trainer.loader.pyg_loader import PyGLoader, RankLoader
 
 
 class DistZipLoader(RankLoader):
-    """Tuples of one batch from each of several loaders, for the inputs at the same positions.
+    """Yields tuples of batches, one from each of several loaders, for the inputs at the same positions.
 
-    Positions go from 0 to the number of inputs of the smallest loader. Each global batch of them is shared out over
-    the ranks as ``DistNeighborLoader`` does it, each position to a rank beside the first loader's input. Each loader
-    draws for itself, also where two have the same seeds.
+    Positions run from 0 to the number of inputs of the smallest loader. The loader splits global batches of positions
+    over the ranks as ``DistNeighborLoader`` does, by the parts of the first loader's inputs. The loaders draw
+    independently, even if they have the same seeds.
 
     Args:
-        loaders: loaders of this package that have inputs: not GraphSAINT's, which draw theirs. Their ranks, or
-            ``local=True``, are this loader's; their batch_size, shuffle, drop_last and threads have no effect.
-        filter_per_worker: as in ``DistNeighborLoader``, for all loaders; None leaves each as it is.
-        seed, threads, prefetch, deadline, and kwargs of torch's ``DataLoader``: as in ``DistNeighborLoader``.
+        loaders: Loaders of this package, except GraphSAINT samplers, which have no inputs. Their ranks, or
+            ``local=True``, also apply to this loader; their ``batch_size``, ``shuffle``, ``drop_last`` and ``threads``
+            have no effect.
+        filter_per_worker: As in ``DistNeighborLoader``, for all loaders. Default: the setting of each loader.
+        seed: Seed of the order and of all draws; the same on every rank. Default: 0.
+        threads: Number of sampler threads. Default: ``num_workers``, at least 1.
+        prefetch: Number of tuples to make ahead. Default: ``prefetch_factor`` (3) per thread.
+        deadline: Seconds that one request to another host may take.
+        **kwargs: Arguments of torch's ``DataLoader``, as in ``DistNeighborLoader``.
 
-    Raises ``SettingsError`` for arguments that make no sense, ``ServiceError`` while iterating when another host fails.
+    Raises:
+        SettingsError: The loaders cannot be combined, or an argument is invalid.
+        ServiceError: Another host fails while iterating.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        near = gf.DistNeighborLoader(graph, [5], "train")
+        far = gf.DistNeighborLoader(graph, [5, 5], "train")
+        for one_hop, two_hops in gf.DistZipLoader([near, far], batch_size=64):
+            same_seeds = one_hop.input_id.equal(two_hops.input_id)
+        ```
     """
 
     def __init__(
@@ -43,7 +61,7 @@ class DistZipLoader(RankLoader):
         first = _checked(self.loaders)
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         if options.local:
-            raise SettingsError("local: the ranks are those of the loaders; give local=True to each of them")
+            raise SettingsError("local: DistZipLoader uses the ranks of its loaders; pass local=True to each of them")
         if filter_per_worker is not None:
             for loader in self.loaders:
                 loader.output_options = replace(loader.output_options, on_threads=bool(filter_per_worker))
@@ -60,7 +78,7 @@ class DistZipLoader(RankLoader):
 
     @property
     def cost(self) -> Cost:
-        """What all loaders' batches took."""
+        """Sum of the costs of all loaders."""
         return Cost.total(loader.cost for loader in self.loaders)
 
     @property
@@ -76,7 +94,7 @@ class DistZipLoader(RankLoader):
         return self.loaders[0].part_of(positions)
 
     def work(self, share: SeedShare) -> Any:
-        return [loader.work(_apart(share, place)) for place, loader in enumerate(self.loaders)]
+        return [loader.work(_with_own_key(share, number)) for number, loader in enumerate(self.loaders)]
 
     def finish(self, made: Any) -> Any:
         batches = tuple(loader.finish(batch) for loader, batch in zip(self.loaders, made, strict=True))
@@ -84,26 +102,26 @@ class DistZipLoader(RankLoader):
         return tuple(batch.pin_memory() for batch in batches) if pinned else batches
 
 
-def _apart(share: SeedShare, place: int) -> SeedShare:
-    """The share with a key of its own for each loader."""
-    if place == 0:
+def _with_own_key(share: SeedShare, number: int) -> SeedShare:
+    """The same share with a different key for each loader, so that their draws are independent."""
+    if number == 0:
         return share
-    return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(place) + GOLDEN))))
+    return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))
 
 
 def _checked(loaders: list[PyGLoader]) -> PyGLoader:
-    """The first loader. Raises ``SettingsError`` for what cannot be joined."""
+    """Return the first loader. Raises ``SettingsError`` if the loaders cannot be combined."""
     if not loaders:
-        raise SettingsError("loaders is empty; give at least one loader")
+        raise SettingsError("loaders is empty; pass at least one loader")
     for loader in loaders:
         if not isinstance(loader, PyGLoader):
             raise SettingsError(
-                f"loaders: {type(loader).__name__} is no loader of this package; torch_geometric has a ZipLoader too"
+                f"loaders: {type(loader).__name__} is not a loader of gnnfleet; use torch_geometric's ZipLoader"
             )
         if isinstance(loader, GraphSAINTSampler):
             raise SettingsError(
-                f"loaders: {type(loader).__name__} draws its nodes itself, there are no inputs to choose; leave it out"
+                f"loaders: {type(loader).__name__} draws its own nodes and has no inputs to zip by; leave it out"
             )
         if (loader.rank, loader.layout.world_size) != (loaders[0].rank, loaders[0].layout.world_size):
-            raise SettingsError("loaders: all must be shared out over the same ranks; local=True goes for all or none")
+            raise SettingsError("loaders: all must use the same ranks; pass local=True to all of them or to none")
     return loaders[0]

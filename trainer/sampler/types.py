@@ -74,14 +74,33 @@ class HopSample:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Ask for rows of attributes of nodes or edges of one type.
+    """Requests rows of attributes of nodes or edges of one type.
 
-    Besides the dataset's attributes nodes have ``orig_id`` and ``in_degree`` (over all edge types that
-    end there), edges have ``orig_id``; all int64.
+    Besides the dataset's attributes, nodes have ``orig_id`` and ``in_degree`` (over all edge types that end at them),
+    and edges have ``orig_id``; all int64.
+
+    Args:
+        of: Node type or edge type.
+        ids: Global ids.
+        attrs: Names of the attributes.
+
+    Shapes:
+        - ``ids``: int64 ``[n]``
+        - answer: a mapping of each name to an array ``[n, ...]`` in the stored dtype
+
+    Example:
+        ```python
+        import gnnfleet as gf
+        import numpy as np
+
+        graph = gf.open("parts")
+        nodes = graph.store.to_global("node", np.array([0, 1, 2]))
+        (rows,) = graph.access.gather([gf.RowRequest("node", nodes, ("x",))])
+        ```
     """
 
     of: AnyType
-    ids: Ids  #: int64 [n] global ids
+    ids: Ids
     attrs: tuple[str, ...]
 
 

@@ -47,7 +47,7 @@ def batches(loader, epoch, first_step=0):
 def back(fit, team, loaders):
     global generation
     rejoin(fit, team, loaders)
-    done, scored, step = fit.at.place
+    done, scored, step = fit.progress.position
     generation = team.generation
     note(back=True, epoch=done + 1, step=step)
 

@@ -159,7 +159,7 @@ class _Note:
         def back(fit: Fit, team: Any, loaders: Any) -> None:
             self.die_at("rejoin")
             rejoin(fit, team, loaders)
-            done, scored, step = fit.at.place
+            done, scored, step = fit.progress.position
             self.generation = team.generation
             self.write("back", epoch=done + 1, step=step)
 

@@ -255,7 +255,7 @@ def test_training_tells_what_it_expects_and_what_it_received(tmp_path) -> None:
         jobs = lambda node: [command_line(node.job(run_dir, fanouts=FANOUTS, batch_size=BATCH, epochs=2))]  # noqa: E731
         first, _ = ended = [finish(process) for process in start(nodes, jobs)]
         assert [one.returncode for one in ended] == [0, 0], ended
-    assert "rows of other hosts are kept here" in first.output and "(expected " in first.output
+    assert "rows of other hosts cached" in first.output and "from other hosts to rank 0: " in first.output
     for rank in (0, 1):
         (predict,) = metrics(run_dir, "predict", rank)
         assert predict["cache_rows"] > 0 and predict["steps"] == 12

@@ -15,7 +15,7 @@ from metrics_kit import lines_of
 from test_spent import Batches, one_epoch
 from trainer.cli import cli
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.profile import advice, keeping_up
+from trainer.train.profile import advice, thread_advice
 from trainer.train.run_times import RankLines, RankTimes, RunTimes, record_of
 
 SPENT = {
@@ -35,19 +35,19 @@ rank    sample   remote   gather   copy   forward   backward   reduce   optimize
 mean       7.0     28.0      5.0    0.0      30.5       49.5     30.5         5.0     4.5   160.0
 share       4%      17%       3%     0%       19%        31%      19%          3%      3%
 
-behind it, per batch: milliseconds of a sampler thread, rows, MB received
+per batch: milliseconds of a sampler thread, rows, MB received
 rank   sample   remote   gather     rows   remote   cached   held      MB   MB predicted
 ────────────────────────────────────────────────────────────────────────────────────────
 0        30.0     20.0     10.0   60,000      75%      25%     0%   12.50          10.00
 1        40.0    180.0     30.0   60,000      75%      25%     0%   12.50              -
 
-- 38% of a step on node0/rank0 (60 ms of 160 ms) is waiting for other ranks: the hosts, or their work, are unequal, \
-node1/rank1 takes 159 ms of its own for a step and this one 100 ms, the difference mostly in remote
+- 38% of a step on node0/rank0 (60 ms of 160 ms) is waiting for other ranks: the hosts or their work are unequal, \
+a step without this wait takes 159 ms on node1/rank1 and 100 ms on node0/rank0, and most of the difference is remote
 - 31% of a step on node1/rank1 (50 ms of 160 ms) is waiting for other hosts: a larger data.cache (it had 25% of the \
-rows that others own), run.wire_rows: float16 or int8, a larger train.prefetch
-- 12% of a step on node1/rank1 (20 ms of 160 ms) is waiting for batches, most of it sampling: a batch takes a sampler \
-thread 250 ms (sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as many \
-batches ahead keep up (train.sampler_threads, train.prefetch)
+rows of other hosts), run.wire_rows: float16 or int8, a larger train.prefetch
+- 12% of a step on node1/rank1 (20 ms of 160 ms) is waiting for batches, mostly sampling: a sampler thread needs \
+250 ms for a batch (sampling 40 ms, other hosts 180 ms, gathering 30 ms), the rest of a step 90 ms: 3 threads and as \
+many batches ahead keep up (train.sampler_threads, train.prefetch)
 """
 
 
@@ -99,8 +99,8 @@ def test_epochs_can_be_chosen(recorded: Path) -> None:
 
 
 WRONG = {
-    "none of these epochs is recorded; there are 1 to 3": ["--epochs", "7"],
-    "'x-2' is no epoch, 3, and no range of them, 2-5": ["--epochs", "x-2"],
+    "none of these epochs is recorded; epochs 1 to 3 are": ["--epochs", "7"],
+    "'x-2' is neither an epoch, such as 3, nor a range of epochs, such as 2-5": ["--epochs", "x-2"],
 }
 
 
@@ -111,7 +111,10 @@ def test_epochs_that_are_not_there_are_refused(message: str, recorded: Path) -> 
 
 
 def test_a_folder_without_lines_is_refused(tmp_path: Path) -> None:
-    for lines, message in ([], "has no metrics-rank*.jsonl"), ([{"kind": "epoch", "epoch": 1}], "nothing was trained"):
+    for lines, message in (
+        ([], "has no metrics-rank*.jsonl"),
+        ([{"kind": "epoch", "epoch": 1}], "training has not started"),
+    ):
         if lines:
             write(tmp_path, "metrics-rank0.jsonl", *lines)
         error = CliRunner().invoke(cli, ["profile", str(tmp_path)]).exception
@@ -143,7 +146,7 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
         "partitioned",
         "48% of a step on node0/rank0 (100 ms of 208 ms) is waiting for other hosts: data.topology: "
         "replicated (edges of all "
-        "parts on each host), a larger data.cache (it had 50% of the rows that others own), run.wire_rows: float16 or "
+        "parts on each host), a larger data.cache (it had 50% of the rows of other hosts), run.wire_rows: float16 or "
         "int8, a larger train.prefetch",
     ),
     "rows elsewhere": (
@@ -151,35 +154,34 @@ CASES: dict[str, tuple[list[list[dict[str, Any]]], str, str]] = {
         "replicated",
         "48% of a step on node1/rank1 (100 ms of 208 ms) is waiting for other hosts: a larger data.cache (it "
         "had 50% of the rows "
-        "that others own), run.wire_rows: float16 or int8, a larger train.prefetch",
+        "of other hosts), run.wire_rows: float16 or int8, a larger train.prefetch",
     ),
     "too few threads": (
         [lines_of(0, sample=0.05, forward=0.01, backward=0.01)],
         "",
-        "60% of a step on node0/rank0 (52 ms of 86 ms) is waiting for batches, most of it sampling: a batch "
-        "takes a sampler "
-        "thread 60 ms (sampling 20 ms, other hosts 10 ms, gathering 30 ms), the rest of a step 22 ms: 3 threads with a "
-        "core each keep up (train.sampler_threads, train.prefetch)",
+        "60% of a step on node0/rank0 (52 ms of 86 ms) is waiting for batches, mostly sampling: a sampler thread "
+        "needs 60 ms for a batch (sampling 20 ms, other hosts 10 ms, gathering 30 ms), the rest of a step 22 ms: 3 "
+        "threads with a core each keep up (train.sampler_threads, train.prefetch)",
     ),
     "slow gathering": (
         [lines_of(0, gather=0.05)],
         "",
-        "32% of a step on node0/rank0 (54 ms of 168 ms) is waiting for batches, most of it gathering rows: more "
-        "train.sampler_threads, a larger train.prefetch, or cores that are not shared",
+        "32% of a step on node0/rank0 (54 ms of 168 ms) is waiting for batches, mostly gathering rows: more "
+        "train.sampler_threads, a larger train.prefetch, or cores that no other process uses",
     ),
     "an unequal host": (
         SLOW_HOST,
         "",
-        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks: the hosts, or their work, are "
-        "unequal, node1/rank1 takes 219 ms of its own for a step and this one 119 ms, the difference mostly in "
-        "forward",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks: the hosts or their work are "
+        "unequal, a step without this wait takes 219 ms on node1/rank1 and 119 ms on node0/rank0, and most of the "
+        "difference is forward",
     ),
     "a slow network": (
         [lines_of(0, reduce=0.1), lines_of(1, reduce=0.1)],
         "",
-        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks, though none takes much "
-        "longer for its "
-        "own work than its 119 ms: a slow network, or steps too short; a larger train.batch_size has fewer of them",
+        "46% of a step on node0/rank0 (100 ms of 219 ms) is waiting for other ranks, though no rank needs much "
+        "longer for its own work than 119 ms: the network is slow, or the steps are too short; a larger "
+        "train.batch_size makes fewer steps",
     ),
     "copies": (
         [lines_of(0, copy=0.08)],
@@ -206,21 +208,21 @@ def test_what_would_help(name: str) -> None:
 
 def test_a_prediction_that_was_off_is_told() -> None:
     lines = [{**line, "remote_bytes": 500_000.0} if line["kind"] == "predict" else line for line in lines_of(0)]
-    assert "1.0 MB an epoch came from other hosts, 500.0 kB were predicted" in advice(recorded_of(lines))
+    assert "1.0 MB an epoch came from other hosts; 500.0 kB were predicted" in advice(recorded_of(lines))
 
 
 def test_what_is_held_over_epochs_explains_less_than_predicted() -> None:
     traffic = {"batches": 2, "remote_bytes": 3600, "rows": 500, "remote_rows": 200, "cached_rows": 25, "held_rows": 163}
     lines = [{**line, "traffic": traffic} if "traffic" in line else line for line in lines_of(0)]
     (line,) = [line for line in advice(recorded_of(lines)) if "predicted" in line]
-    assert line.startswith("3.6 kB an epoch came from other hosts, 980.0 kB were predicted of an epoch that begins")
+    assert line.startswith("3.6 kB an epoch came from other hosts; 980.0 kB were predicted for an epoch that")
 
 
 def test_waits_are_told_of_the_ranks_that_wait_and_that_they_wait_for() -> None:
     slow = [lines_of(rank, forward=0.1, remote=0.001) for rank in (1, 2, 3)]
     told = advice(recorded_of(lines_of(0, reduce=0.18), *slow))
-    assert "of 299 ms) is waiting for other ranks: the hosts, or their work, are unequal" in told[0]
-    assert "takes 168 ms of its own for a step and this one 119 ms, the difference mostly in forward" in told[0]
+    assert "of 299 ms) is waiting for other ranks: the hosts or their work are unequal" in told[0]
+    assert "takes 168 ms on node1/rank1 and 119 ms on node0/rank0, and most of the difference is forward" in told[0]
     assert told[1].startswith("95% of a step on node1/rank1 (160 ms of 169 ms) is the model's own work")
 
 
@@ -271,5 +273,5 @@ def rank(number: int = 0, behind: float = 0.0, **spent: float) -> RankTimes:
 
 
 def test_threads_that_keep_up_are_not_spoken_of() -> None:
-    assert keeping_up(rank(behind=0.25, sample=0.01, forward=0.2)) is None  # hidden
-    assert keeping_up(rank(behind=0.05, sample=0.1, forward=0.1)) is None  # not for want of threads
+    assert thread_advice(rank(behind=0.25, sample=0.01, forward=0.2)) is None  # hidden
+    assert thread_advice(rank(behind=0.05, sample=0.1, forward=0.1)) is None  # not for want of threads

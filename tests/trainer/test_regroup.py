@@ -93,10 +93,10 @@ def test_ranks_that_are_a_snapshot_apart_have_one_in_common() -> None:
         if not place.scored or place.done == 1:
             behind.keep(place, model, optimizers)
         torch.nn.init.constant_(model.weight, place.done)
-    place = newest_common([ahead.places(), behind.places()])
+    place = newest_common([ahead.positions(), behind.positions()])
     assert place == (2, False, 0)
-    assert torch.equal(ahead.back_to(place).model["weight"], behind.back_to(place).model["weight"])
-    assert ahead.places() == (place,) and behind.places() == ((1, True, 0), place)
+    assert torch.equal(ahead.rewind_to(place).model["weight"], behind.rewind_to(place).model["weight"])
+    assert ahead.positions() == (place,) and behind.positions() == ((1, True, 0), place)
 
 
 @pytest.mark.parametrize("eval_every", [1, 2])
@@ -107,9 +107,9 @@ def test_no_rank_gets_two_snapshots_ahead_of_the_others(
     keep, add_up = Snapshots.keep, RankGroup.sum
 
     def kept(self: Snapshots, *what: Any) -> None:
-        before = self.places()
+        before = self.positions()
         keep(self, *what)
-        events.extend(["kept"] * (self.places() != before))
+        events.extend(["kept"] * (self.positions() != before))
 
     def waited(self: RankGroup, values: torch.Tensor) -> torch.Tensor:
         events.append("waited for all ranks")
@@ -128,7 +128,7 @@ def test_all_leave_or_all_go_on_whoever_hears_first_of_a_loss(
     first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks 0 and 1 have done their work, 2 is lost; 1 has heard so before it knew that 0 is done."""
-    monkeypatch.setattr(regroup, "_PART", 0.0)
+    monkeypatch.setattr(regroup, "_LEAVE", 0.0)
     store, go_on = HashStore(), RegroupOptions(tmp_path / "team.json")
     everybody, waits = Team(0, (0, 1, 2)), []
     store.set("done/1", "")
@@ -164,7 +164,7 @@ def test_who_was_taken_for_lost_ends_and_says_so(parts: Path, tmp_path: Path) ->
     write_team(run_dir, 1, {0})
     lone, lost = run_without_losses(job(parts, run_dir, **{**SMALL, "epochs": 60}, eval_every=0), 2)
     assert lone.returncode == 0, lone.output
-    assert lost.returncode == 1 and "error: rank 1 (node1" in lost.output and "was taken for lost" in lost.output
+    assert lost.returncode == 1 and "error: rank 1 (node1" in lost.output and "was reported lost" in lost.output
     assert len(metrics(run_dir, "epoch")) == 60
 
 
@@ -174,7 +174,7 @@ def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) 
     survived = run_with_losses(item, 2, [Loss(1, epoch=2)])
     assert survived.ended[0].returncode == 1
     assert "each held a share of the rows of nodes without features" in survived.ended[0].output
-    assert "go on from the last checkpoint" in survived.ended[0].output
+    assert "resume from the last checkpoint" in survived.ended[0].output
 
 
 def test_a_watch_that_cannot_read_the_file_ends_the_wait_for_others(tmp_path: Path) -> None:
@@ -183,5 +183,5 @@ def test_a_watch_that_cannot_read_the_file_ends_the_wait_for_others(tmp_path: Pa
         watch.guard(Team(0, (0, 1)), cut.set)
         go_on.file.write_text("{")
         assert cut.wait(60)
-    with pytest.raises(TrainingError, match="does not say which ranks go on"):
+    with pytest.raises(TrainingError, match="does not list the remaining ranks"):
         watch.superseded(Team(0, (0, 1)))

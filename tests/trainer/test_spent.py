@@ -186,8 +186,8 @@ def test_on_a_device_its_own_clock_gives_the_shares(monkeypatch: pytest.MonkeyPa
         clock.enter(Phase.FORWARD)
         Event.now += forward
         clock.enter(Phase.BACKWARD)
-        clock.ready()
-        clock.ready()
+        clock.gradient_ready()
+        clock.gradient_ready()
         Event.now += reduce
         clock.reduced()
         clock.enter(Phase.OTHER)

@@ -98,7 +98,7 @@ def test_a_checkpoint_with_nothing_left_to_train_is_said_and_scored(
     capsys.readouterr()
     train(job(parts, tmp_path, epochs=2, resume=str(alone / "sage" / "checkpoints" / "last.pt")), Ranks())
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "nothing to train: the checkpoint is at epoch 2 of 2; give more --epochs"
+    assert said[0] == "nothing to train: the checkpoint is at epoch 2 of 2; increase --epochs to train further"
     ended, before = (metrics(folder, "result")[0] for folder in (tmp_path, alone / "sage"))
     assert ended["test_accuracy"] == before["test_accuracy"] and ended["epoch_seconds"] == []
 

@@ -1,4 +1,4 @@
-"""One pass over the train seeds."""
+"""The training loop of one epoch, and evaluation on one split."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ AnyBatch = Batch | HeteroBatch
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader; ``trainer.loader.block_loader.BatchLoader`` has it."""
+    """Interface of a loader for ``train_epoch`` and ``evaluate``; ``BatchLoader`` implements it."""
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same on every rank."""
+        """Number of steps in an epoch, the same on every rank."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[AnyBatch]:
-        """This rank's batch of every step."""
+        """Yield this rank's batch of each step, from ``first_step`` on."""
 
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What one epoch did; sums over ranks unless said otherwise."""
+    """Results of one epoch; sums over all ranks unless stated otherwise."""
 
     epoch: int
     loss: float  #: mean over all seeds
     step_loss: Tensor  #: float64 [steps] mean over each step's seeds
     seconds: float
     seeds: int
-    own_seeds: int  #: this rank's
+    own_seeds: int  #: seeds of this rank
     cost: Cost  #: of this rank's batches
-    lap: StepTimes  #: this rank's seconds, since it last had to begin anew
-    cpu_s: float  #: CPU seconds of this rank's process, all its threads
+    times: StepTimes  #: of this rank; after a regroup only of the steps since then
+    cpu_s: float  #: CPU seconds of this rank's process, all threads
 
     @property
     def line(self) -> dict[str, Any]:
-        """What a metrics line tells of this rank's time and traffic."""
+        """The fields of the ``epoch`` metrics line about this rank's time and traffic."""
         return {
-            "wait_s": round(self.lap.batch_s, 3),
+            "wait_s": round(self.times.batch_s, 3),
             "cpu_s": round(self.cpu_s, 3),
-            **self.lap.means(),
+            **self.times.means(),
             "traffic": traffic(self.cost, len(self.step_loss)),
             **by_host(self.cost),
             "remote_share": self.cost.remote_share,
@@ -68,12 +68,12 @@ class EpochReport:
 
 @dataclass
 class EpochSums:
-    """Sums of one rank while its epoch runs."""
+    """Running sums of one rank during an epoch."""
 
-    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  #: of all ranks, for first steps
-    losses: list[Tensor] = field(default_factory=list)  #: of every step after those, summed over own seeds
-    sizes: list[int] = field(default_factory=list)  #: per step, seeds over all ranks
-    seeds: int = 0
+    sums: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))  #: per step, over all ranks
+    losses: list[Tensor] = field(default_factory=list)  #: of the steps after ``sums``, over this rank's seeds
+    sizes: list[int] = field(default_factory=list)  #: seeds of each step over all ranks
+    seeds: int = 0  #: of this rank
     costs: list[Cost] = field(default_factory=list)  #: of this rank's batches
     started: float = field(default_factory=time.monotonic)
     cpu_began: float = field(default_factory=time.process_time)
@@ -84,14 +84,14 @@ class EpochSums:
         self.seeds += batch.num_seeds
         self.costs.append(batch.cost)
 
-    def settle(self, group: RankGroup) -> None:
-        """Add up the losses over ranks, all of which take part: what a rank has contributed then outlives it."""
+    def reduce_losses(self, group: RankGroup) -> None:
+        """Sum the losses over ranks, so that they include a rank that is lost later. Collective."""
         if self.losses:
             self.sums = torch.cat([self.sums, group.sum(torch.stack(self.losses).double().cpu())])
             self.losses = []
 
     def copy(self) -> EpochSums:
-        """One that stays as it is while this one goes on."""
+        """A copy that later calls of ``add`` do not change."""
         return replace(self, losses=list(self.losses), sizes=list(self.sizes), costs=list(self.costs))
 
     @property
@@ -105,7 +105,7 @@ class EpochSums:
 
 @contextmanager
 def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
-    """The batches of an epoch, whose threads begin no more when it ends, by an exception too."""
+    """Close the iterator of an epoch's batches at the end, also after an exception, so that its threads stop."""
     try:
         yield batches
     finally:
@@ -115,47 +115,48 @@ def closed_after(batches: Iterator[AnyBatch]) -> Iterator[Iterator[AnyBatch]]:
 
 def train_epoch(
     model: nn.Module, task: Task, optimizers: Optimizers, batches: Batches, epoch: int, group: RankGroup,
-    metrics: MetricsLog, tally: EpochSums | None = None, passed: Callable[[EpochSums], None] | None = None,
+    metrics: MetricsLog, tally: EpochSums | None = None, after_step: Callable[[EpochSums], None] | None = None,
 ) -> EpochReport:  # fmt: skip
-    """Train one epoch, or with a tally what is left of it. All ranks take part in every step, those without seeds too.
+    """Train one epoch. Collective: ranks without seeds take part in every step too.
 
-    passed: called after every step but the last.
+    tally: sums of the steps already done; the epoch continues after them.
+    after_step: called after every step except the last.
 
-    A rank's loss is its sum over own seeds, divided by the step's seeds over all ranks and multiplied
-    by the number of ranks; DDP's mean of gradients then is the gradient of the global batch's mean.
-    Raises ``TrainingError`` when the loss is no finite number.
+    Each rank's loss is the sum over its own seeds, divided by the step's seeds over all ranks and multiplied by the
+    number of ranks. The mean of gradients over ranks is then the gradient of the mean loss of the global batch.
+    Raises ``TrainingError`` when the loss is not finite.
     """
     model.train()
-    tally, steps, bring = tally or EpochSums(), len(batches), feed(group.device)
+    tally, steps, to_device = tally or EpochSums(), len(batches), feed(group.device)
     metrics.at(epoch, tally.steps, "load")
-    pacing = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
-    with pacing as pace, closed_after(batches.epoch(epoch, tally.steps)) as own:
-        for batch in pace.waited(own):
+    step_timer = StepTimer(model, optimizers.model, lambda: metrics.at(epoch, tally.steps, "reduce"))
+    with step_timer as timer, closed_after(batches.epoch(epoch, tally.steps)) as own:
+        for batch in timer.timed(own):
             metrics.at(epoch, batch.step, "compute")
-            pace.to(Phase.COPY)
-            batch = bring(batch)
-            pace.to(Phase.FORWARD)
+            timer.enter(Phase.COPY)
+            batch = to_device(batch)
+            timer.enter(Phase.FORWARD)
             loss = task.loss_sum(model(batch), batch)
             due = metrics.step_due()
-            if due or loss.device.type == "cpu":  # on a GPU a look at the loss stalls, so only now and then
+            if due or loss.device.type == "cpu":  # reading the loss synchronises a GPU
                 _check_own(float(loss.detach()), batch, epoch, steps, metrics, group)
-            pace.to(Phase.BACKWARD)
+            timer.enter(Phase.BACKWARD)
             optimizers.step(loss * (group.size / batch.global_seeds))
-            pace.step()
+            timer.step()
             tally.add(batch, loss)
             if due:
-                metrics.write("step", **_step_line(tally, pace, batch, epoch, steps))
+                metrics.write("step", **_step_line(tally, timer, batch, epoch, steps))
             metrics.at(epoch, batch.step + 1, "load")
-            del batch, loss  # before the next one is asked for: its memory may be that of the one after
-            if passed is not None and tally.steps < steps:
-                passed(tally)
-        pace.lap()
+            del batch, loss  # frees their memory before the next batch is requested
+            if after_step is not None and tally.steps < steps:
+                after_step(tally)
+        timer.lap()
     metrics.at(epoch, steps, "reduce")
-    return _report(tally, pace, epoch, group)
+    return _report(tally, timer, epoch, group)
 
 
-def _step_line(tally: EpochSums, pace: StepTimer, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
-    lap = pace.lap()
+def _step_line(tally: EpochSums, timer: StepTimer, batch: AnyBatch, epoch: int, steps: int) -> dict[str, Any]:
+    lap = timer.lap()
     return {
         "epoch": epoch,
         "step": batch.step,
@@ -163,17 +164,17 @@ def _step_line(tally: EpochSums, pace: StepTimer, batch: AnyBatch, epoch: int, s
         "loss": float(tally.losses[-1]) / max(batch.num_seeds, 1),
         "seeds": batch.num_seeds,
         "seeds_per_s": round(tally.seeds / tally.seconds, 1),
-        "wait_s": round(pace.total.batch_s, 4),
+        "wait_s": round(timer.total.batch_s, 4),
         **lap.means(),
         "traffic": traffic(lap.cost, lap.batches),
         "remote_share": lap.cost.remote_share,
     }
 
 
-def _report(tally: EpochSums, pace: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
-    """Losses of all ranks are added up here, in one go per epoch."""
+def _report(tally: EpochSums, timer: StepTimer, epoch: int, group: RankGroup) -> EpochReport:
+    """Sum the losses over ranks, and check that they are finite. Collective."""
     sizes = torch.tensor(tally.sizes, dtype=torch.float64)
-    tally.settle(group)
+    tally.reduce_losses(group)
     sums = tally.sums
     for step, loss in enumerate(sums.tolist()):
         _check_finite(loss, epoch, step, group)
@@ -185,13 +186,13 @@ def _report(tally: EpochSums, pace: StepTimer, epoch: int, group: RankGroup) -> 
         seeds=int(sizes.sum()),
         own_seeds=tally.seeds,
         cost=Cost.total(tally.costs),
-        lap=pace.total,
+        times=timer.total,
         cpu_s=time.process_time() - tally.cpu_began,
     )
 
 
 def _check_own(loss: float, batch: AnyBatch, epoch: int, steps: int, metrics: MetricsLog, group: RankGroup) -> None:
-    """``_check_finite``, with a line for whoever watches; the other ranks wait for this one meanwhile."""
+    """As ``_check_finite``, but first write a metrics line, which the supervisor reads before the rank fails."""
     if not math.isfinite(loss):
         metrics.write("step", epoch=epoch, step=batch.step, steps=steps, loss=loss, seeds=batch.num_seeds)
     _check_finite(loss, epoch, batch.step, group)
@@ -201,39 +202,39 @@ def _check_finite(loss: float, epoch: int, step: int, group: RankGroup) -> None:
     if not math.isfinite(loss):
         raise TrainingError(
             f"the loss is {loss} in epoch {epoch} at step {step} ({group.ranks}); "
-            "lower lr, or look for NaN and huge values in the features"
+            "lower lr, or look for NaN or very large values in the features"
         )
 
 
-EVAL_EPOCH = 0  #: training counts from 1; always the same samples, so that scores can be compared
+EVAL_EPOCH = 0  #: epoch that keys evaluation samples, so that all scores use the same ones; training counts from 1
 
 
 @dataclass(frozen=True)
 class Score:
-    """A model's result on one split, over all ranks."""
+    """Result of a model on one split, over all ranks."""
 
-    accuracy: float
+    accuracy: float  #: 0 to 1
     loss: float  #: mean over seeds
     seeds: int
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, task: Task, batches: Batches, group: RankGroup) -> Score:
-    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result.
+    """Score ``model`` (not wrapped in DDP) on all seeds of a split; every rank gets the same result. Collective.
 
     Raises ``TrainingError`` when the loss is NaN.
     """
     model.eval()
-    bring = feed(group.device)
+    to_device = feed(group.device)
     sums = torch.zeros(3, dtype=torch.float64, device=group.device)
     with closed_after(batches.epoch(EVAL_EPOCH)) as own:
         for batch in own:
-            batch = bring(batch)
+            batch = to_device(batch)
             out = model(batch)
             sums[0] += task.correct(out, batch)
             sums[1] += task.loss_sum(out, batch)
             sums[2] += batch.num_seeds
-            del batch, out  # before the next one is asked for, so that its memory can be used again
+            del batch, out  # frees their memory before the next batch is requested
     correct, loss, seeds = group.sum(sums.cpu()).tolist()
     if math.isnan(loss):
         raise TrainingError("the model's output is NaN on seeds of an evaluation split; lower lr")

@@ -1,4 +1,4 @@
-"""Trains for all epochs: evaluates, keeps the best model, writes checkpoints. Independent of model and loader."""
+"""The training loop over all epochs: evaluation, best weights, checkpoints. Independent of model and loader."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.core.batch_cost import Cost
 from trainer.core.ranks import RankGroup
 from trainer.core.slabs import give_back_freed_memory
 from trainer.graph.cache_fill import FilledCache
@@ -26,7 +27,7 @@ from trainer.train.checkpoint import BestEpoch, Checkpoint, save_checkpoint, set
 from trainer.train.epoch import AnyBatch, Batches, EpochReport, EpochSums, Score, closed_after, evaluate, train_epoch
 from trainer.train.metrics import MetricsLog
 from trainer.train.optimize import Optimizers, averaged
-from trainer.train.profile import keeping_up
+from trainer.train.profile import thread_advice
 from trainer.train.regroup import SNAPSHOT_STEPS, CannotRegroup, Progress, Snapshots, newest_common
 from trainer.train.run_times import RankTimes
 from trainer.train.settings import TrainSettings
@@ -35,24 +36,24 @@ from trainer.train.task import Task
 
 @dataclass(frozen=True)
 class FitResult:
-    """How the run ended. Test accuracy is that of the epoch with the best val accuracy."""
+    """Result of a run. Test accuracy is that of the epoch with the best val accuracy."""
 
-    epochs: int
+    epochs: int  #: trained in total, including those before a resume
     best_epoch: int
     val_accuracy: float | None  #: of ``best_epoch``; None without a val split
     test_accuracy: float | None  #: None without a test split
-    step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, resumed ones included
-    epoch_seconds: tuple[float, ...]  #: of the epochs of this process
-    checkpoint: Path | None  #: newest file; None when nothing was left to train
+    step_loss: tuple[torch.Tensor, ...]  #: float64 [steps] per epoch, including those before a resume
+    epoch_seconds: tuple[float, ...]  #: of the epochs that this process trained
+    checkpoint: Path | None  #: newest file; None when no epoch was left to train
 
 
 @dataclass(frozen=True)
 class _ReportedBatches:
-    """Batches of an evaluation, whose progress is told as they are handed over."""
+    """Batches of an evaluation that update the progress file as they are yielded."""
 
     batches: Batches
     metrics: MetricsLog
-    done: int  #: epochs
+    done: int  #: epochs trained
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -66,140 +67,143 @@ class _ReportedBatches:
 
 
 class Fit:
-    """One training run of one process; all ranks call the same methods in the same order."""
+    """One training run of one process. Its methods are collective."""
 
     def __init__(
         self, settings: TrainSettings, model: nn.Module, task: Task, loaders: Mapping[str, Batches], group: RankGroup,
         metrics: MetricsLog, folder: Path, graph: Mapping[str, Any], embedding: ShardedEmbedding | None = None,
         regroups: bool = False,
     ):  # fmt: skip
-        """goes_on: after the loss of a rank this run may be told to ``rejoin``, so it keeps snapshots."""
+        """regroups: keep snapshots, so that ``rejoin`` can be called after the loss of a rank."""
         self.settings, self.task, self.loaders, self.group = settings, task, loaders, group
         self.metrics, self.folder, self.graph = metrics, folder, graph
         self.model = model.to(group.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
-        self.at = Progress()
+        self.progress = Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._snapshots = Snapshots() if regroups else None
         self._reported: set[tuple[Any, ...]] = set()
-        self._prediction: Prediction | None = None  #: what this rank receives of other hosts
-        self._starvation_printed = False  #: and that has been said
+        self._prediction: Prediction | None = None  #: of the traffic from other hosts to this rank
+        self._starvation_printed = False
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint that fits (``check_fits``); on rank 0 it holds the embedding tables."""
+        """Continue from a checkpoint that has passed ``check_fits``; rank 0's includes the embedding tables."""
         self.model.load_state_dict(dict(checkpoint.model))
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
-        self.at = Progress(done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best)
+        self.progress = Progress(done=checkpoint.epoch, step_loss=checkpoint.step_loss, best=checkpoint.best)
         if rows := self.optimizers.rows:
             load_embedding_state(rows.embedding, checkpoint.embedding, rows.optimizer)
             if checkpoint.best is not None:
                 self.best_rows = scatter_tables(rows.embedding, checkpoint.best.embedding)
 
     def log_prediction(self, filled: FilledCache) -> None:
-        """Tell what this rank will receive of other hosts; the end of each epoch says it beside what it was."""
+        """Log how much this rank is expected to receive from other hosts; the end of ``run`` compares it with the bytes
+        received."""
         self.metrics.write("predict", **filled.prediction.line())
         self._prediction = filled.prediction
         self._print(str(filled))
 
     def rejoin(self, group: RankGroup, loaders: Mapping[str, Batches]) -> None:
-        """Go back to the newest snapshot that all ranks of ``group``, those that are left, have; ``run`` goes on there.
+        """Restore the newest snapshot that all remaining ranks (``group``) have; ``run`` continues from it.
 
-        Raises ``CannotRegroup`` when a part of the model was lost with a rank.
+        Raises ``CannotRegroup`` when the lost ranks stored a share of the model.
         """
         if self.optimizers.rows is not None:
             raise CannotRegroup(
-                f"{group.ranks}: the run cannot go on without the ranks that were lost, each held a share of the rows "
-                "of nodes without features; go on from the last checkpoint (resume)"
+                f"{group.ranks}: the run cannot continue without the lost ranks, because each stored a share of the "
+                "embedding rows of nodes without features; resume from the last checkpoint"
             )
         assert self._snapshots is not None
-        snapshot = self._snapshots.back_to(newest_common(group.gather(self._snapshots.places())))
-        self.model = copy.deepcopy(self.model)  # its weights carry hooks of the lost group's DistributedDataParallel
+        snapshot = self._snapshots.rewind_to(newest_common(group.gather(self._snapshots.positions())))
+        self.model = copy.deepcopy(self.model)  # drops the hooks that the lost group's DistributedDataParallel set
         self.optimizers = Optimizers.of(self.settings, self.model, None)
         snapshot.restore(self.model, self.optimizers)
-        self.at, self.group, self.loaders = snapshot.progress, group, loaders
-        done, _, step = self.at.place
+        self.progress, self.group, self.loaders = snapshot.progress, group, loaders
+        done, _, step = self.progress.position
         self.metrics.write("regroup", generation=group.generation, ranks=group.members, epochs=done, step=step)
-        self._print(f"going on with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
+        self._print(f"continuing with {group.size} of {group.ranks.world_size} ranks after epoch {done}, step {step}")
 
     def run(self) -> FitResult:
         """Train up to ``settings.epochs``, then score the best epoch's weights on the test split."""
         wrapped = self._wrapped()
-        give_back_freed_memory()  # of opening and ranking, which the steps would not fill
-        if self.at.done >= self.settings.epochs and self.at.report is None:
-            at = f"epoch {self.at.done} of {self.settings.epochs}"
-            self._print(f"nothing to train: the checkpoint is at {at}; give more --epochs")
-        self._keep()
-        while self.at.done < self.settings.epochs or not self.at.scored:
-            if self.at.scored:
+        give_back_freed_memory()  # from opening the graph and filling caches; the steps would not reuse it
+        if self.progress.done >= self.settings.epochs and self.progress.report is None:
+            epochs = f"epoch {self.progress.done} of {self.settings.epochs}"
+            self._print(f"nothing to train: the checkpoint is at {epochs}; increase --epochs to train further")
+        self._snapshot()
+        while self.progress.done < self.settings.epochs or not self.progress.scored:
+            if self.progress.scored:
                 self._train(wrapped)
             self._close_epoch()
         return self._finish()
 
     def _train(self, wrapped: nn.Module) -> None:
-        """The next epoch, or what is left of it."""
-        before = self.at
+        """Train the next epoch, or the rest of an interrupted one."""
+        before = self.progress
         report = train_epoch(
             wrapped, self.task, self.optimizers, self.loaders["train"], before.done + 1, self.group, self.metrics,
             before.tally and before.tally.copy(), self._after_step if self._snapshots else None,
         )  # fmt: skip
         curve, seconds = (*before.step_loss, report.step_loss), (*before.seconds, report.seconds)
-        self.at = Progress(report.epoch, False, curve, before.best, seconds, report)
-        self._keep()
+        self.progress = Progress(report.epoch, False, curve, before.best, seconds, before.cost + report.cost, report)
+        self._snapshot()
         if self._first_time("epoch"):
             self._log_epoch(report)
 
     def _after_step(self, tally: EpochSums) -> None:
-        """Every so many steps, a snapshot."""
+        """Take a snapshot every ``SNAPSHOT_STEPS`` steps."""
         if tally.steps % SNAPSHOT_STEPS == 0:
-            tally.settle(self.group)
-            self._keep(tally.copy())
+            tally.reduce_losses(self.group)
+            self._snapshot(tally.copy())
 
-    def _keep(self, tally: EpochSums | None = None) -> None:
+    def _snapshot(self, tally: EpochSums | None = None) -> None:
         if self._snapshots is not None:
-            self._snapshots.keep(replace(self.at, tally=tally or self.at.tally), self.model, self.optimizers)
+            self._snapshots.keep(
+                replace(self.progress, tally=tally or self.progress.tally), self.model, self.optimizers
+            )
 
     def _close_epoch(self) -> None:
-        """After an epoch's training: its score, its line, its checkpoint."""
+        """Evaluate, print the epoch's line and write a checkpoint, each if due."""
         score = self._score_val()
-        self.at = replace(self.at, scored=True)
-        if score is not None:  # else nobody has waited for the others since the last snapshot
-            self._keep()
-        if self.at.report is not None and self._first_time("said"):
-            self._print_epoch(self.at.report, score)
-            self._print_starvation(self.at.report)
+        self.progress = replace(self.progress, scored=True)
+        if score is not None:  # without an evaluation no rank has waited for others since the last snapshot
+            self._snapshot()
+        if self.progress.report is not None and self._first_time("printed"):
+            self._print_epoch(self.progress.report, score)
+            self._print_starvation(self.progress.report)
         if self._due(self.settings.checkpoint_every):
             self._save()
 
-    def _first_time(self, *what: Any) -> bool:
-        """Whether this is not yet told of the epoch; what is done again after a loss is told once."""
-        new = (*what, self.at.done) not in self._reported
-        self._reported.add((*what, self.at.done))
+    def _first_time(self, *report: Any) -> bool:
+        """Whether ``report`` was not yet made for this epoch; steps repeated after a regroup are reported once."""
+        new = (*report, self.progress.done) not in self._reported
+        self._reported.add((*report, self.progress.done))
         return new
 
     def _wrapped(self) -> nn.Module:
-        """The model whose gradients are averaged over ranks."""
+        """The model, with gradients averaged over ranks."""
         model, average = averaged(self.model, self.group)
         self.optimizers = replace(self.optimizers, average=average)
         return model
 
     def _due(self, every: int) -> bool:
-        return self.at.done == self.settings.epochs or (every > 0 and self.at.done % every == 0)
+        return self.progress.done == self.settings.epochs or (every > 0 and self.progress.done % every == 0)
 
     def _score_val(self) -> Score | None:
-        """Score the val split when it is time; remember the weights if they are the best so far."""
+        """Score the val split if due, and keep the weights if they are the best so far; None if not due."""
         if "val" not in self.loaders or not self._due(self.settings.eval_every):
             return None
-        score, best = self._score("val", self.at.done), self.at.best
+        score, best = self._score("val", self.progress.done), self.progress.best
         if best is None or score.accuracy > best.val_accuracy:
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.at = replace(self.at, best=BestEpoch(self.at.done, score.accuracy, weights))
+            self.progress = replace(self.progress, best=BestEpoch(self.progress.done, score.accuracy, weights))
             if rows := self.optimizers.rows:
                 self.best_rows = rows.embedding.weight.detach().clone()
         return score
 
     def _score(self, split: str, epoch: int) -> Score:
         score = evaluate(
-            self.model, self.task, _ReportedBatches(self.loaders[split], self.metrics, self.at.done), self.group
+            self.model, self.task, _ReportedBatches(self.loaders[split], self.metrics, self.progress.done), self.group
         )
         if self.group.rank == 0 and self._first_time("eval", split):
             self.metrics.write("eval", epoch=epoch, split=split, accuracy=score.accuracy, loss=score.loss)
@@ -214,56 +218,55 @@ class Fit:
         )  # fmt: skip
 
     def _print_epoch(self, report: EpochReport, val: Score | None) -> None:
-        words = [f"epoch {report.epoch}/{self.settings.epochs}", f"loss {report.loss:.4f}"]
-        words += [f"val {val.accuracy:.4f}"] if val else []
-        words += [f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"]
-        if self._prediction is not None:
-            received, predicted = report.cost.remote_bytes / 1e6, self._prediction.remote_bytes / 1e6
-            told = f"{received:,.1f} MB of other hosts on rank {self.group.ranks.rank}"
-            words.append(f"{told} (expected {predicted:,.1f}{_held_words(report, predicted - received)})")
-        self._print("  ".join(words))
+        self._print(epoch_text(report, self.settings.epochs, val.accuracy if val else None))
 
     def _print_starvation(self, report: EpochReport) -> None:
-        """Once, and not of the first epoch, in which kernels are compiled and files read for the first time."""
-        if len(self.at.seconds) < 2 or self._starvation_printed:
+        """Print advice once if sampler threads are too slow, from epoch 2 on: epoch 1 also compiles and reads files."""
+        if len(self.progress.seconds) < 2 or self._starvation_printed:
             return
-        record = RankTimes.of(self.group.ranks.rank, [report.line])
-        if text := keeping_up(record):
+        times = RankTimes.of(self.group.ranks.rank, [report.line])
+        if text := thread_advice(times):
             self._starvation_printed = True
-            self._print(f"rank {record.rank} waits for batches {record.wait_s / record.step_s:.0%} of a step: {text}")
+            self._print(f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: {text}")
+
+    def _print_traffic(self) -> None:
+        for line in traffic_text(
+            self.progress.cost, len(self.progress.seconds), self.group.ranks.rank, self._prediction
+        ):
+            self._print(line)
 
     @property
     def _path(self) -> Path:
-        """Of the newest checkpoint, the same on all ranks."""
-        return self.folder / f"epoch-{self.at.done:04d}.pt"
+        """Path of the newest checkpoint, the same on all ranks."""
+        return self.folder / f"epoch-{self.progress.done:04d}.pt"
 
     def _save(self) -> None:
-        """Write the checkpoint on the first rank, which the others send their rows."""
+        """Write the checkpoint on the first rank, to which the others send their embedding rows."""
         checkpoint = self._checkpoint()
         if self.group.rank == 0:
             save_checkpoint(self.folder, checkpoint)
             if self._first_time("checkpoint"):
-                self.metrics.write("checkpoint", epoch=self.at.done, path=str(self._path))
+                self.metrics.write("checkpoint", epoch=self.progress.done, path=str(self._path))
 
     def _checkpoint(self) -> Checkpoint:
-        best, state = self.at.best, None
+        best, state = self.progress.best, None
         if rows := self.optimizers.rows:
             state = embedding_state(rows.embedding, rows.optimizer)
             if best is not None and self.best_rows is not None:
                 best = replace(best, embedding=gather_tables(rows.embedding, self.best_rows))
         return Checkpoint(
-            epoch=self.at.done,
+            epoch=self.progress.done,
             model=self.model.state_dict(),
             optimizer=self.optimizers.model.state_dict(),
             settings=settings_record(self.settings),
             graph=self.graph,
-            step_loss=self.at.step_loss,
+            step_loss=self.progress.step_loss,
             best=best,
             embedding=state,
         )
 
     def _finish(self) -> FitResult:
-        at = self.at
+        at = self.progress
         best_epoch = at.best.epoch if at.best else at.done
         if at.best is not None:
             self.model.load_state_dict(dict(at.best.model))
@@ -280,20 +283,37 @@ class Fit:
                 "result", epochs=result.epochs, best_epoch=best_epoch, test_accuracy=test, val_accuracy=val,
                 epoch_seconds=[round(value, 3) for value in at.seconds], checkpoint=path and str(path),
             )  # fmt: skip
+        self._print_traffic()
         if test is not None:
             best = f" (weights of epoch {best_epoch}, val {val:.4f})" if val is not None else ""
             self._print(f"test accuracy {test:.4f}{best}")
         return result
 
     def _print(self, line: str) -> None:
-        """A line for people, from rank 0."""
+        """Print a line on rank 0."""
         if self.group.rank == 0:
             print(line, flush=True)
 
 
-def _held_words(report: EpochReport, less: float) -> str:
-    """Why an epoch after the first brings less than expected of one that begins with nothing held; ``less``: MB."""
-    held, remote = report.cost.held_rows, report.cost.remote_rows
-    if report.epoch == 1 or less < 0.05 or not held:
-        return ""
-    return f" from scratch; {held / remote:.0%} of the rows others own were still held"
+def epoch_text(report: EpochReport, epochs: int, val_accuracy: float | None) -> str:
+    """The line printed for an epoch: loss, val accuracy, seconds, seeds per second."""
+    loss = f"{report.loss:.4f}" if abs(report.loss) < 1e6 else f"{report.loss:.4g}"
+    words = [f"epoch {report.epoch}/{epochs}", f"loss {loss}"]
+    words += [f"val {val_accuracy:.4f}"] if val_accuracy is not None else []
+    return "  ".join([*words, f"{report.seconds:.1f} s", f"{report.seeds_per_s:,.0f} seeds/s"])
+
+
+def traffic_text(cost: Cost, epochs: int, rank: int, prediction: Prediction | None) -> Iterator[str]:
+    """Lines about the rows that a rank got from other hosts; none without such rows. ``cost``: sum over ``epochs``."""
+    if epochs == 0 or cost.remote_rows == 0:
+        return
+    text = f"from other hosts to rank {rank}: {cost.remote_bytes / epochs / 1e6:,.1f} MB an epoch"
+    if prediction is not None:
+        text += f", {prediction.remote_bytes / 1e6:,.1f} MB predicted for epoch 1"
+        text += f" ({prediction.remote_bytes_without_cache / 1e6:,.1f} MB without the cache)"
+    yield text
+    cached, held = cost.cached_rows / cost.remote_rows, cost.held_rows / cost.remote_rows
+    yield (
+        f"rows of other hosts on rank {rank}: {cached:.0%} from the cache, {held:.0%} still held from recent batches,"
+        f" {max(0.0, 1 - cached - held):.0%} requested"
+    )

@@ -1,4 +1,4 @@
-"""``python -m trainer profile``: where a run's time goes, from its metrics lines, with advice."""
+"""``python -m trainer profile``: shows from metrics lines where a run's time goes, and gives advice."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainer.core.errors import SettingsError
 from trainer.train.metrics import KINDS, LOADING
 from trainer.train.run_times import RankLines, RankTimes, RunTimes, read_lines, record_of
 
-NOTABLE = 0.1  #: share of a step from which on a kind is worth a line
+NOTABLE = 0.1  #: smallest share of a step for which advice is given
 
-_UNEVEN = 1.15  #: times the own work of the rank that waits
+_UNEVEN = 1.15  #: own work of the slowest rank relative to the waiting one, above which ranks count as unequal
 
-_OFF = 0.1  #: of a prediction
+_OFF = 0.1  #: relative error of a prediction above which it is reported
 
 
 @dataclass(frozen=True)
 class _SettingNames:
-    """What can be changed to make a step shorter, as it is called where it is changed."""
+    """How advice names the settings that shorten a step."""
 
     cache: str
     prefetch: str
@@ -50,8 +50,8 @@ _BUNDLED = _SettingNames(
 )
 
 _SCRIPT = _SettingNames(
-    "more rows kept here (graph.cache_rows)",
-    "more batches under way (prefetch of the loader)",
+    "more cached rows (graph.cache_rows)",
+    "more batches ahead (prefetch of the loader)",
     "sampler threads (num_workers of the loader)",
     "prefetch of the loader",
     "batch_size of the loader",
@@ -61,27 +61,27 @@ _SCRIPT = _SettingNames(
 
 
 def advice(record: RunTimes, topology: str = "", *, script: bool = False) -> list[str]:
-    """Sentences, the weightiest first.
+    """Sentences of advice, those about the largest share of a step first.
 
-    topology: ``data.topology`` of the run, '' where not known; script: a script of one's own trains, which reads no
-    ``train.*`` keys.
+    topology: ``data.topology`` of the run, '' if unknown; script: a user's own script trains, so advice names the
+    loader's arguments instead of ``train.*`` keys.
     """
     names = _SCRIPT if script else _BUNDLED
     found = [*_remote(record, topology, names), *_loading(record, names), *_reduce(record, names)]
     found += [*_copy(record, names), *_rest(record), *_model(record, names), *_prediction(record)]
     lines = [text for _, text in sorted(found, key=lambda item: -item[0])]
-    return lines or [f"no single kind of work but the model's own takes {NOTABLE:.0%} of a step"]
+    return lines or [f"no kind of work except the model's own takes {NOTABLE:.0%} of a step"]
 
 
-def keeping_up(rank: RankTimes, names: _SettingNames = _BUNDLED) -> str | None:
-    """What sampler threads would need that cannot keep up with the training loop; None where they can."""
+def thread_advice(rank: RankTimes, names: _SettingNames = _BUNDLED) -> str | None:
+    """Advice about sampler threads that are slower than the training loop; None if they keep up."""
     rest = rank.step_s - rank.wait_s
     if rank.wait_s < NOTABLE * rank.step_s or rank.work_s <= rest or rest <= 0:
         return None
     enough = math.ceil(rank.work_s / rest)
     need = "and as many batches ahead" if rank.behind["remote"] > rank.work_s / 2 else "with a core each"
     return (
-        f"a batch takes a sampler thread {_s(rank.work_s)} (sampling {_s(rank.behind['sample'])}, other hosts"
+        f"a sampler thread needs {_s(rank.work_s)} for a batch (sampling {_s(rank.behind['sample'])}, other hosts"
         f" {_s(rank.behind['remote'])}, gathering {_s(rank.behind['gather'])}), the rest of a step {_s(rest)}:"
         f" {enough} threads {need} keep up ({names.threads}, {names.ahead})"
     )
@@ -93,10 +93,10 @@ def _remote(record: RunTimes, topology: str, names: _SettingNames) -> Iterator[t
         return
     means = ["data.topology: replicated (edges of all parts on each host)"] if topology == "partitioned" else []
     rate = record.rate("cached_rows")
-    had = "" if rate is None else f" (it had {rate:.0%} of the rows that others own)"
-    means += [f"{names.cache}{had}", "run.wire_rows: float16 or int8", names.prefetch]
-    again = worst is _worst(record, "sample", "gather") and worst.share("sample", "gather") >= NOTABLE
-    needs = None if again else keeping_up(worst, names)  # which ``_loading`` says of the same rank
+    hits = "" if rate is None else f" (it had {rate:.0%} of the rows of other hosts)"
+    means += [f"{names.cache}{hits}", "run.wire_rows: float16 or int8", names.prefetch]
+    reported = worst is _worst(record, "sample", "gather") and worst.share("sample", "gather") >= NOTABLE
+    needs = None if reported else thread_advice(worst, names)  # else ``_loading`` gives it for the same rank
     text = f"{_at(worst, 'remote')} is waiting for other hosts: {', '.join(means)}"
     yield worst.share("remote"), text + (f"; {needs}" if needs else "")
 
@@ -106,8 +106,10 @@ def _loading(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, st
     if worst.share("sample", "gather") < NOTABLE:
         return
     words = "sampling" if worst.spent["sample"] >= worst.spent["gather"] else "gathering rows"
-    needs = keeping_up(worst, names) or f"more {names.threads}, {names.prefetch}, or cores that are not shared"
-    text = f"{_at(worst, 'sample', 'gather')} is waiting for batches, most of it {words}: {needs}"
+    needs = (
+        thread_advice(worst, names) or f"more {names.threads}, {names.prefetch}, or cores that no other process uses"
+    )
+    text = f"{_at(worst, 'sample', 'gather')} is waiting for batches, mostly {words}: {needs}"
     yield worst.share("sample", "gather"), text
 
 
@@ -119,13 +121,13 @@ def _reduce(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str
     if slow.own_s > _UNEVEN * worst.own_s:
         kind = max((kind for kind in KINDS if kind != "reduce"), key=lambda kind: slow.spent[kind] - worst.spent[kind])
         text += (
-            f": the hosts, or their work, are unequal, {slow.name} takes {_s(slow.own_s)} of its own for a step and"
-            f" this one {_s(worst.own_s)}, the difference mostly in {kind}"
+            f": the hosts or their work are unequal, a step without this wait takes {_s(slow.own_s)} on {slow.name} and"
+            f" {_s(worst.own_s)} on {worst.name}, and most of the difference is {kind}"
         )
     else:
         text += (
-            f", though none takes much longer for its own work than its {_s(worst.own_s)}: a slow network, or steps too"
-            f" short; a larger {names.batch} has fewer of them"
+            f", though no rank needs much longer for its own work than {_s(worst.own_s)}: the network is slow, or the"
+            f" steps are too short; a larger {names.batch} makes fewer steps"
         )
     yield worst.share("reduce"), text
 
@@ -140,7 +142,7 @@ def _copy(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]
 def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
     for kind, about in (
         ("optimizer", "the update of the weights"),
-        ("other", "what the loop does besides: metrics, snapshots, a script's own code"),
+        ("other", "the rest of the loop: metrics, snapshots, a script's own code"),
     ):
         worst = _worst(record, kind)
         if worst.share(kind) >= NOTABLE:
@@ -148,7 +150,7 @@ def _rest(record: RunTimes) -> Iterator[tuple[float, str]]:
 
 
 def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]]:
-    """Of the rank that the others wait for."""
+    """Advice for the rank that the others wait for, if its time goes to the model."""
     slow = max(record.ranks, key=lambda rank: rank.own_s)
     if slow.share("forward", "backward") >= 0.5 and slow.share(*LOADING) < NOTABLE:
         yield 0.0, f"{_at(slow, 'forward', 'backward')} is the model's own work: more processes, {names.model}"
@@ -157,7 +159,7 @@ def _model(record: RunTimes, names: _SettingNames) -> Iterator[tuple[float, str]
 def _prediction(record: RunTimes) -> Iterator[tuple[float, str]]:
     expected, got = record.predicted("remote_bytes"), record.traffic("remote_bytes")
     if record.whole and expected and abs(got / expected - 1) > _OFF:
-        text = f"{decimal(round(got))} an epoch came from other hosts, {decimal(round(expected))} were predicted"
+        text = f"{decimal(round(got))} an epoch came from other hosts; {decimal(round(expected))} were predicted"
         yield 0.0, f"{text} {record.why_less}".rstrip()
 
 
@@ -176,7 +178,7 @@ def _s(seconds: float) -> str:
 
 VERSION = 1  #: of the JSON document; docs/ARCHITECTURE.md describes it
 
-_WIDTH = 110  # of what is not shown in a terminal
+_WIDTH = 110  # columns of output that does not go to a terminal
 
 
 class _EpochRange(click.ParamType):
@@ -189,52 +191,52 @@ class _EpochRange(click.ParamType):
             return value  # type: ignore[no-any-return]
         found = re.fullmatch(r"(\d+)(?:-(\d+))?", value.strip())
         if not found:
-            self.fail(f"{value!r} is no epoch, 3, and no range of them, 2-5", param, ctx)
+            self.fail(f"{value!r} is neither an epoch, such as 3, nor a range of epochs, such as 2-5", param, ctx)
         first, last = int(found[1]), int(found[2] or found[1])
         return range(first, last + 1)
 
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--epochs", type=_EpochRange(), help="One, or a range as 2-5; default: all but the first.")
-@click.option("--topology", default="", help="data.topology of the run, which the advice goes by; default: not known.")
-@click.option("--script", is_flag=True, help="A script of one's own trained: the advice names no train.* keys.")
+@click.option("--epochs", type=_EpochRange(), help="An epoch, or a range such as 2-5; default: all but the first.")
+@click.option("--topology", default="", help="data.topology of the run, used for the advice; default: unknown.")
+@click.option("--script", is_flag=True, help="A user's own script trained: the advice names no train.* keys.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead.")
 def profile(paths: tuple[Path, ...], epochs: Container[int] | None, topology: str, script: bool, as_json: bool) -> None:
-    """Show where a run's time goes, per rank, and what would help.
+    """Show per rank where a run's time goes, and give advice.
 
-    PATHS: the --run-dir of train, or the folder of a launch, also while it runs; or metrics files of ranks.
+    PATHS: the --run-dir of train, the run folder of a launch (also of a running one), or metrics files of ranks.
     """
     lines = read_lines(paths)
     record = record_of(lines, epochs)
-    told = advice(record, topology, script=script) if record else []
+    sentences = advice(record, topology, script=script) if record else []
     if as_json:
-        print(json.dumps(document(lines, record, told)))
+        print(json.dumps(document(lines, record, sentences)))
     elif record is None:
         raise SettingsError(
-            f"no epoch or step line in {', '.join(map(str, paths))} tells where time went: nothing was trained yet, or"
-            " for less than a second, or by a script whose StepLog was not given its loader"
+            f"no epoch or step line in {', '.join(map(str, paths))} has times: training has not started or took less"
+            " than a second, or a script's StepLog was created without its loader"
         )
     else:
-        show(record, told)
+        show(record, sentences)
 
 
-def document(lines: Mapping[int, RankLines], record: RunTimes | None, told: list[str]) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    time = record.to_json() | {"advice": told} if record else None
+def document(lines: Mapping[int, RankLines], record: RunTimes | None, sentences: list[str]) -> dict[str, Any]:
+    """The document that ``--json`` prints; ``sentences``: from ``advice``."""
+    time = record.to_json() | {"advice": sentences} if record else None
     return {"version": VERSION, "time": time, "traffic": [rank.to_json() for rank in lines.values() if rank.epochs]}
 
 
-def show(record: RunTimes, told: list[str]) -> None:
+def show(record: RunTimes, sentences: list[str]) -> None:
     """Print tables and advice."""
-    from rich.console import Console  # which takes longer to import than all the rest
+    from rich.console import Console  # slow to import
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     console = Console(width=max(width, 80), highlight=False)
     console.print(_title(record), soft_wrap=True)
     console.print(_steps(record))
     console.print(_behind(record))
-    for line in told:
+    for line in sentences:
         console.print(f"- {line}", soft_wrap=True, markup=False)
 
 
@@ -247,7 +249,7 @@ def _title(record: RunTimes) -> str:
 
 
 def _steps(record: RunTimes) -> Any:
-    """Milliseconds of a step by kind."""
+    """Table of milliseconds per step by kind."""
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
     for name, rank in [*rows, ("mean", record.mean)] if len(rows) > 1 else rows:
@@ -257,9 +259,9 @@ def _steps(record: RunTimes) -> Any:
 
 
 def _behind(record: RunTimes) -> Any:
-    """The sampler threads' work on a batch, hidden behind training or not, and where its rows came from."""
+    """Table of the sampler threads' work per batch, overlapped with training or not, and the sources of its rows."""
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
-    table = _table("behind it, per batch: milliseconds of a sampler thread, rows, MB received", heads)
+    table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:
         table.add_row(str(rank.rank), *(_ms(rank.behind[kind]) for kind in LOADING), *_rows(rank))
     return table

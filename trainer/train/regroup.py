@@ -1,14 +1,14 @@
 """Continues training without lost ranks: the remaining ranks form a new group.
 
-Who is left says ``team.json`` in the node's run folder, which the node's supervisor writes:
+The node's supervisor writes the remaining ranks into ``team.json`` in the node's run folder:
 ``{"generation": 1, "ranks": [0, 1, 4, 5], "lost": [{"node_rank": 2, "ranks": [2, 3], "why": "…"}]}``.
-A loss shows in one of two ways: a collective fails, at once where a process has died; or a newer team
-is in the file, also when a host has vanished and nothing comes from it. Then a thread cuts the
-connections, so that the collective fails here, and at the other ends. Teams meet in the run's store,
-under their generation's prefix; a team that loses somebody while it meets gives way to the next.
+A rank detects a loss in one of two ways. Either a collective fails, which happens at once when a process died; or the
+file has a newer team, which also covers a host that is unreachable. A thread then shuts down the group's connections,
+so that running collectives fail at both ends. The ranks of a team rendezvous in the run's store, under a prefix with
+the team's generation. If a rank is lost during the rendezvous, the next generation replaces the team.
 
-gloo's ``ProcessGroup.abort()`` leaves collectives that are under way alone (torch 2.13), and they wait for the
-group's timeout. A connection that is shut down fails them at once, here and at the other end.
+Connections are shut down because gloo's ``ProcessGroup.abort()`` does not end running collectives (torch 2.13), which
+would then wait for the group's timeout.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainer.core.batch_cost import Cost
 from trainer.core.errors import PeerError, TrainingError
 from trainer.core.ranks import (
     RankGroup,
@@ -51,79 +52,81 @@ from trainer.train.optimize import Optimizers
 
 @dataclass(frozen=True)
 class Connections:
-    """TCP connections of this process: (descriptor, inode), so that a descriptor used anew is told from them."""
+    """TCP connections of this process, as (descriptor, inode): the inode detects that a descriptor was reused."""
 
     sockets: frozenset[tuple[int, int]] = frozenset()
 
     def cut(self) -> None:
-        """Shut down those that are still open; may be done twice, and from any thread."""
+        """Shut down the connections that are still open. Idempotent and thread-safe."""
         for descriptor, inode in self.sockets:
-            with suppress(OSError), _held(descriptor) as held:  # closed since, or by the other end
-                if os.fstat(held.fileno()).st_ino == inode:
-                    held.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError), _duplicate(descriptor) as connection:  # closed here or by the other end
+                if os.fstat(connection.fileno()).st_ino == inode:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def connections_made_by(connect: Callable[[], T], store_port: int) -> tuple[T, Connections]:
-    """What ``connect`` returns, and the connections that are new after it; those of a store at ``store_port`` left out.
+    """Call ``connect``; return its result and the connections opened meanwhile, except those to ``store_port``.
 
-    A connection that another thread makes meanwhile counts as well. Those of the graph service are
-    made anew when they break.
+    Connections that other threads open meanwhile are included; the graph service reopens its own when they break.
     """
     before = set(_connections(store_port))
     made = connect()
     return made, Connections(frozenset(_connections(store_port)) - before)
 
 
-def _connections(but_port: int) -> Iterator[tuple[int, int]]:
+def _connections(excluded_port: int) -> Iterator[tuple[int, int]]:
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), _held(int(name)) as held:  # no socket, or not connected
-            if held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
-                if but_port not in (held.getsockname()[1], held.getpeername()[1]):
-                    yield int(name), os.fstat(held.fileno()).st_ino
+        with suppress(OSError), _duplicate(int(name)) as found:  # not a socket, or not connected
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                if excluded_port not in (found.getsockname()[1], found.getpeername()[1]):
+                    yield int(name), os.fstat(found.fileno()).st_ino
 
 
 @contextmanager
-def _held(descriptor: int) -> Iterator[socket.socket]:
-    """A descriptor's socket, which stays the same meanwhile whatever is closed. Raises ``OSError`` if it is none."""
+def _duplicate(descriptor: int) -> Iterator[socket.socket]:
+    """Yield a duplicate of a descriptor's socket: closing the original meanwhile does no harm.
+
+    Raises ``OSError`` if the descriptor is not a socket.
+    """
     copy = os.dup(descriptor)
     try:
-        held = socket.socket(fileno=copy)
+        duplicate = socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with held:
-        yield held
+    with duplicate:
+        yield duplicate
 
 
 T = TypeVar("T")
 
-LOOK = 0.5  #: seconds between looks at team.json
+LOOK = 0.5  #: seconds between reads of team.json
 
-_CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have come
+_CONNECT = 15.0  #: seconds that connecting may take at most, once all ranks of a team have arrived
 
-_POLL = 0.05  #: seconds between looks at the store
+_POLL = 0.05  #: seconds between reads of the store
 
-_PART = 10.0  #: seconds that the first rank, which may hold the store, waits for the others to end
+_LEAVE = 10.0  #: seconds that the first rank, which may serve the store, waits for the others to finish
 
 
 class CannotRegroup(PeerError):
-    """The run cannot go on without the ranks that were lost."""
+    """The run cannot continue without the lost ranks."""
 
 
 @dataclass(frozen=True)
 class Team:
-    """Who is left of a run."""
+    """The remaining ranks of a run."""
 
-    generation: int  #: 0: everybody
+    generation: int  #: 0: all ranks
     ranks: tuple[int, ...]  #: ascending
 
 
 @dataclass(frozen=True)
 class RegroupOptions:
-    """That a run may go on without some of its ranks, and where it is said which."""
+    """Settings of a run that may continue without some of its ranks."""
 
     file: Path  #: team.json
-    patience: float = 16.0  #: seconds from a failed collective until the file tells who was lost
+    patience: float = 16.0  #: seconds from a failed collective until the file must name the lost ranks
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], run_dir: Path) -> RegroupOptions | None:
@@ -134,23 +137,24 @@ class RegroupOptions:
         return cls(folder / "team.json", float(environ.get("GNNFLEET_PEER_TIMEOUT") or 6.0) + 10.0)
 
     def newest(self) -> Team | None:
-        """What the file says; None before it is there. Raises ``TrainingError`` where it cannot be read."""
+        """Read the file; None if it does not exist yet. Raises ``TrainingError`` if it is invalid or cannot be read."""
         try:
-            peer_gone = json.loads(self.file.read_text(encoding="utf-8"))
-            return Team(int(peer_gone["generation"]), tuple(sorted(map(int, peer_gone["ranks"]))))
+            team = json.loads(self.file.read_text(encoding="utf-8"))
+            return Team(int(team["generation"]), tuple(sorted(map(int, team["ranks"]))))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TrainingError(f"{self.file} does not say which ranks go on: {error!r}; resume the run") from error
+            raise TrainingError(f"{self.file} does not list the remaining ranks: {error!r}; resume the run") from error
 
 
 def with_team(
     work: Callable[[RankGroup], T], ranks: Ranks, device: torch.device, backend: str, timeout: float,
     regroup: RegroupOptions | None,
 ) -> T:  # fmt: skip
-    """``work`` done with all ranks, and with ``regroup`` again with those that are left each time some are lost.
+    """Run ``work`` with all ranks; with ``regroup``, run it again with the remaining ranks after each loss.
 
-    Returns when all have done it: this node's graph server must outlive the slowest rank. Raises as ``join_ranks``.
+    Returns once all ranks have finished, since this node's graph server must outlive the slowest rank. Raises as
+    ``join_ranks`` does.
     """
     if regroup is not None and ranks.world_size > 1:
         check_backend(ranks, device, backend)
@@ -162,8 +166,10 @@ def with_team(
 
 
 class _TeamWatch:
-    """A thread that cuts a team's connections when ``team.json`` names a newer one, or cannot be read: then the rank
-    meets the error itself as it looks for the reason."""
+    """A thread that shuts down a team's connections when ``team.json`` names a newer team or cannot be read.
+
+    In the latter case the rank raises the error itself, when it reads the file to find the reason.
+    """
 
     def __init__(self, regroup: RegroupOptions):
         self._regroup, self._lock, self._over = regroup, threading.Lock(), threading.Event()
@@ -171,19 +177,19 @@ class _TeamWatch:
         self._cuts: tuple[Callable[[], None], ...] = ()
 
     def guard(self, members: Team, *cuts: Callable[[], None]) -> None:
-        """From now on, these are the members; ``cuts`` end their connections."""
+        """Watch over ``members`` from now on; ``cuts`` shut down their connections."""
         with self._lock:
             self._members, self._cuts = members, cuts
 
     def cut(self) -> None:
-        """End the connections, once."""
+        """Shut down the connections, once per ``guard``."""
         with self._lock:
             cuts, self._cuts = self._cuts, ()
         for cut in cuts:
             cut()
 
     def superseded(self, members: Team) -> bool:
-        """Whether there is a newer team."""
+        """Whether the file names a newer team."""
         return (self._regroup.newest() or members).generation > members.generation
 
     def __enter__(self) -> _TeamWatch:
@@ -206,7 +212,7 @@ class _TeamWatch:
 
 
 class _RegroupingRank:
-    """One rank of a run that may lose others."""
+    """One rank of a run that continues after the loss of others."""
 
     def __init__(self, ranks: Ranks, device: torch.device, backend: str, timeout: float, regroup: RegroupOptions):
         self.ranks, self.device, self.backend, self.timeout, self.regroup = (
@@ -216,23 +222,26 @@ class _RegroupingRank:
             timeout,
             regroup,
         )
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's watchdog would end this process too
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else NCCL's watchdog ends this process too
         self.store: Store = PrefixStore("gnnfleet", run_store(ranks, timeout, wait_for_workers=False))
         self.watch = _TeamWatch(regroup)
 
     def run(self, work: Callable[[RankGroup], T]) -> T:
-        """``work`` with one team after the other, until one has done it."""
+        """Run ``work`` with one team after the other until it succeeds."""
         members = self.regroup.newest() or Team(0, tuple(range(self.ranks.world_size)))
         with self.watch:
-            while isinstance(ended := self._attempt(work, members), PeerError):
+            while isinstance(outcome := self._attempt(work, members), PeerError):
                 self.watch.cut()
                 _destroy_groups()
-                members = self._next(members, ended)
+                members = self._next(members, outcome)
         _destroy_groups()
-        return ended.result
+        return outcome.result
 
     def _attempt(self, work: Callable[[RankGroup], T], members: Team) -> _WorkResult[T] | PeerError:
-        """What ``work`` returns, or why the team has broken; whatever holds on to its groups ends with this call."""
+        """Return the result of ``work``, or the loss that broke the team.
+
+        The error is a new object: a traceback would keep the team's process groups alive.
+        """
         try:
             result = work(self._meet(members))
             self._await_all(members)
@@ -243,12 +252,12 @@ class _RegroupingRank:
             return PeerError(str(error))
         except (RuntimeError, TrainingError) as error:
             peer_gone = isinstance(error, RuntimeError) and says_peer_gone(error)
-            if not peer_gone and not self.watch.superseded(members):  # what fails beside a cut may look like anything
+            if not peer_gone and not self.watch.superseded(members):  # a cut may cause any kind of error
                 raise
             return lost_peer(self.ranks, self.timeout, error)
 
     def _next(self, members: Team, reason: PeerError) -> Team:
-        """The team after this one. Raises ``reason`` when nobody is said to have left."""
+        """Wait for the team after this one. Raises ``reason`` when the file names none in time."""
         until = time.monotonic() + self.regroup.patience
         while time.monotonic() < until:
             newest = self.regroup.newest()
@@ -258,9 +267,9 @@ class _RegroupingRank:
         raise reason
 
     def _meet(self, members: Team) -> RankGroup:
-        """All ranks of a team, connected."""
+        """Connect all ranks of a team."""
         if self.ranks.rank not in members.ranks:
-            raise CannotRegroup(f"{self.ranks} was taken for lost, and the others went on without it")
+            raise CannotRegroup(f"{self.ranks} was reported lost, and the other ranks continued without it")
         self.watch.guard(members)
         self.store.delete_key(_done(self.ranks.rank))
         self._await_arrival(members)
@@ -281,7 +290,7 @@ class _RegroupingRank:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout))
 
     def _await_arrival(self, members: Team) -> None:
-        """Wait until all members have come."""
+        """Wait until all members have arrived."""
         key = f"team{members.generation}/here"
         self.store.set(f"{key}/{self.ranks.rank}", "")
         until = time.monotonic() + (self.timeout if members.generation else patience(self.timeout))
@@ -291,7 +300,7 @@ class _RegroupingRank:
             self._pause(missing, until)
 
     def _await_all(self, members: Team) -> None:
-        """Wait until all who are left have done their work, or need this rank again in a newer team."""
+        """Wait until all remaining ranks have finished. Raises ``PeerError`` if this rank has to join a newer team."""
         own = self.ranks.rank
         self.store.set(_done(own), "")
         until = time.monotonic() + self.timeout
@@ -302,26 +311,26 @@ class _RegroupingRank:
         if self._decide(members, "again" if missing else "over") == "again":
             raise PeerError(f"{self.ranks}: others were lost while it waited for them")
         self.store.set(f"left/{own}", "")
-        until = time.monotonic() + _PART
+        until = time.monotonic() + _LEAVE
         while own == members.ranks[0] and time.monotonic() < until:
             if not self._without(self.regroup.newest() or members, lambda rank: f"left/{rank}"):
                 return
             time.sleep(_POLL)
 
-    def _decide(self, members: Team, what: str) -> str:
-        """How this team ends, ``over`` or ``again``: for all of them what the first one says, or else some would leave
-        while others wait for them."""
-        return self.store.compare_set(f"team{members.generation}/end", "", what).decode()
+    def _decide(self, members: Team, end: str) -> str:
+        """How this team ends, ``over`` or ``again``. The first rank that calls this decides for all, so that no
+        rank leaves while others wait for it."""
+        return self.store.compare_set(f"team{members.generation}/end", "", end).decode()
 
     def _without(self, members: Team, key: Callable[[int], str]) -> list[int]:
         """The members whose key is not in the store."""
         return [rank for rank in members.ranks if not self.store.check([key(rank)])]
 
     def _pause(self, missing: list[int], until: float) -> None:
-        """Raises ``PeerError`` when it makes no more sense to wait."""
+        """Sleep for ``_POLL``. Raises ``PeerError`` after the time ``until``."""
         if time.monotonic() > until:
             names = ", ".join(map(str, missing))
-            raise PeerError(f"{self.ranks} waited {self.timeout:g} s in vain for ranks {names}")
+            raise PeerError(f"{self.ranks} timed out after {self.timeout:g} s, waiting for ranks {names}")
         time.sleep(_POLL)
 
 
@@ -331,7 +340,7 @@ class _WorkResult(Generic[T]):
 
 
 def _done(rank: int) -> str:
-    """Key of a rank that has done its work."""
+    """Key set by a rank that has finished."""
     return f"done/{rank}"
 
 
@@ -340,34 +349,35 @@ def _destroy_groups() -> None:
         dist.destroy_process_group()
 
 
-SNAPSHOT_STEPS = 20  #: training steps between snapshots: at most so many are done again
+SNAPSHOT_STEPS = 20  #: training steps between snapshots; at most that many are repeated
 
-KEPT = 2  #: all ranks are in the same step or in the next, so one of the last two snapshots is everybody's
+KEPT = 2  #: ranks are at most one step apart, so they have one of the last two snapshots in common
 
-RunPosition = tuple[int, bool, int]  #: epochs done, whether the last of them is scored, steps of the next one
+RunPosition = tuple[int, bool, int]  #: epochs done, whether the last one is evaluated, steps done of the next one
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run has to show so far, apart from the weights. Never changed, so a snapshot need not copy it."""
+    """Results of a run so far, without the weights. Immutable, so a snapshot need not copy it."""
 
-    done: int = 0  #: epochs
-    scored: bool = True  #: whether epoch ``done`` has been evaluated where it is to be
+    done: int = 0  #: epochs trained
+    scored: bool = True  #: whether epoch ``done`` has been evaluated, if an evaluation is due
     step_loss: tuple[Tensor, ...] = ()  #: float64 [steps] per epoch done
     best: BestEpoch | None = None
-    seconds: tuple[float, ...] = ()  #: of the epochs of this process
-    report: EpochReport | None = None  #: of epoch ``done``, if this process trained it
-    tally: EpochSums | None = None  #: of the epoch under way; None at its start
+    seconds: tuple[float, ...] = ()  #: of each epoch that this process trained
+    cost: Cost = Cost()  #: of this rank's batches in those epochs
+    report: EpochReport | None = None  #: of epoch ``done``; None if a checkpoint was resumed there
+    tally: EpochSums | None = None  #: of the current epoch; None at its start
 
     @property
-    def place(self) -> RunPosition:
-        """Ascends while a run goes on."""
+    def position(self) -> RunPosition:
+        """Where the run is; later positions compare greater."""
         return self.done, self.scored, self.tally.steps if self.tally else 0
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one place; the tensors are its own."""
+    """Copy of a run's state at one position; it owns its tensors."""
 
     progress: Progress
     model: Mapping[str, Tensor]
@@ -375,38 +385,38 @@ class Snapshot:
 
     @classmethod
     def of(cls, progress: Progress, model: nn.Module, optimizers: Optimizers) -> Snapshot:
-        """A copy, on the model's device."""
+        """Copy the state, on the model's device."""
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         return cls(progress, weights, copy.deepcopy(optimizers.model.state_dict()))
 
     def restore(self, model: nn.Module, optimizers: Optimizers) -> None:
-        """Write the weights and the optimizer's state back; the snapshot can be used again."""
+        """Load the weights and the optimizer's state; the snapshot can be restored again."""
         model.load_state_dict(dict(self.model))
         optimizers.model.load_state_dict(copy.deepcopy(dict(self.optimizer)))
 
 
 class Snapshots:
-    """A rank's last snapshots."""
+    """A rank's newest snapshots."""
 
     def __init__(self) -> None:
         self._kept: deque[Snapshot] = deque(maxlen=KEPT)
 
     def keep(self, progress: Progress, model: nn.Module, optimizers: Optimizers) -> None:
-        """Take one, unless the last is of the same place."""
-        if not self._kept or self._kept[-1].progress.place != progress.place:
+        """Take a snapshot, unless the newest one has the same position."""
+        if not self._kept or self._kept[-1].progress.position != progress.position:
             self._kept.append(Snapshot.of(progress, model, optimizers))
 
-    def places(self) -> tuple[RunPosition, ...]:
-        """Where this rank could go on."""
-        return tuple(kept.progress.place for kept in self._kept)
+    def positions(self) -> tuple[RunPosition, ...]:
+        """Positions from which this rank can continue."""
+        return tuple(kept.progress.position for kept in self._kept)
 
-    def back_to(self, place: RunPosition) -> Snapshot:
-        """The snapshot of a place, now the last one: later ones are of a past that did not happen."""
-        while self._kept[-1].progress.place != place:
+    def rewind_to(self, position: RunPosition) -> Snapshot:
+        """Return the snapshot of a position, and drop later ones."""
+        while self._kept[-1].progress.position != position:
             self._kept.pop()
         return self._kept[-1]
 
 
-def newest_common(places: Iterable[tuple[RunPosition, ...]]) -> RunPosition:
-    """The furthest place that all ranks can go back to."""
-    return max(set.intersection(*(set(own) for own in places)))
+def newest_common(positions: Iterable[tuple[RunPosition, ...]]) -> RunPosition:
+    """The last position that all ranks have a snapshot of; ``positions``: by rank."""
+    return max(set.intersection(*(set(own) for own in positions)))

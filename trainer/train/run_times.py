@@ -1,4 +1,4 @@
-"""Where the time of a run goes, read from its metrics lines: means per rank, and traffic between hosts."""
+"""Reads metrics lines: mean times per rank, and traffic between hosts."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from trainer.train.metrics import KINDS, LOADING
 
 TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
 
-PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: of ``by_host`` in an epoch line
+PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
 
-_ROUGHLY = 0.9  # times the predicted bytes: fewer are worth an explanation
+_ROUGHLY = 0.9  # share of the predicted bytes below which ``why_less`` gives a reason
 
 MetricsLine = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Means of one rank over the epochs looked at."""
+    """Means of one rank over the selected epochs."""
 
     rank: int
     steps: int
     spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
     behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
     traffic: Mapping[str, float]  #: per step, by ``TRAFFIC``
-    predict: MetricsLine | None = None  #: what it was told to expect per epoch
-    node: int | None = None  #: node rank, where the file lies in ``logs/node<k>/``
-    epochs: int = 0  #: whole epochs; 0 where these are steps of an unfinished one
+    predict: MetricsLine | None = None  #: its ``predict`` line, per epoch
+    node: int | None = None  #: node rank; None unless the metrics file is in ``logs/node<k>/``
+    epochs: int = 0  #: complete epochs; 0 for the steps of an unfinished one
 
     @classmethod
     def of(
         cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
     ) -> RankTimes:  # fmt: skip
-        """Weighted by steps; each line has ``spent``, ``behind`` and ``traffic``."""
+        """Means over ``lines``, weighted by steps; each line has ``spent``, ``behind`` and ``traffic``."""
         counts = [float(line["traffic"]["batches"]) for line in lines]
         steps = sum(counts)
 
@@ -51,7 +51,7 @@ class RankTimes:
             round(steps),
             mean("spent", KINDS, counts),
             mean("behind", LOADING, counts),
-            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # which are sums already
+            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # sums already
             predict,
             node,
             sum(line.get("kind") == "epoch" for line in lines),
@@ -59,11 +59,12 @@ class RankTimes:
 
     @property
     def name(self) -> str:
-        """``node1/rank3``; ``rank3`` where the node is not known."""
+        """``node1/rank3``; ``rank3`` if the node is unknown."""
         return f"rank{self.rank}" if self.node is None else f"node{self.node}/rank{self.rank}"
 
     @property
     def step_s(self) -> float:
+        """Seconds of a step."""
         return sum(self.spent.values())
 
     @property
@@ -73,29 +74,29 @@ class RankTimes:
 
     @property
     def wait_s(self) -> float:
-        """Waiting for batches."""
+        """Seconds per step of waiting for batches."""
         return sum(self.spent[kind] for kind in LOADING)
 
     @property
     def work_s(self) -> float:
-        """Of a sampler thread, per batch."""
+        """Seconds of a sampler thread per batch."""
         return sum(self.behind.values())
 
     def share(self, *kinds: str) -> float:
-        """Of a step."""
+        """Share of a step that ``kinds`` take, 0 to 1."""
         return sum(self.spent[kind] for kind in kinds) / self.step_s if self.step_s else 0.0
 
     def part(self, rows: str, of: str) -> float | None:
-        """Some of the rows as a part of others; None where there are none."""
+        """Ratio of two of ``TRAFFIC``, such as cached to remote rows; None if the denominator is 0."""
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """One of ``TRAFFIC``, per whole epoch."""
+        """One of ``TRAFFIC``, per complete epoch."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
     def bytes_predicted(self) -> float | None:
-        """Received per step."""
+        """Predicted bytes received per step; None without a prediction."""
         if self.predict is None or not self.predict.get("steps"):
             return None
         return float(self.predict["remote_bytes"]) / float(self.predict["steps"])
@@ -114,20 +115,20 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class RunTimes:
-    """Where the time of a run goes, as far as its metrics lines say; at least one rank."""
+    """Times and traffic of a run, of at least one rank."""
 
-    epochs: tuple[int, ...]  #: looked at
+    epochs: tuple[int, ...]  #: selected
     without_first: bool  #: the first epoch, which compiles and warms up, was left out
     ranks: tuple[RankTimes, ...]
 
     @property
     def whole(self) -> bool:
-        """Whole epochs; else steps of the only one so far."""
+        """Whether these are complete epochs; else steps of the first, unfinished epoch."""
         return all(rank.epochs for rank in self.ranks)
 
     @property
     def mean(self) -> RankTimes:
-        """Over ranks."""
+        """Means over ranks."""
         ranks, count = self.ranks, len(self.ranks)
         spent, behind, traffic = (
             {key: sum(getattr(rank, name)[key] for rank in ranks) / count for key in getattr(ranks[0], name)}
@@ -140,28 +141,30 @@ class RunTimes:
         return sum(rank.per_epoch(name) for rank in self.ranks)
 
     def predicted(self, name: str) -> float | None:
-        """``remote_bytes`` or ``remote_bytes_without_cache`` per epoch over all ranks, as they were told to expect it
-        before the first one; None where one of them was told nothing."""
+        """Prediction of ``remote_bytes`` or ``remote_bytes_without_cache``, per epoch over all ranks.
+
+        None if a rank has no prediction.
+        """
         values = [(rank.predict or {}).get(name) for rank in self.ranks]
         return sum(map(_number, values)) if all(map(_is_number, values)) else None
 
     def rate(self, rows: str) -> float | None:
-        """Part of the rows that other hosts own which were ``cached_rows`` or ``held_rows``; None without any."""
+        """Share of the rows of other hosts that were ``rows``, ``cached_rows`` or ``held_rows``; None without any."""
         remote = sum(rank.traffic["remote_rows"] * rank.steps for rank in self.ranks)
         return sum(rank.traffic[rows] * rank.steps for rank in self.ranks) / remote if remote else None
 
     @property
     def why_less(self) -> str:
-        """Why fewer bytes came than predicted; '' where that is not so, or not known."""
+        """Reason why fewer bytes were received than predicted; '' if that is not so or unknown."""
         expected = self.predicted("remote_bytes")
         if not self.whole or not expected or self.traffic("remote_bytes") > _ROUGHLY * expected:
             return ""
         if not self.rate("held_rows"):
             return ""
-        return "of an epoch that begins with nothing held; later ones still have the rows of the last batches"
+        return "for an epoch that starts without held rows; later epochs still hold rows of the last batches"
 
     def to_json(self) -> dict[str, Any]:
-        """``time`` of the document, without ``advice``."""
+        """The field ``time`` of ``profile --json``, without ``advice``."""
         mean, most = self.mean, max(self.ranks, key=lambda rank: rank.spent["remote"])
         rates = {name: self.rate(rows) for name, rows in (("hit_rate", "cached_rows"), ("held_rate", "held_rows"))}
         return {
@@ -181,18 +184,16 @@ class RunTimes:
 
 @dataclass
 class RankLines:
-    """What the analysis needs of one rank's metrics lines."""
+    """The metrics lines of one rank that the analysis needs."""
 
     rank: int
     node: int | None = None
-    epochs: dict[int, MetricsLine] = field(
-        default_factory=dict
-    )  #: the last line of each, where a run went on in its folder
-    steps: list[MetricsLine] = field(default_factory=list)  #: until there is an epoch line; there may be millions
+    epochs: dict[int, MetricsLine] = field(default_factory=dict)  #: by epoch; the last line if it was trained twice
+    steps: list[MetricsLine] = field(default_factory=list)  #: before the first epoch line only, to bound memory
     predict: MetricsLine | None = None
 
     def add(self, line: MetricsLine) -> None:
-        """Read the next line."""
+        """Add the next line of the file."""
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
         elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
@@ -203,11 +204,11 @@ class RankLines:
 
     @property
     def timed_epochs(self) -> list[MetricsLine]:
-        """Epoch lines that say where time went."""
+        """Epoch lines that have times."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
     def to_json(self) -> dict[str, Any]:
-        """Of ``traffic`` in the document: sums over all epochs, and the same by the node that was asked."""
+        """One entry of ``traffic`` in ``profile --json``: sums over all epochs, in total and by owning node."""
         hosts: dict[int, dict[str, float]] = {}
         for line in self.epochs.values():
             for host, values in _group(line, "by_host").items():
@@ -223,7 +224,7 @@ class RankLines:
 
 
 def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
-    """By rank; of run folders, and of files with the lines of one rank or several.
+    """Read run folders, and metrics files of one or several ranks; returns the lines by rank.
 
     Raises ``SettingsError`` for a folder without metrics files.
     """
@@ -238,21 +239,23 @@ def read_lines(paths: Iterable[Path]) -> dict[int, RankLines]:
 
 
 def record_of(ranks: Mapping[int, RankLines], epochs: Container[int] | None = None) -> RunTimes | None:
-    """Means over the epochs asked for, or over all but the first where there are several, by their epoch lines; without
-    any, over the step lines but each rank's first. None where no line says where time went.
+    """Means over ``epochs``; by default over all epochs, or all except the first if there are several.
 
-    Raises ``SettingsError`` when the epochs asked for are not recorded.
+    Before the first epoch line, means over each rank's step lines except its first. None if no line has times. Raises
+    ``SettingsError`` when none of ``epochs`` is recorded.
     """
     timed = {rank: lines.timed_epochs for rank, lines in ranks.items()}
     if not any(timed.values()):
         timed = {rank: lines.steps[1:] or lines.steps for rank, lines in ranks.items()}
-    there = sorted({line["epoch"] for lines in timed.values() for line in lines})
-    if not there:
+    recorded = sorted({line["epoch"] for lines in timed.values() for line in lines})
+    if not recorded:
         return None
-    without_first = epochs is None and len(there) > 1
-    wanted = tuple(there[1:] if without_first else (epoch for epoch in there if epochs is None or epoch in epochs))
+    without_first = epochs is None and len(recorded) > 1
+    wanted = tuple(
+        recorded[1:] if without_first else (epoch for epoch in recorded if epochs is None or epoch in epochs)
+    )
     if not wanted:
-        raise SettingsError(f"none of these epochs is recorded; there are {there[0]} to {there[-1]}")
+        raise SettingsError(f"none of these epochs is recorded; epochs {recorded[0]} to {recorded[-1]} are")
     chosen = {rank: [line for line in lines if line["epoch"] in wanted] for rank, lines in timed.items()}
     records = [
         RankTimes.of(rank, lines, ranks[rank].predict, ranks[rank].node) for rank, lines in chosen.items() if lines
@@ -266,13 +269,13 @@ def _files(folder: Path) -> list[Path]:
         if files := sorted(folder.glob(pattern)):
             return files
     raise SettingsError(
-        f"{folder} has no metrics-rank*.jsonl, and no logs/node*/ with some; give a run's folder: the --run-dir of"
+        f"{folder} has no metrics-rank*.jsonl, and neither has its logs/node*/; give a run's folder: the --run-dir of"
         " train, or runs/RUN of a launch"
     )
 
 
 def _lines(path: Path) -> Iterator[MetricsLine]:
-    """The lines that can be read; the last one may be half written."""
+    """The lines that are valid JSON; the last line may be incomplete."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             try:
@@ -284,7 +287,7 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
 
 
 def _is_timed(line: MetricsLine) -> bool:
-    """Whether a line says where time went, and of how many batches."""
+    """Whether a line has times and a number of batches."""
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False

@@ -18,26 +18,26 @@ from trainer.train.metrics import KINDS, LOADING
 
 
 class Phase(IntEnum):
-    """What a training loop is at; loading is told apart into sample, remote and gather afterwards."""
+    """Phases of a training step; ``StepTimes`` splits LOAD into sample, remote and gather."""
 
     LOAD = 0
     COPY = 1
     FORWARD = 2
     BACKWARD = 3  #: up to the last gradient
-    REDUCE = 4  #: from there to the end of the backward pass, and exchanges of sharded rows
+    REDUCE = 4  #: from the last gradient to the end of the backward pass, and exchanges of sharded rows
     OPTIMIZER = 5
     OTHER = 6
 
 
-class BatchWait(NamedTuple):  # a quarter of a dataclass's time to make, and each step makes one
-    """The wait for one batch, and what the sampler threads did for it; None: the loader does not tell."""
+class BatchWait(NamedTuple):  # created in each step, four times as fast as a dataclass
+    """The wait for one batch."""
 
     seconds: float
-    cost: Cost | None
+    cost: Cost | None  #: work of the sampler threads on the batch; None when the loader does not report it
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of the wait for sampling, other hosts and gathering, split as the work was; unknown: all sampling."""
+        """Seconds of the wait by ``LOADING``, in proportion to the sampler threads' work; all sampling when unknown."""
         work = _work(self.cost) if self.cost is not None else (0.0, 0.0, 0.0)
         whole = sum(work)
         if whole <= 0:
@@ -48,16 +48,16 @@ class BatchWait(NamedTuple):  # a quarter of a dataclass's time to make, and eac
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Some steps of one rank."""
+    """Time of a number of steps of one rank."""
 
     steps: int = 0
     seconds: tuple[float, ...] = (0.0,) * len(KINDS)  #: by ``KINDS``, over all steps
-    batches: int = 0  #: that told what they cost
-    cost: Cost = Cost()  #: of those
+    batches: int = 0  #: whose cost is known
+    cost: Cost = Cost()  #: sum over those batches
 
     @classmethod
     def of(cls, steps: int, phases: Sequence[float], waits: Sequence[BatchWait]) -> StepTimes:
-        """phases: seconds by ``Phase``."""
+        """Build from ``phases``, seconds by ``Phase``, and the waits for batches, which split ``Phase.LOAD``."""
         parts = [sum(part) for part in zip(*(load.parts for load in waits), strict=True)] or [1.0, 0.0, 0.0]
         whole = sum(parts)
         split = [phases[Phase.LOAD] * part / whole for part in parts] if whole > 0 else [phases[Phase.LOAD], 0.0, 0.0]
@@ -70,11 +70,14 @@ class StepTimes:
 
     @property
     def batch_s(self) -> float:
-        """Waiting for batches, over all steps."""
+        """Seconds of waiting for batches, over all steps."""
         return sum(self.seconds[: len(LOADING)])
 
     def means(self) -> dict[str, Any]:
-        """For a line: ``step_s``, ``own_s``, ``batch_s``; where known ``spent``, ``behind``; {} without steps."""
+        """Means per step, as fields of a metrics line; {} without steps.
+
+        ``step_s``, ``own_s``, ``batch_s``; also ``spent`` and ``behind`` if the batches' cost is known.
+        """
         if self.steps == 0:
             return {}
         whole = sum(self.seconds)
@@ -87,24 +90,27 @@ class StepTimes:
         return line
 
     def _spent(self, step_s: float) -> dict[str, float]:
-        """Fractions of microseconds are cut off, so that the rest, which makes the sum exact, is never negative."""
+        """Seconds per step by ``KINDS``; ``other`` is adjusted so that they add up to ``step_s``.
+
+        Values are rounded down to microseconds, so that ``other`` does not become negative.
+        """
         spent = {kind: int(value / self.steps * 1e6) / 1e6 for kind, value in zip(KINDS, self.seconds, strict=True)}
         return spent | {"other": max(0.0, round(step_s - sum(spent.values()) + spent["other"], 6))}
 
 
 def behind(cost: Cost, batches: int) -> dict[str, float]:
-    """Seconds of a sampler thread per batch, by what it was at."""
+    """Seconds per batch that a sampler thread spends, by ``LOADING``."""
     return {name: round(part / batches, 6) for name, part in zip(LOADING, _work(cost), strict=True)}
 
 
 def traffic(cost: Cost, batches: int) -> dict[str, int]:
-    """Of a metrics line: where the rows of so many batches came from."""
+    """The field ``traffic`` of a metrics line: sums of bytes and rows over ``batches`` batches."""
     names = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
     return {"batches": batches, **{name: getattr(cost, name) for name in names}}
 
 
 def by_host(cost: Cost) -> dict[str, dict[str, dict[str, int]]]:
-    """For an epoch line: what came from, or belongs to, each other node; {} with one."""
+    """The field ``by_host`` of an epoch line: bytes and rows by the other node that owns them; {} with one node."""
     hosts = {str(host): one._asdict() for host, one in sorted(cost.by_host.items())}
     return {"by_host": hosts} if hosts else {}
 
@@ -114,48 +120,52 @@ def _work(cost: Cost) -> tuple[float, float, float]:
 
 
 class HostClock:
-    """Seconds by phase on this process's clock. Entering a phase takes well under a microsecond."""
+    """Measures seconds by phase with this process's clock. Entering a phase takes well under a microsecond."""
 
     def __init__(self) -> None:
         self._seconds, self._phase = [0.0] * len(Phase), Phase.OTHER
-        self._since, self._ready = time.perf_counter(), 0.0
+        self._since, self._ready = (
+            time.perf_counter(),
+            0.0,
+        )  # _ready: time of the last gradient; 0.0: none in this phase
         take_waited()
 
     def enter(self, phase: Phase) -> None:
-        """From now on the loop is at this; what exchanges of rows took of the phase before counts as reduce."""
+        """End the current phase and start ``phase``. Row exchanges during the ended phase count as REDUCE."""
         now, waited = time.perf_counter(), take_waited()
         self._seconds[self._phase] += now - self._since
         if waited:
-            self._exchanged(waited)
+            self._move_to_reduce(waited)
         self._since, self._phase, self._ready = now, phase, 0.0
 
-    def _exchanged(self, seconds: float) -> None:
+    def _move_to_reduce(self, seconds: float) -> None:
         self._seconds[self._phase] -= seconds
         self._seconds[Phase.REDUCE] += seconds
 
-    def ready(self) -> None:
-        """A gradient is there; the last call of a backward pass counts."""
+    def gradient_ready(self) -> None:
+        """Record that a gradient is ready; the last call in a backward pass counts."""
         self._ready = time.perf_counter()
 
     def reduced(self) -> None:
-        """The backward pass has ended."""
+        """Record the end of the backward pass: REDUCE began with its last gradient."""
         if ready := self._ready:
             self._seconds[self._phase] += ready - self._since
             self._since, self._phase = ready, Phase.REDUCE
         self.enter(Phase.OPTIMIZER)
 
     def pop_seconds(self) -> list[float]:
-        """By phase, since the last call."""
+        """Seconds by phase since the last call."""
         self.enter(self._phase)
         seconds, self._seconds = self._seconds, [0.0] * len(Phase)
         return seconds
 
 
 class DeviceClock(HostClock):
-    """The same for a loop that runs ahead of its GPU: shares by events in the device's stream, nobody waits for them.
+    """As ``HostClock``, for a loop that runs ahead of its GPU: events in the device's stream give each phase's share of
+    the host's seconds. It never waits for an event.
 
-    Shares of a lap are those of the steps that the device has done meanwhile; those not reached yet
-    count with a later lap. Where it has done none, the host's clock stands in.
+    ``pop_seconds`` uses the events that the device has passed; the others count in a later call. When it has passed
+    none, the result is that of the host's clock.
     """
 
     def __init__(self) -> None:
@@ -169,8 +179,8 @@ class DeviceClock(HostClock):
         self._gradient = None
         super().enter(phase)
 
-    def ready(self) -> None:
-        super().ready()
+    def gradient_ready(self) -> None:
+        super().gradient_ready()
         self._gradient = self._gradient or _event()
         self._gradient.record()
 
@@ -181,12 +191,12 @@ class DeviceClock(HostClock):
 
     def pop_seconds(self) -> list[float]:
         host, seconds = super().pop_seconds(), [0.0] * len(Phase)
-        over = 0
-        while over < len(self._spans) and self._spans[over][2].query():
-            phase, begin, end = self._spans[over]
+        passed = 0
+        while passed < len(self._spans) and self._spans[passed][2].query():
+            phase, begin, end = self._spans[passed]
             seconds[phase] += begin.elapsed_time(end) / 1000
-            over += 1
-        self._spans = self._spans[over:]
+            passed += 1
+        self._spans = self._spans[passed:]
         for phase in Phase:
             moved = min(self._exchanges[phase], seconds[phase])
             seconds[phase] -= moved
@@ -194,12 +204,12 @@ class DeviceClock(HostClock):
         self._exchanges, whole = [0.0] * len(Phase), sum(seconds)
         return [sum(host) * value / whole for value in seconds] if whole > 0 else host
 
-    def _exchanged(self, seconds: float) -> None:
-        super()._exchanged(seconds)
+    def _move_to_reduce(self, seconds: float) -> None:
+        super()._move_to_reduce(seconds)
         self._exchanges[self._phase] += seconds
 
     def _mark(self, event: Any) -> None:
-        """The phase that goes on until this event."""
+        """End the current phase's span at ``event``."""
         self._spans.append((self._phase, self._last, event))
         self._last = event
 
@@ -215,7 +225,7 @@ def _recorded() -> Any:
 
 
 class HasCost(Protocol):
-    """A batch that says what it took to make."""
+    """A batch or loader that reports the cost of making batches."""
 
     @property
     def cost(self) -> Cost: ...
@@ -225,64 +235,66 @@ T = TypeVar("T", bound=HasCost)
 
 
 class StepTimer:
-    """Times the steps of a training loop; a context manager that takes its hooks off.
+    """Times the phases of a training loop's steps; a context manager that removes its hooks at the end.
 
-    The loop says what it is at (``to``); the end of the last gradient and of the backward pass, which
-    ends with the reduction of gradients, are seen by hooks on model and optimizer. So what a rank waits
-    for others after its own last gradient is known; reductions that run beside the backward pass cost it
-    nothing and count as nothing. On a GPU the device's clock tells shares. A step costs microseconds.
+    The loop calls ``enter`` at the start of each phase. Hooks on the model and the optimizer observe the last gradient
+    and the end of the backward pass, which includes the reduction of gradients. REDUCE is therefore the time that a
+    rank waits for others after its own last gradient; a reduction that overlaps the backward pass is not counted. On a
+    GPU the phases' shares come from events in the device's stream. The overhead per step is a few microseconds.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, reduced: Callable[[], None] | None = None):
-        """reduced: called when the last gradient of a step is there."""
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, on_last_gradient: Callable[[], None] | None = None
+    ):
+        """on_last_gradient: called in each step when the gradients of all weights are ready."""
         weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self._weights, self._there, self._reduced = len(weights), 0, reduced
+        self._weights, self._gradients, self._on_last_gradient = len(weights), 0, on_last_gradient
         self._hooks = ExitStack()
         for weight in weights:
             self._hooks.callback(weight.register_post_accumulate_grad_hook(self._gradient).remove)
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
-        self.total = StepTimes()  #: of all laps
+        self.total = StepTimes()  #: sum of all laps
         self._steps, self._waits = 0, list[BatchWait]()
         self._clock = DeviceClock() if weights and weights[0].is_cuda else HostClock()
-        self.to = self._clock.enter  #: what the loop is at from now on
+        self.enter = self._clock.enter  #: end the current phase and start another
 
-    def waited(self, batches: Iterator[T]) -> Iterator[T]:
-        """The same batches, their waiting time counted."""
+    def timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield ``batches``, counting the time that the loop waits for each."""
         while True:
             began = time.perf_counter()
-            self.to(Phase.LOAD)
+            self.enter(Phase.LOAD)
             batch = next(batches, None)
-            self.to(Phase.OTHER)
+            self.enter(Phase.OTHER)
             if batch is None:
                 return
             self.loaded(time.perf_counter() - began, batch.cost)
             yield batch
-            del batch  # before the next one is waited for: its memory may be that of one after it
+            del batch  # frees its memory before the next batch is requested
 
     def loaded(self, seconds: float, cost: Cost | None) -> None:
-        """A batch was waited for so long; ``cost``: of making it, where the loader tells."""
+        """Count a wait of ``seconds`` for a batch; ``cost``: of making the batch, None when unknown."""
         self._waits.append(BatchWait(seconds, cost))
 
     def step(self) -> None:
-        """A step has been done."""
+        """Count a step as done."""
         self._clock.enter(Phase.OTHER)
         self._steps += 1
 
     def lap(self) -> StepTimes:
-        """The steps since the last lap."""
+        """Return the times of the steps since the last call, and add them to ``total``."""
         lap = StepTimes.of(self._steps, self._clock.pop_seconds(), self._waits)
         self._steps, self._waits = 0, []
         self.total += lap
         return lap
 
     def _gradient(self, _: torch.Tensor) -> None:
-        self._clock.ready()
-        self._there += 1
-        if self._there == self._weights and self._reduced is not None:
-            self._reduced()
+        self._clock.gradient_ready()
+        self._gradients += 1
+        if self._gradients == self._weights and self._on_last_gradient is not None:
+            self._on_last_gradient()
 
     def _before_step(self, *_: Any) -> None:
-        self._there = 0
+        self._gradients = 0
         self._clock.reduced()
 
     def __enter__(self) -> StepTimer:

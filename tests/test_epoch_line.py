@@ -1,0 +1,58 @@
+"""The line of an epoch, as rank 0 prints it and as the launcher shows it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from launcher.run.live_log import LiveLog
+from run_kit import make_launch, make_node
+from trainer.core.batch_cost import Cost
+from trainer.graph.cache_policy import Prediction
+from trainer.train.epoch import EpochReport
+from trainer.train.fit import epoch_text, traffic_text
+from trainer.train.step_timing import StepTimes
+
+WIDTH = 100
+COST = Cost(remote_bytes=30_000_000, rows=4000, remote_rows=2000, cached_rows=1000, held_rows=600)
+PREDICTION = Prediction(50, 50, 16e6, 40e6, 0.5, 1000, 400_000)
+
+
+def report(epoch: int, loss: float, seconds: float, seeds: int) -> EpochReport:
+    times = StepTimes()
+    return EpochReport(epoch, loss, torch.tensor([loss]), seconds, seeds, seeds, COST, times, cpu_s=seconds)
+
+
+def shown(line: str, node_rank: int = 0) -> list[str]:
+    """``line`` of the first rank of a node, as the launcher prints it for a run with that node."""
+    console = Console(file=io.StringIO(), width=WIDTH)
+    plan = make_launch([make_node(Path("/w"), node_rank, [])])
+    LiveLog(console, plan, plain=True).process_lines(node_rank, f"rank{node_rank}", [line])
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_an_epochs_line_has_loss_validation_seconds_and_speed() -> None:
+    line = epoch_text(report(3, 0.45123, 2.5, 100_000), 10, 0.81234)
+    assert shown(line) == ["node0/rank0 | epoch 3/10  loss 0.4512  val 0.8123  2.5 s  40,000 seeds/s"]
+    assert "val" not in epoch_text(report(3, 0.45123, 2.5, 100_000), 10, None)
+
+
+@pytest.mark.parametrize("loss", [123_456.789, 1.2345e30])
+def test_an_epochs_line_with_large_numbers_fits_in_100_columns(loss: float) -> None:
+    line = epoch_text(report(10_000, loss, 123_456.7, 10**14), 10_000, 1.0)
+    (text,) = shown(line, node_rank=9999)
+    assert text.startswith("node9999/rank9999 | epoch 10000/10000  loss 1")
+    assert text.endswith(" seeds/s") and len(text) <= WIDTH
+
+
+def test_traffic_and_shares_are_printed_once_for_all_epochs() -> None:
+    assert list(traffic_text(COST, 2, 0, PREDICTION)) == [
+        "from other hosts to rank 0: 15.0 MB an epoch, 16.0 MB predicted for epoch 1 (40.0 MB without the cache)",
+        "rows of other hosts on rank 0: 50% from the cache, 30% still held from recent batches, 20% requested",
+    ]
+    assert list(traffic_text(Cost(), 2, 0, None)) == []

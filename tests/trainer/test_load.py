@@ -295,7 +295,7 @@ def test_nothing_is_begun_after_a_failure():
 def test_a_stuck_thread_is_noticed():
     release = threading.Event()
     begun = time.monotonic()
-    with pytest.raises(ServiceError, match=r"no batch within 0\.3 s"):
+    with pytest.raises(ServiceError, match=r"made no batch within 0\.3 s"):
         next(ordered_ahead(lambda job: release.wait(20), [1], threads=1, ahead=1, deadline=0.3))
     release.set()
     assert time.monotonic() - begun < 15

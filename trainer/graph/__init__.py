@@ -1,1 +1,1 @@
-"""A graph opened for one process: its parts, the hosts of the others, caches, and the seeds of each rank."""
+"""A graph opened for one process: its parts, the hosts of other parts, caches, and the seeds of each rank."""

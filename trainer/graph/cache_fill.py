@@ -1,4 +1,4 @@
-"""Fills a host's row cache, and the one on a rank's device, with the rows that ``cache_policy`` chooses."""
+"""Fills the row cache of a host, and the cache on a rank's device, with the rows that ``cache_policy`` chooses."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ from trainer.store.manifest import Manifest
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import CachedRows, RowCache
 
-_FETCH = 64 << 20  #: bytes of rows that are fetched in one call
+_FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
 class OpenedGraph(Protocol):
-    """What a cache needs of ``loader.open.Graph``."""
+    """The members of ``graph.open.Graph`` that filling a cache needs."""
 
     @property
     def store(self) -> PartStore: ...
@@ -66,28 +66,29 @@ class OpenedGraph(Protocol):
 
 @dataclass(frozen=True)
 class FilledCache:
-    """A host's cache, and what each of its ranks is expected to receive."""
+    """The result of filling a host's cache."""
 
     prediction: Prediction
-    seconds: float  #: to presample batches and to fetch the rows
+    seconds: float  #: time to presample batches and fetch rows
 
     def __str__(self) -> str:
-        p, kept = self.prediction, "no rows of other hosts are kept here"
+        p, cached = self.prediction, "no rows of other hosts cached"
         if p.cache_rows:
-            kept = f"{p.cache_rows:,} rows of other hosts are kept here ({_megabytes(p.cache_bytes)})"
-        without = f", {_megabytes(p.remote_bytes_without_cache)} without them" if p.cache_rows else ""
-        return f"{kept}; each rank expects {_megabytes(p.remote_bytes)} of other hosts an epoch{without}"
+            cached = f"{p.cache_rows:,} rows of other hosts cached ({_megabytes(p.cache_bytes)})"
+        without = f" ({_megabytes(p.remote_bytes_without_cache)} without cache)" if p.cache_rows else ""
+        return f"{cached}; expected traffic: {_megabytes(p.remote_bytes)} per rank and epoch{without}"
 
 
 def fill_cache(
     access: object, store: PartStore, plan: BatchPlan, node: str, size: CacheSize, folder: Path, ranks: RankGroup
 ) -> FilledCache | None:
-    """Cache the rows that this host's ranks request most of other hosts. Collective.
+    """Cache the rows of other hosts that this host's ranks request most. Collective.
 
-    The first rank of each host presamples batches of its own and writes the rows into files below ``folder``, which
-    the other ranks map. The files' names are deleted afterwards; their memory goes with the last of the processes.
-    ``node`` is the host's name, the same on its ranks. Returns None where all parts are here, and on clients of graph
-    servers. Raises ``TrainerError`` on all ranks.
+    The first rank of each host presamples its own batches and writes the rows into files in ``folder``, which the other
+    ranks map. The files are then unlinked; their memory is freed when the last process ends. ``node`` is the host's
+    name, equal on its ranks.
+
+    Returns None if all parts are on this host, and in clients of graph servers. Raises ``TrainerError`` on all ranks.
     """
     began = time.perf_counter()
     places = ranks.gather((node, tuple(store.parts)))
@@ -97,8 +98,8 @@ def fill_cache(
             lambda: _fill(access, store, plan, size, folder, scratch) if leader == ranks.rank else (None, None)
         )
         own = (asdict(made[0]) if made[0] else None, str(made[1]) if made[1] else None)
-        told, path = ranks.gather(own)[leader]
-        prediction = Prediction(**told) if told else None
+        values, path = ranks.gather(own)[leader]
+        prediction = Prediction(**values) if values else None
         ranks.agree(lambda: _use(access, Path(path) if path else None))
     return None if prediction is None else FilledCache(prediction, time.perf_counter() - began)
 
@@ -107,7 +108,7 @@ def cache_rows(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
-    """See ``Graph.cache_rows``."""
+    """Implements ``Graph.cache_rows``."""
     ranks = RankGroup.of_process(graph.ranks)
     plan, limit = ranks.agree(
         lambda: (_plan(graph, fanouts, split, batch_size, node_type, replace, attrs), CacheSize.parse(size))
@@ -126,10 +127,11 @@ def cache_rows(
 def device_rows(
     graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
 ) -> dict[NodeType, DeviceRows]:
-    """Features ``x`` that this rank's batches request most, as float32 on ``device``; {} for a cache of no bytes.
+    """Copy the features ``x`` that this rank's batches request most to ``device``, as float32; {} if ``size`` is 0
+    bytes.
 
-    A share in ``size`` is one of all rows of the graph. Raises ``SettingsError`` in a client, which is sent whole
-    batches, and ``ServiceError`` when an owner does not answer.
+    A share in ``size`` refers to all rows of the graph. Raises ``SettingsError`` in a client, which receives whole
+    batches, and ``ServiceError`` if an owner does not answer.
     """
     specs = graph.manifest.nodes
     widths = {of: 4 * int(np.prod(spec.attrs["x"].shape[1:])) for of, spec in specs.items() if "x" in spec.attrs}
@@ -148,7 +150,7 @@ def device_rows(
 def _fill(
     access: object, store: PartStore, plan: BatchPlan, size: CacheSize, folder: Path, scratch: list[Path]
 ) -> tuple[Prediction | None, Path | None]:
-    """The prediction and the cache's folder, in a new one that is added to ``scratch``."""
+    """Return the prediction, and the folder of the cache, created in a new folder that is appended to ``scratch``."""
     if not isinstance(access, DistGraph) or not 0 < len(store.parts) < store.manifest.num_parts:
         return None, None
     columns, steps = CachedColumns.of(plan, store), presample(access, plan)
@@ -156,32 +158,32 @@ def _fill(
     if budget:
         counts = count_remote_rows(access, counted_steps(steps, plan), columns)
         chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ids(store, of))
-    cache = RowCache({of: _fetched(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
+    cache = RowCache({of: _fetch(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
     prediction = predict(access, plan, steps, cache if cache.num_rows else None)
-    access.take_cost()  # no batch's
-    return prediction, _saved(cache, folder, scratch) if cache.num_rows else None
+    access.take_cost()  # discarded: it belongs to no batch
+    return prediction, _save(cache, folder, scratch) if cache.num_rows else None
 
 
-def _fetched(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: CachedColumns) -> CachedRows:
-    """The rows of ``ids`` from their owners. Raises ``ServiceError``."""
+def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: CachedColumns) -> CachedRows:
+    """Request the rows of ``ids`` from their owners. Raises ``ServiceError``."""
     names = columns.names[of]
     specs = {name: row_spec(store, of, name) for name in names}
     rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
-    at_once = max(1, _FETCH // columns.row_bytes[of])
-    for start in range(0, len(ids), at_once):
-        (found,) = access.gather([RowRequest(of, ids[start : start + at_once], names)])
+    step = max(1, _FETCH_BYTES // columns.row_bytes[of])
+    for start in range(0, len(ids), step):
+        (found,) = access.gather([RowRequest(of, ids[start : start + step], names)])
         for name in names:
-            rows[name][start : start + at_once] = found[name]
+            rows[name][start : start + step] = found[name]
     return CachedRows.of(ids, rows, store.manifest.nodes[of].num_nodes)
 
 
-def _saved(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
-    """Write the cache into a new folder below ``folder``, which is added to ``scratch``. Raises ``PartitionError``."""
+def _save(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
+    """Write the cache into a new folder in ``folder``, which is appended to ``scratch``. Raises ``PartitionError``."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.append(Path(tempfile.mkdtemp(prefix="cache-", dir=folder)))
     except OSError as error:
-        raise PartitionError(f"no cache of rows can be written below {folder}: {error.strerror}") from error
+        raise PartitionError(f"the row cache cannot be written to {folder}: {error.strerror}") from error
     path = scratch[0] / "rows"
     cache.save(path)
     return path
@@ -194,7 +196,7 @@ def _use(access: object, path: Path | None) -> None:
 
 @contextmanager
 def _temporary_folders() -> Iterator[list[Path]]:
-    """A list of folders, which are deleted at the end."""
+    """Yield a list; the folders that were appended to it are deleted at the end."""
     scratch: list[Path] = []
     try:
         yield scratch
@@ -206,11 +208,11 @@ def _temporary_folders() -> Iterator[list[Path]]:
 def _on_device(graph: OpenedGraph, of: NodeType, ids: Ids, device: torch.device) -> DeviceRows:
     spec = graph.manifest.nodes[of].attrs["x"]
     rows = torch.empty((len(ids), *spec.shape[1:]), dtype=torch.float32, device=device)
-    at_once = max(1, _FETCH // max(1, rows[:1].nbytes))
-    for start in range(0, len(ids), at_once):
-        (found,) = graph.access.gather([RowRequest(of, ids[start : start + at_once], ("x",))])
-        rows[start : start + at_once] = as_tensor(found["x"], spec)
-    graph.access.take_cost()  # no batch's
+    step = max(1, _FETCH_BYTES // max(1, rows[:1].nbytes))
+    for start in range(0, len(ids), step):
+        (found,) = graph.access.gather([RowRequest(of, ids[start : start + step], ("x",))])
+        rows[start : start + step] = as_tensor(found["x"], spec)
+    graph.access.take_cost()  # discarded: it belongs to no batch
     return DeviceRows.of(ids, rows, graph.manifest.nodes[of].num_nodes, device)
 
 
@@ -218,7 +220,7 @@ def _plan(
     graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
-    """Batches like those of a loader with these arguments; its own order of seeds is not known."""
+    """The batches of a loader with these arguments, in a seed order of our own: the loader's is unknown."""
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}
     check_settings(graph.manifest, SampleSettings(hops, replace=replace))
@@ -240,7 +242,7 @@ def _plan(
 
 
 def _requests_edges(graph: OpenedGraph, edge_types: Mapping[EdgeType, object]) -> bool:
-    """Whether attributes of edges come from other hosts: with replicated topology only those of several dimensions."""
+    """Whether edge attributes come from other hosts; with replicated topology only multi-dimensional ones do."""
     shapes = [spec.shape for of in edge_types for spec in graph.manifest.edges[of].attrs.values()]
     return not graph.store.whole_topology or any(len(shape) > 1 for shape in shapes)
 
@@ -252,7 +254,7 @@ def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:
     known = sorted({name for _, name in graph.store.splits})
     raise SettingsError(
         f"cache_rows: node_type must be one of {types}, each has a split {split!r}" if types
-        else f"cache_rows: no node type has a split {split!r}; there are {known}"
+        else f"cache_rows: no node type has a split {split!r}; the graph has {known}"
     )  # fmt: skip
 
 

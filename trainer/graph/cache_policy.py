@@ -1,8 +1,8 @@
-"""Which rows of other hosts a host caches, and what a rank will receive from other hosts in an epoch.
+"""Chooses the rows of other hosts that a host caches, and predicts the bytes that a rank receives in an epoch.
 
 Sampling is a pure function of seed, epoch and step. A rank therefore samples some batches of its run in advance,
-without gathering their rows, and counts the rows of other hosts that they request. The rows counted most are cached.
-The same batches, taken through cache and held rows by the code that ``gather`` uses, predict an epoch's bytes.
+without gathering their rows, and counts the rows of other hosts that they request. The most requested rows are cached.
+To predict an epoch's bytes, the same batches are replayed through cache and held rows by the code that ``gather`` uses.
 """
 
 from __future__ import annotations
@@ -30,61 +30,62 @@ from trainer.sampler.types import RowRequest
 from trainer.store.part_store import PartStore
 from trainer.store.row_cache import RowCache
 
-LEAST_STEPS, MOST_STEPS = 12, 240  #: batches that are presampled
+LEAST_STEPS, MOST_STEPS = 12, 240  #: number of presampled batches
 
-ENOUGH_ROWS = 2_000_000  #: requested by all presampled batches together, after which no further one is made
+ENOUGH_ROWS = 2_000_000  #: presampling stops after this many requested rows (and LEAST_STEPS)
 
-MOST_SECONDS = 30.0  #: after which no further one is made: other ranks wait meanwhile
+MOST_SECONDS = 30.0  #: presampling stops after this time, as other ranks wait for it
 
 Steps = npt.NDArray[np.float64]  #: a number for each presampled step
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The batches of a run."""
+    """The batches that a rank will make in a run."""
 
     order: SeedOrder
-    columns: Mapping[NodeType, tuple[str, ...]]  #: attributes that are gathered of every sampled node
-    requests: Callable[[int], Iterator[Sequence[RowRequest]]]  #: samples an epoch's batches, yields what each gathers
-    threads: int = 1  #: batches that are made at the same time
+    columns: Mapping[NodeType, tuple[str, ...]]  #: attributes gathered of every sampled node
+    #: samples the batches of an epoch and yields the row requests of each
+    requests: Callable[[int], Iterator[Sequence[RowRequest]]]
+    threads: int = 1  #: number of batches made at the same time
 
     @property
     def epoch_steps(self) -> float:
-        """Steps of an epoch; a short last step counts in part."""
+        """Number of steps of an epoch; a short last step counts as a fraction."""
         return min(float(self.order.num_steps), self.order.num_seeds / self.order.global_batch)
 
 
 @dataclass(frozen=True)
 class PresampledStep:
-    """A batch that was sampled, but not gathered."""
+    """A batch that was sampled without gathering its rows."""
 
     requests: tuple[RowRequest, ...]
-    sampling_bytes: int  #: received from other hosts to sample it
+    sampling_bytes: int  #: bytes received from other hosts while sampling
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """How often rows of one node type were requested."""
+    """Number of requests for each row of one node type."""
 
     ids: Ids  #: int64 [n] global ids, ascending
     counts: npt.NDArray[np.int64]  #: int64 [n], at least 1
 
     @classmethod
     def of(cls, requested: Sequence[Ids]) -> RowCounts:
-        """Count the ids in all of these arrays."""
+        """Count the ids in several arrays."""
         return cls(*np.unique(np.concatenate([np.empty(0, np.int64), *requested]), return_counts=True))
 
 
 @dataclass(frozen=True)
 class CachedColumns:
-    """The columns that are cached with a row, by node type: of the types that have columns of several dimensions."""
+    """The columns that are cached for each row, by node type; only types with multi-dimensional columns."""
 
     names: Mapping[NodeType, tuple[str, ...]]
-    row_bytes: Mapping[NodeType, int]  #: as they are stored
+    row_bytes: Mapping[NodeType, int]  #: bytes of one row of these columns, as stored
 
     @classmethod
     def of(cls, plan: BatchPlan, store: PartStore) -> CachedColumns:
-        """With replicated topology columns of one dimension are on every host and need no cache."""
+        """Choose the columns. With replicated topology every host has all 1-d columns, so they are not cached."""
         names, row_bytes = {}, {}
         for of, every in plan.columns.items():
             shapes = {name: row_spec(store, of, name)[1] for name in every}
@@ -96,18 +97,18 @@ class CachedColumns:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a rank is expected to receive from other hosts in an epoch, and the cache that this takes into account."""
+    """The bytes that a rank is expected to receive from other hosts in an epoch, with the cache and without."""
 
     steps: int
-    presampled: int  #: steps that the prediction rests on; with all of them epoch 1 is predicted exactly
-    remote_bytes: float
+    presampled: int  #: number of presampled steps of epoch 1; if all, the prediction of epoch 1 is exact
+    remote_bytes: float  #: with the cache
     remote_bytes_without_cache: float
-    hit_rate: float  #: share of the rows of other hosts that the cache has
-    cache_rows: int
-    cache_bytes: int
+    hit_rate: float  #: fraction of the requested rows of other hosts that are cached
+    cache_rows: int  #: number of cached rows
+    cache_bytes: int  #: size of the cache
 
     def line(self) -> dict[str, float]:
-        """Its record in the metrics."""
+        """Values for the metrics file."""
         return {
             "steps": self.steps,
             "presampled": self.presampled,
@@ -120,11 +121,11 @@ class Prediction:
 
 
 def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
-    """Sample the first batches of a run, of one epoch after the other: ``MOST_STEPS``, or fewer where they request
-    ``ENOUGH_ROWS`` or take ``MOST_SECONDS``. The more are counted, the better the cache fits those that are not.
+    """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    With partitioned topology this asks the graph servers of other hosts. Memory: 8 bytes for each requested row.
-    Raises ``ServiceError``.
+    Stops after ``MOST_STEPS`` batches, ``MOST_SECONDS`` seconds, or ``ENOUGH_ROWS`` requested rows. The more batches
+    are counted, the better the cache fits the remaining ones. With partitioned topology, sampling asks the graph
+    servers of other hosts. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
     steps: list[PresampledStep] = []
     if plan.order.num_steps == 0:
@@ -141,10 +142,10 @@ def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
 
 
 def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
-    """The steps whose rows are counted: all of whole epochs, else all but the last third.
+    """The presampled steps whose rows are counted: all if they cover an epoch, else all but the last third.
 
-    ``predict`` takes the last third for the steps that were not presampled. The cache fits batches that were counted
-    better than others, so these must not be among them.
+    ``predict`` extrapolates from the last third. These steps must not be counted, because the cache fits counted
+    batches better than others.
     """
     return steps if len(steps) >= plan.order.num_steps else steps[: len(steps) - _third(steps)]
 
@@ -152,7 +153,7 @@ def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[
 def count_remote_rows(
     access: DistGraph, steps: Sequence[PresampledStep], columns: CachedColumns
 ) -> dict[NodeType, RowCounts]:
-    """How often ``steps`` request each row of other hosts, of the types in ``columns``."""
+    """Count the requests of ``steps`` for each row of other hosts, for the types in ``columns``."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     nothing = HeldRows(0)
     for step in steps:
@@ -164,7 +165,7 @@ def count_remote_rows(
 
 
 def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, RowCounts]:
-    """How often ``steps`` request column ``name`` of each node, whoever owns it."""
+    """Count the requests of ``steps`` for column ``name`` of each node, on whichever host it is."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
     for request in (request for step in steps for request in step.requests if name in request.attrs):
         if isinstance(request.of, str):
@@ -176,10 +177,10 @@ def most_requested(
     counts: Mapping[NodeType, RowCounts], row_bytes: Mapping[NodeType, int], budget: int,
     candidates: Callable[[NodeType], Ids],
 ) -> dict[NodeType, Ids]:  # fmt: skip
-    """Global ids, ascending, of the rows counted most per byte; together they take at most ``budget`` bytes.
+    """Choose the rows with the most requests per byte, at most ``budget`` bytes in total; returns ascending global ids.
 
-    Of equal rows those of the earlier type come first, then those of lower id. Where all counted rows fit, the other
-    ``candidates`` of the same types follow in this order: an epoch may request rows that were not counted.
+    Ties go to the earlier type, then to the lower id. If all counted rows fit, the remaining ``candidates`` of the same
+    types fill the budget in this order, because an epoch may request rows that were not counted.
     """
     types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
@@ -201,14 +202,14 @@ def most_requested(
 
 
 def remote_ids(store: PartStore, of: NodeType) -> Ids:
-    """Global ids of the nodes of parts that are not on this host, int64, ascending."""
+    """Global ids of the nodes in parts of other hosts, int64, ascending."""
     book = store.books[of]
     ranges = [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
     return np.concatenate([np.empty(0, np.int64), *(np.arange(begin, end) for begin, end in ranges)])
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:
-    """Bytes that a cache of ``size`` may take; a share is one of all rows of parts that are not on this host."""
+    """Size of the cache in bytes; a share refers to all rows in parts of other hosts."""
     if size.bytes is not None:
         return size.bytes
     here = {of: [store.books[of].range_of(part) for part in store.parts] for of in row_bytes}
@@ -217,8 +218,10 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
 
 
 def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
-    """Take the steps of epoch 1 through ``cache`` and held rows; those that were not presampled are like the last third
-    of the others."""
+    """Replay the presampled steps of epoch 1 through ``cache`` and held rows, and predict an epoch's bytes.
+
+    Steps that were not presampled are assumed to be like the last third of those that were.
+    """
     steps = steps[: plan.order.num_steps]
     without = _Replay(access, None, plan.threads)
     without.run(steps)
@@ -243,17 +246,16 @@ def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep],
 
 
 class _Replay:
-    """Runs presampled steps as ``DistGraph.gather`` would, but requests nothing and only counts, step by step."""
+    """Replays presampled steps as ``DistGraph.gather`` would process them; requests nothing and counts per step."""
 
     def __init__(self, access: DistGraph, cache: RowCache | None, threads: int):
-        self.received: list[float] = []  #: bytes
-        self.remote_rows: list[float] = []  #: rows of other hosts that can be cached
-        self.cached_rows: list[float] = []  #: of them, those that the cache has
+        self.received: list[float] = []  #: bytes from other hosts
+        self.remote_rows: list[float] = []  #: requested rows of other hosts that can be cached
+        self.cached_rows: list[float] = []  #: those of them that are in the cache
         self._access, self._cache, self._threads = access, cache, threads
         self._held = HeldRows(access.held)
-        self._under_way: deque[Sequence[GatherPiece]] = (
-            deque()
-        )  #: batches made beside the next one, which finds none of them
+        #: Batches made at the same time as the next one, which cannot use their rows yet.
+        self._in_flight: deque[Sequence[GatherPiece]] = deque()
 
     def run(self, steps: Sequence[PresampledStep]) -> None:
         for step in steps:
@@ -261,9 +263,9 @@ class _Replay:
             self.received.append(step.sampling_bytes + sum(self._received_bytes(piece) for piece in pieces))
             self.remote_rows.append(sum(piece.cost.remote_rows for piece in pieces if piece.keeps))
             self.cached_rows.append(sum(piece.cost.cached_rows for piece in pieces if piece.keeps))
-            self._under_way.append(pieces)
-            if len(self._under_way) >= self._threads:
-                self._hold(self._under_way.popleft())
+            self._in_flight.append(pieces)
+            if len(self._in_flight) >= self._threads:
+                self._hold(self._in_flight.popleft())
 
     def _received_bytes(self, piece: GatherPiece) -> int:
         (of, names), store = piece.columns, self._access.local.store
@@ -278,7 +280,7 @@ class _Replay:
 
 
 def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    """An answer with the ids of these rows of ``piece``; its rows are blank and take no memory."""
+    """An answer for these rows of ``piece``, with blank rows that take no memory."""
     rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
     return HostRows(piece.ids[at], rows)
 

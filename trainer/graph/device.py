@@ -1,7 +1,8 @@
-"""Moves batches to the device they are trained on.
+"""Moves batches to the device of the model.
 
-With CUDA a batch is copied from pinned memory on a stream of its own, while the device still works on the one before.
-Rows that are asked for most stay on the device: only the others are gathered and copied. On a CPU nothing is copied.
+With CUDA, a batch is copied from pinned memory on a separate stream while the device works on the previous batch. The
+most requested rows can stay on the device; only the other rows are then gathered and copied. On a CPU nothing is
+copied.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.store.row_cache import CachedRows
 
 
 def as_tensor(values: Array, spec: AttrSpec) -> Tensor:
-    """Rows as stored in the dtype the dataset gave them; shares memory."""
+    """Stored rows as a tensor of the dataset's dtype; shares memory."""
     if spec.dtype == "bfloat16":
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
@@ -40,19 +41,20 @@ B = TypeVar("B", bound=Movable)
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Rows of one type's nodes that stay on the device; which they are is known on the host, where batches are made."""
+    """Rows of one node type that stay on the device."""
 
-    slots: npt.NDArray[np.int32]  #: int32 [num_nodes] row of each global id, -1 where it is not kept
+    #: int32 [num_nodes], on the host: row of each global id, -1 if it is not on the device
+    slots: npt.NDArray[np.int32]
     rows: Tensor  #: float [k, f], on the device
 
     @classmethod
     def of(cls, ids: Ids, rows: Tensor, num_nodes: int, device: torch.device) -> DeviceRows:
-        """``rows[i]`` is that of the global id ``ids[i]``."""
+        """Copy ``rows`` to ``device``; ``rows[i]`` belongs to global id ``ids[i]``."""
         return cls(CachedRows.of(ids, {}, num_nodes).slots, rows.to(device))
 
 
 def feed(device: torch.device) -> Callable[[B], B]:
-    """What brings one batch after another to ``device``."""
+    """Return a function that moves a batch to ``device``."""
     if device.type != "cuda":
         return lambda batch: batch.to(device)
     slabs.use_pinned()
@@ -60,32 +62,32 @@ def feed(device: torch.device) -> Callable[[B], B]:
 
 
 class CudaFeed:
-    """Copies on a stream of its own; a batch is handed over when its copy is in line before the device's next work.
+    """Copies batches on a separate stream; returns a batch once its copy is queued before the device's next work.
 
-    The host runs ahead of the device, so the copy of a batch goes on while the device still works on the one before.
+    The host runs ahead of the device, so the copy of a batch overlaps with the work on the previous one.
     """
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._under_way: deque[tuple[torch.cuda.Event, Any]] = deque()  # their pinned memory must not be used again yet
+        self._in_flight: deque[tuple[torch.cuda.Event, Any]] = deque()  # keeps their pinned memory from being reused
 
     def __call__(self, batch: B) -> B:
-        while self._under_way and self._under_way[0][0].query():
-            self._under_way.popleft()
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
         with torch.cuda.stream(self._stream):
             moved: B = batch.to(self._device, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        self._under_way.append((done, batch))
+        self._in_flight.append((done, batch))
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         for tensor in tensors_of(moved):
-            tensor.record_stream(current)  # its memory is the copy stream's, which may not give it away before
+            tensor.record_stream(current)  # allocated on the copy stream, which must not reuse it earlier
         return moved
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """All tensors in a dataclass, however deep."""
+    """Yield all tensors in nested dataclasses, dicts, lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):

@@ -19,9 +19,10 @@ from trainer.service.cluster import read_cluster
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
 
-_GLANCE = 0.02  #: seconds between looks for a graph server's ready file
+_POLL = 0.02  #: seconds between checks for a graph server's ready file
 
-_RUN = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
+#: Variables that the launcher sets for every process of a run.
+_RUN_VARIABLES = ("GNNFLEET_PARTS", "GNNFLEET_PART_IDS", "GNNFLEET_CLUSTER")
 
 
 def open_any(
@@ -29,7 +30,7 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    """``gnnfleet.open``: see there."""
+    """Implements ``gnnfleet.open``."""
     if path is not None:
         _check_path(path)
     ranks = this_process(environ)
@@ -39,13 +40,13 @@ def open_any(
         assert cluster is not None
         return open_client(
             read_cluster(cluster), ranks, key_file=key_file, deadline=deadline,
-            remote_access=RemoteAccess.from_env(environ), placed=_placed(cluster, ranks),
+            remote_access=RemoteAccess.from_env(environ), placed=_layout_of_run(cluster, ranks),
         )  # fmt: skip
     in_run = path is None
     if path is None:
         _check_in_run(environ)
         path = environ["GNNFLEET_PARTS"]
-    placed = _placed(cluster, ranks) if cluster else None
+    placed = _layout_of_run(cluster, ranks) if cluster else None
     if part is not None:
         part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
     else:
@@ -61,18 +62,18 @@ def open_any(
 
 
 def compares_digests(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process compares the files it opens with their digests: once on each node is enough.
+    """Whether this process compares the files it opens with the digests in the manifest.
 
-    The node's graph server does before it is ready, where the launcher has started one.
+    The node's graph server compares them before it is ready. Without a graph server, the node's first rank does.
     """
     return ranks.local_rank == 0 and not environ.get("GNNFLEET_SERVER_READY")
 
 
 def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
-    """Wait until this node's graph server, if the launcher has started one, answers: its ready file is there.
+    """Wait until this node's graph server has written its ready file, if the launcher started one.
 
-    Reads GNNFLEET_SERVER_READY and GNNFLEET_START_TIMEOUT. Raises ``ServiceError`` after that time; the supervisor,
-    which watches the server, has ended the run by then.
+    Reads GNNFLEET_SERVER_READY and GNNFLEET_START_TIMEOUT (seconds). Raises ``ServiceError`` after that time. By then
+    the supervisor, which watches the server, has usually ended the run.
     """
     ready, seconds = environ.get("GNNFLEET_SERVER_READY"), float(environ.get("GNNFLEET_START_TIMEOUT") or 120)
     until = time.monotonic() + seconds
@@ -80,21 +81,23 @@ def await_own_server(environ: Mapping[str, str] = os.environ) -> None:
         if time.monotonic() > until:
             raise ServiceError(
                 f"node{environ.get('NODE_RANK', '0')}: its graph server was not ready within {seconds:g} s"
-                " (run.start_timeout); its log says why (gnnfleet logs --all)"
+                " (run.start_timeout); see the server's log (gnnfleet logs --all)"
             )
-        time.sleep(_GLANCE)
+        time.sleep(_POLL)
 
 
 def is_client(cluster: str | Path | None, node_rank: int) -> bool:
-    """Whether a node of a run holds no part and asks graph servers. Raises ``SettingsError`` for a bad cluster file."""
+    """Whether a node of a run is a client: it holds no part and asks graph servers. Raises ``SettingsError`` for a bad
+    cluster file.
+    """
     nodes = read_cluster(cluster).nodes if cluster else ()
     return any(node.node_rank == node_rank and node.role == "client" for node in nodes)
 
 
 def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
-    """torchrun's variables, or else an initialized process group's rank and world size."""
+    """Ranks from torchrun's variables, else from an initialized process group."""
     ranks = Ranks.from_env(environ)
-    torch = sys.modules.get("torch")  # without torch imported there is no process group either
+    torch = sys.modules.get("torch")  # not imported: no process group can exist
     if "RANK" in environ or torch is None:
         return ranks
     dist = torch.distributed
@@ -107,7 +110,7 @@ def _check_path(path: Any) -> None:
     if not isinstance(path, (str, Path)):
         raise SettingsError(
             f"gnnfleet.open takes the path of a partition folder, not {type(path).__name__};"
-            " give Data, HeteroData or a (feature store, graph store) pair straight to the loader"
+            " pass Data, HeteroData or a (feature store, graph store) pair directly to the loader"
         )
     if Path(path).is_file():
         raise SettingsError(
@@ -117,15 +120,15 @@ def _check_path(path: Any) -> None:
 
 
 def _check_in_run(environ: Mapping[str, str]) -> None:
-    if missing := [name for name in _RUN if name not in environ]:
+    if missing := [name for name in _RUN_VARIABLES if name not in environ]:
         raise SettingsError(
             f"{', '.join(missing)} not set; start the script by launch.py --config FILE -- python …,"
-            " or name the partition folder to open"
+            " or pass the partition folder: gnnfleet.open('parts')"
         )
 
 
-def _placed(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
-    """The run's layout; None for a process beside the run, which then loads everything itself."""
+def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
+    """The run's layout; None for a single process outside the run, which then reads all parts itself."""
     layout = RankLayout.from_cluster(read_cluster(cluster))
     if layout.world_size == ranks.world_size:
         return layout
@@ -133,5 +136,5 @@ def _placed(cluster: str | Path, ranks: Ranks) -> RankLayout | None:
         return None
     raise SettingsError(
         f"cluster file {cluster} places {layout.world_size} ranks, but {ranks.world_size} were started;"
-        " start as many as it lists, or name the cluster file of this run"
+        f" start {layout.world_size} ranks, or pass the cluster file of this run"
     )

@@ -1,4 +1,4 @@
-"""Opens graphs in memory as graphs of one part, which every rank holds completely."""
+"""Opens a graph in memory as a graph of one part, which every rank holds completely."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from trainer.store.part_store import EdgePart, NodePart, Part, PartStore
 
 
 def dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | None = None) -> Dataset:
-    """Topology, sizes and times of a pair of stores; edge ids are places in the stored edge list.
+    """Return topology, sizes and times of a (feature store, graph store) pair. Edge ids are positions in the stored
+    edge list.
 
-    Raises ``DataError`` when the number of nodes cannot be told, ``SettingsError`` for an unknown time.
+    Raises ``DataError`` if the number of nodes is unknown, ``SettingsError`` for an unknown time attribute.
     """
     edge_attrs = graph_store.get_all_edge_attrs()
     if not edge_attrs:
@@ -62,20 +63,21 @@ def _counts(feature_store: Any, graph_store: Any, edges: Iterable[EdgeType]) -> 
     try:
         return {of: int(remote_backend_utils.num_nodes(feature_store, graph_store, of)) for of in types}
     except ValueError as error:
-        raise DataError(f"the stores do not tell how many nodes there are: {error}") from None
+        raise DataError(f"the number of nodes cannot be read from the stores: {error}") from None
 
 
 def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
     size = edge_attrs[0].size
     if size is None or None in size:
-        raise DataError("the graph store does not tell how many nodes there are; give its edges a size")
+        raise DataError("the graph store does not know the number of nodes; pass size= with its edges")
     return int(max(size))
 
 
 def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
-    """The whole time attribute of every type that has it.
+    """The time attribute of every type that has it, for all nodes or edges.
 
-    As in torch_geometric, homogeneous times are the nodes' if called ``time``, else the edges'.
+    As in torch_geometric, times in a homogeneous graph belong to nodes if the attribute is called ``time``, else to
+    edges.
     """
     attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
     for attr in attrs:
@@ -83,7 +85,7 @@ def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Ar
     if not attrs:
         raise SettingsError(f"time_attr {time_attr!r}: the feature store has no such attribute")
     if not hetero and len(attrs) > 1:
-        raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} of that name")
+        raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} attributes of that name")
     arrays = [shared_array(torch.as_tensor(values)) for values in feature_store.multi_get_tensor(attrs)]
     if not hetero:
         return {HOMO_NODE if time_attr == "time" else HOMO_EDGE: arrays[0]}
@@ -99,10 +101,10 @@ def _column(name: str | None, times: dict[AnyType, Array], of: AnyType, count: i
 
 
 def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None = None) -> Graph:
-    """What a loader was given as an opened graph.
+    """Return the ``data`` argument of a loader as an opened graph.
 
-    ``data``: a ``Graph``, ``Data``, ``HeteroData`` or (feature store, graph store). Attributes are not
-    copied, except for edge weights and times. Raises ``SettingsError`` and ``DataError``.
+    ``data`` is a ``Graph``, ``Data``, ``HeteroData`` or (feature store, graph store). Attributes are not copied, except
+    edge weights and times. Raises ``SettingsError`` and ``DataError``.
     """
     if isinstance(data, Graph):
         return data
@@ -130,18 +132,18 @@ def _is_stores(data: Any) -> bool:
 
 
 def _check_whole(stores: Any) -> None:
-    """Refuse the stores of torch_geometric.distributed, in which ids and rows are those of one partition."""
+    """Reject the stores of torch_geometric.distributed, whose ids and rows are those of one partition."""
     for store in stores:
         if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
             raise SettingsError(
-                f"data: {type(store).__name__} of torch_geometric.distributed holds one partition of a graph, and the"
-                " loader would take it for the whole; partition the graph by `partition make` and open that"
-                " (gnnfleet.open), or give stores that hold all of it"
+                f"data: {type(store).__name__} of torch_geometric.distributed holds one partition of a graph, but the"
+                " loader needs the whole graph; partition it by `partition make` and open that folder"
+                " (gnnfleet.open), or pass stores of the whole graph"
             )
 
 
 def graph_of(dataset: Dataset, source: Any = None) -> Graph:
-    """A dataset as one part in memory. Raises ``DataError`` for an edge whose end is no node."""
+    """Open a dataset in memory as a graph of one part. Raises ``DataError`` for an edge with an invalid node id."""
     labels = {of: relabel(np.zeros(data.num_nodes, np.int32), 1) for of, data in dataset.nodes.items()}
     nodes = {of: NodePart(0, labels[of].orig_id, _node_attrs(dataset, data)) for of, data in dataset.nodes.items()}
     edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
@@ -153,7 +155,7 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
 
 
 def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
-    """Attributes as they are; times, of which batches take rows, in one piece."""
+    """The attributes, uncopied except for times, which must be contiguous to gather rows from them."""
     times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
     return {**data.attrs, **times}
 
@@ -189,16 +191,16 @@ def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> No
 
 
 class _ReorderedRows(Mapping[str, Array]):
-    """Attributes with their rows in another order, taken when first asked for."""
+    """Attributes with reordered rows; each attribute is reordered on first access."""
 
     def __init__(self, attrs: Mapping[str, Array], rows: Array):
         self._attrs, self._rows = attrs, rows
-        self._taken: dict[str, Array] = {}
+        self._reordered: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
-        if name not in self._taken:
-            self._taken[name] = self._attrs[name][self._rows]
-        return self._taken[name]
+        if name not in self._reordered:
+            self._reordered[name] = self._attrs[name][self._rows]
+        return self._reordered[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._attrs)

@@ -1,4 +1,4 @@
-"""Makes batches ahead in threads and delivers them in order."""
+"""Makes batches ahead in threads and yields them in order."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def ordered_ahead(
     work: Callable[[Item], Result], items: Iterable[Item], *, threads: int, ahead: int, deadline: float,
     thread_init: Callable[[int], object] | None = None,
 ) -> Generator[Result, None, None]:  # fmt: skip
-    """Yield ``work(item)`` for each job in order, made on ``threads`` threads; up to ``ahead`` are there at once.
+    """Yield ``work(item)`` for each item, in order, computed by ``threads`` threads; at most ``ahead`` results exist at
+    once.
 
-    The one in use counts until the next is asked for, and nothing here refers to it: memory is bounded by ``ahead``
-    results where whoever iterates lets go of one before asking for the next. There may always be one more than threads.
+    The result in use counts until the next one is requested. No reference to it is kept here, so memory is bounded by
+    ``ahead`` results if the caller drops each result before it requests the next. At least ``threads + 1`` results are
+    allowed.
 
-    What ``work`` raises is raised here, at its place in the order, and no later job is begun: after a lost host each
-    would wait for its deadline, and a process ends when its threads do. Raises ``ServiceError`` when one job takes
-    longer than ``deadline`` seconds after it is waited for.
+    If ``work`` raises, the error is raised at the item's place in the order and no later item is started: after a lost
+    host each would wait for its deadline, and a process cannot exit before its threads. Raises ``ServiceError`` if a
+    result is not ready ``deadline`` seconds after it is requested.
 
-    ``thread_init`` is called with each thread's number, from 0, before the thread's first job. What it raises is raised
-    here in place of that job's result.
+    ``thread_init`` is called with the number of each thread, from 0, before the thread's first item. An error in it is
+    raised in place of that item's result.
     """
     pending: deque[Future[Result]] = deque()
-    failed: list[int] = []  #: numbers of jobs that raised
+    failed: list[int] = []  #: numbers of the items whose work raised
     started, of_thread = count(), threading.local()
 
-    def begin() -> None:
+    def init_thread() -> None:
         if thread_init is not None and not hasattr(of_thread, "number"):
             of_thread.number = next(started)
             thread_init(of_thread.number)
@@ -53,7 +55,7 @@ def ordered_ahead(
         if failed and number > min(failed):
             raise CancelledError
         try:
-            begin()
+            init_thread()
             return work(item)
         except BaseException:
             failed.append(number)
@@ -76,22 +78,22 @@ def _wait(future: Future[Result], deadline: float) -> Result:
     except FutureTimeout:
         if future.done():
             raise
-        raise ServiceError(f"no batch within {deadline:g} s from the sampler threads of this process") from None
+        raise ServiceError(f"the sampler threads of this process made no batch within {deadline:g} s") from None
 
 
 class Sampler(Protocol):
-    """Makes batches of one kind; safe to call from several threads. Both methods raise ``ServiceError``."""
+    """Makes batches of one kind; thread-safe. Both methods raise ``ServiceError``."""
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
-        """Subgraph and rows."""
+        """Sample a subgraph and gather its rows."""
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
-        """Nodes and edges alone."""
+        """Sample a subgraph without rows."""
 
 
 @dataclass(frozen=True)
 class RemoteSampler:
-    """Has each batch made by a graph server, with one request."""
+    """Requests each batch from a graph server, with one message."""
 
     gateway: Gateway
     settings: SampleSettings

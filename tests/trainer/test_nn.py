@@ -198,8 +198,8 @@ def test_weights_come_from_the_seed_alone(model: str) -> None:
 
 
 def test_a_model_that_cannot_be_built_is_named() -> None:
-    known = "there are sage, gcn, gat, and for heterogeneous graphs rgcn, hgt, rsage"
-    with pytest.raises(SettingsError, match=f"no model 'gin'; {known}"):
+    known = "the models are sage, gcn, gat, and for heterogeneous graphs rgcn, hgt, rsage"
+    with pytest.raises(SettingsError, match=f"unknown model 'gin'; {known}"):
         build_model(Config("gin"), homogeneous())
     with pytest.raises(SettingsError, match="hidden 16 is no multiple of heads 3"):
         build_model(Config("gat", heads=3), homogeneous())

@@ -212,7 +212,7 @@ def test_embeddings_kept_elsewhere_are_asked_once_per_batch_for_the_types_needed
 
 
 def test_models_fit_the_kind_of_graph() -> None:
-    with pytest.raises(SettingsError, match="model 'sage' is for graphs with one node .* takes rgcn, hgt, rsage"):
+    with pytest.raises(SettingsError, match="model 'sage' is for homogeneous graphs, .*; use rgcn, hgt, rsage"):
         build_model(Config("sage"), FACTS)
     with pytest.raises(DataError, match="nodes have no x"):
         build_model(Config("gat"), replace(homogeneous(), in_dims={}))

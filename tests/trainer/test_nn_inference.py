@@ -54,7 +54,7 @@ def test_what_is_refused():
         "of a homogeneous graph": (model, DistNeighborLoader(hetero_data(), [-1], "paper")),
         r"num_neighbors=\[-1\]": (model, DistNeighborLoader(data, [-1, -1])),
         "every node once": (model, DistNeighborLoader(data, [-1], [1, 2])),
-        "which are no process group": (
+        "divides its nodes among 2 ranks, but the process group has 1": (
             model, DistNeighborLoader(data, [-1], rank=1, layout=RankLayout.everywhere(2, 1)),
         ),
     }  # fmt: skip

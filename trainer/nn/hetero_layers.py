@@ -57,11 +57,11 @@ class RGCNConv(nn.Module):
         import torch
         import gnnfleet as gf
 
-        graph = gf.open("parts")
-        facts = gf.nn.facts_of(graph.manifest)
+        graph = gf.open("parts")  # of a heterogeneous graph
+        facts = gf.nn.facts_of(graph.manifest, "paper")
         (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
         settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
-        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
         x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
         conv = gf.nn.RGCNConv(need, 32, 16)
         rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]
@@ -117,11 +117,11 @@ class HeteroSAGEConv(nn.Module):
         import torch
         import gnnfleet as gf
 
-        graph = gf.open("parts")
-        facts = gf.nn.facts_of(graph.manifest)
+        graph = gf.open("parts")  # of a heterogeneous graph
+        facts = gf.nn.facts_of(graph.manifest, "paper")
         (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
         settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
-        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
         x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
         conv = gf.nn.HeteroSAGEConv(need, 32, 16)
         rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]
@@ -179,11 +179,11 @@ class HGTConv(nn.Module):
         import torch
         import gnnfleet as gf
 
-        graph = gf.open("parts")
-        facts = gf.nn.facts_of(graph.manifest)
+        graph = gf.open("parts")  # of a heterogeneous graph
+        facts = gf.nn.facts_of(graph.manifest, "paper")
         (need,) = gf.nn.layer_needs(facts.node_types, facts.edge_types, facts.target, num_layers=1)
         settings = gf.LoaderSettings("train", fanouts=(10,), global_batch=512, target=facts.target)
-        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))  # of a heterogeneous graph
+        batch = next(gf.BatchLoader(graph, settings, 0, graph.layout).epoch(0))
         x = {node_type: torch.randn(len(n_id), 32) for node_type, n_id in batch.n_id.items()}
         conv = gf.nn.HGTConv(need, dict.fromkeys(need.sources, 32), 16, heads=4)
         rows = conv(batch.blocks[0], x, {facts.target: batch.num_seeds})[facts.target]  # [num_seeds, 16]

@@ -1,4 +1,4 @@
-"""Models over several node and edge types: input rows of one width, layers on blocks, logits of the seeds."""
+"""Heterogeneous models: input rows of one width for all types, layers on blocks, logits of the seeds."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from trainer.nn.sharded_embedding import Embeddings
 
 @dataclass(frozen=True)
 class HeteroShape:
-    """Widths and depth of a model."""
+    """Width, depth and other settings of a model."""
 
-    hidden: int
+    hidden: int  #: width of all rows but the logits
     num_layers: int
     dropout: float = 0.0
-    relu: bool = True  #: after each layer (attention layers bring their own activation)
-    precision: torch.dtype = torch.float32  #: of dense products
+    relu: bool = True  #: ReLU after each layer (HGT layers have their own activation)
+    precision: torch.dtype = torch.float32  #: dtype of dense products
 
 
 class InputRows(nn.Module):
-    """Rows [n, hidden] of each type: ``relu(linear(x))``, embedding rows, or one learnt vector for all of a type.
+    """Input rows [n, hidden] of each node type: ``relu(linear(x))``, embedding rows, or one learnt vector.
 
-    The last is for types that have neither features nor embeddings: their nodes differ by their neighbours only.
+    Nodes of a type with neither features nor embeddings share one vector and differ by their neighbours only.
     """
 
     def __init__(self, facts: GraphFacts, types: tuple[NodeType, ...], hidden: int, embeddings: Embeddings | None):
@@ -58,9 +58,9 @@ class InputRows(nn.Module):
 
 
 class HeteroModel(nn.Module):
-    """Input rows, one layer per hop, a linear output for the seeds' type.
+    """Model of input rows, one layer per hop, and a linear output layer for the seeds.
 
-    Layers have parameters, and do work, only for what the seeds' result depends on.
+    Layers have parameters only for node and edge types that contribute to the seeds' output, and compute only these.
     """
 
     needs_degree = False
@@ -73,7 +73,7 @@ class HeteroModel(nn.Module):
         self.target, self.shape, self.precision = facts.target, shape, shape.precision
         needs = layer_needs(facts.node_types, facts.edge_types, facts.target, shape.num_layers)
         self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
-        # No edge type ends in the target: then none is needed by any layer, and none has anything to do.
+        # If no edge type ends in the target, no layer has an input, and the model has no layers.
         self.layers = nn.ModuleList(make_layer(need) for need in needs if need.edge_types)
         self.head = nn.Linear(shape.hidden, facts.num_classes)
 
@@ -83,7 +83,7 @@ class HeteroModel(nn.Module):
 
     @in_own_precision
     def embed(self, batch: HeteroBatch | Batch) -> Tensor:
-        """What the output layer sees of each seed, float [num_seeds, hidden]."""
+        """Input of the output layer, float [num_seeds, hidden]."""
         typed = as_hetero(batch) if isinstance(batch, Batch) else batch
         assert len(typed.blocks) == self.shape.num_layers, "one block per layer"
         rows = self._dropped(self.inputs(typed), typed, 0)
@@ -94,7 +94,7 @@ class HeteroModel(nn.Module):
         return rows[self.target][: typed.num_seeds]
 
     def _dropped(self, rows: NodeTensors, batch: HeteroBatch, number: int) -> NodeTensors:
-        """Masks depend on a node's type and original id alone, so they do not depend on the split into ranks."""
+        """Apply dropout; masks depend on node type and original id, so they do not depend on the number of ranks."""
         p, training = self.shape.dropout, self.training
         return {
             of: hash_dropout(
@@ -105,7 +105,7 @@ class HeteroModel(nn.Module):
 
 
 def as_hetero(batch: Batch) -> HeteroBatch:
-    """The batch of a homogeneous graph as one of a graph with one type of each."""
+    """Convert the batch of a homogeneous graph to a batch of a graph with one node type and one edge type."""
     sizes = [block.num_dst for block in reversed(batch.blocks)]
     return HeteroBatch(
         step=batch.step,
@@ -124,23 +124,25 @@ def as_hetero(batch: Batch) -> HeteroBatch:
 
 
 def widths(need: LayerNeed, hidden: int) -> Mapping[NodeType, int]:
-    """Every source type's rows are ``hidden`` wide."""
+    """Width of the input rows by source type: ``hidden`` for all."""
     return dict.fromkeys(need.sources, hidden)
 
 
 def rgcn(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
+    """R-GCN; ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: RGCNConv(need, shape.hidden, shape.hidden), embeddings)
 
 
 def hgt(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
-    """As in the paper: no activation between layers, which mix each node's own row back in."""
+    """HGT; as in the paper no activation between layers, which add a skip connection themselves."""
     layer = lambda need: HGTConv(need, widths(need, shape.hidden), shape.hidden, heads)  # noqa: E731
     return HeteroModel(facts, replace(shape, relu=False), layer, embeddings)
 
 
 def rsage(facts: GraphFacts, shape: HeteroShape, heads: int, embeddings: Embeddings | None) -> HeteroModel:
+    """GraphSAGE layers per edge type; ``heads`` is ignored."""
     return HeteroModel(facts, shape, lambda need: HeteroSAGEConv(need, shape.hidden, shape.hidden), embeddings)
 
 
-#: Models by name; a builder takes (facts, shape, attention heads, rows of types without features).
+#: Models by name; a builder takes (facts, shape, heads, embeddings of types without features).
 BUILDERS = {"rgcn": rgcn, "hgt": hgt, "rsage": rsage}

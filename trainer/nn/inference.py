@@ -19,50 +19,69 @@ from trainer.loader.neighbor_loader import DistNeighborLoader
 def inference(
     model: BasicGNN, loader: DistNeighborLoader, device: Any = None, embedding_device: Any = "cpu", cache: bool = False
 ) -> Tensor:
-    """What ``model`` gives for all nodes of a homogeneous graph, layer by layer: [num_nodes, out], by original id.
+    """Compute the output of ``model`` for all nodes of a homogeneous graph, layer by layer. Collective.
 
-    ``model.inference`` itself insists on torch_geometric's ``NeighborLoader``, and on all features in memory.
+    Replaces ``model.inference``, which only accepts torch_geometric's ``NeighborLoader`` and needs all features in
+    memory. Each rank computes its share of the nodes, and every rank gets the whole result.
 
     Args:
-        model: GraphSAGE, GCN, GIN, …, in evaluation mode, with ``jk`` None or ``"last"``.
-        loader: brings every node once as a seed, with ``num_neighbors=[-1]``. Each layer iterates it once. All its
-            ranks must make this call; each computes its share of the nodes, and all get the whole result.
-        device: where the layers compute; default: where their inputs are.
-        embedding_device: where a layer's rows of all nodes are kept: num_nodes × width floats twice, on every rank.
-            Where that is too much, see ``gnnfleet.WholeGraph``.
-        cache: keep ids and edges of all batches in memory after the first layer, instead of sampling them again.
+        model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
+        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. Each layer iterates over it
+            once.
+        device: Device on which the layers compute; default: the device of their inputs.
+        embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
+            on every rank. ``gnnfleet.WholeGraph`` needs less memory.
+        cache: Keep ids and edges of all batches in memory after the first layer, instead of sampling them again.
 
-    Raises ``SettingsError`` for another model or loader, ``ServiceError`` when another host fails, ``PeerError`` when
-    another rank does.
+    Shapes:
+        - **output:** float [num_nodes, out], by original id, on ``embedding_device``.
+
+    Returns:
+        The rows of all nodes.
+
+    Raises:
+        SettingsError: If ``model`` or ``loader`` does not meet these conditions.
+        ServiceError: If another host fails.
+        PeerError: If another rank fails.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+        from torch_geometric.nn import GraphSAGE
+
+        graph = gf.open("parts")
+        model = GraphSAGE(graph.num_features, 32, num_layers=2, out_channels=graph.num_classes).eval()
+        logits = gf.nn.inference(model, gf.DistNeighborLoader(graph, [-1], batch_size=4096))  # [num_nodes, num_classes]
+        ```
     """
     _check(model, loader)
     group = loader.group()
     if group.size != loader.layout.world_size:
         raise SettingsError(
-            f"the loader is shared out over {loader.layout.world_size} ranks, which are no process group: call"
-            " torch.distributed.init_process_group on each, or pass local=True to the loader"
+            f"the loader divides its nodes among {loader.layout.world_size} ranks, but the process group has"
+            f" {group.size}: call torch.distributed.init_process_group on each rank, or pass local=True to the loader"
         )
-    kept: list[dict[str, Any]] | None = [] if cache else None
+    cached: list[dict[str, Any]] | None = [] if cache else None
     rows: Tensor | None = None
     for layer in range(model.num_layers):
-        found = group.agree(partial(_layer, model, layer, loader, rows, kept, device, embedding_device))
-        rows = group.sum(found.cpu()).to(embedding_device)  # other ranks' rows are 0
+        found = group.agree(partial(_layer, model, layer, loader, rows, cached, device, embedding_device))
+        rows = group.sum(found.cpu()).to(embedding_device)  # a rank's rows are 0 for nodes of other ranks
     assert rows is not None
     return rows
 
 
 def _layer(
-    model: BasicGNN, layer: int, loader: DistNeighborLoader, rows: Tensor | None, kept: list[dict[str, Any]] | None,
+    model: BasicGNN, layer: int, loader: DistNeighborLoader, rows: Tensor | None, cached: list[dict[str, Any]] | None,
     device: Any, embedding_device: Any,
 ) -> Tensor:  # fmt: skip
-    """What one layer gives for this rank's nodes, and 0 for the others: [num_nodes, f]. Fills ``kept`` at layer 0."""
+    """One layer's rows of this rank's nodes, 0 for other nodes: [num_nodes, f]. Fills ``cached`` at layer 0."""
     found: Tensor | None = None
-    for batch in kept if layer and kept is not None else loader:
+    for batch in cached if layer and cached is not None else loader:
         n_id, seeds = batch["n_id"].to(embedding_device), batch["batch_size"]
         x = batch["x"] if rows is None else rows[n_id]
         edges = batch["adj_t" if "adj_t" in batch else "edge_index"]
-        if layer == 0 and kept is not None:
-            kept.append({"n_id": n_id, "batch_size": seeds, "edge_index": edges})
+        if layer == 0 and cached is not None:
+            cached.append({"n_id": n_id, "batch_size": seeds, "edge_index": edges})
         out = model.inference_per_layer(layer, x.to(device), edges.to(device), seeds).to(embedding_device)
         if found is None:
             found = out.new_zeros((loader.graph.manifest.nodes[HOMO_NODE].num_nodes, *out.shape[1:]))
@@ -82,7 +101,7 @@ def _check(model: BasicGNN, loader: DistNeighborLoader) -> None:
         raise SettingsError("inference takes a DistNeighborLoader of a homogeneous graph")
     s, num_nodes = loader.settings, loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     if s.fanouts[HOMO_EDGE] != (-1,) or s.time is not None:
-        raise SettingsError("each layer needs all neighbours: give the loader num_neighbors=[-1], and no time_attr")
+        raise SettingsError("inference needs all neighbours: give the loader num_neighbors=[-1], and no time_attr")
     (inputs,) = loader.inputs.of.values()
     if not len(inputs.nodes) == len(np.unique(inputs.nodes)) == num_nodes or loader.options.drop_last:
-        raise SettingsError("the loader must bring every node once: leave out input_nodes and drop_last")
+        raise SettingsError("inference needs every node once as a seed: leave out input_nodes and drop_last")

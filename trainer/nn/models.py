@@ -1,4 +1,4 @@
-"""Models by name. A model takes a ``Batch`` (or ``HeteroBatch``) and returns one row of logits per seed."""
+"""The bundled trainer's models, built by name; a model maps a ``Batch`` or ``HeteroBatch`` to logits of its seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.nn.sharded_embedding import Embeddings
 
 
 class ModelSettings(Protocol):
-    """What a model needs of the settings; ``TrainSettings`` has it."""
+    """Settings from which a model is built; ``TrainSettings`` implements this protocol."""
 
     @property
     def model(self) -> str: ...
@@ -37,12 +37,12 @@ class ModelSettings(Protocol):
 
 
 def precision_of(settings: ModelSettings) -> torch.dtype:
-    """Of dense products."""
+    """Dtype of dense products."""
     return PRECISIONS[settings.precision]
 
 
 class BlockModel(nn.Module):
-    """One layer per block, with ReLU and dropout in between."""
+    """Model of a homogeneous graph: one layer per block, with ReLU and dropout in between."""
 
     def __init__(
         self, layers: Sequence[nn.Module], dropout: float, needs_degree: bool = False,
@@ -51,8 +51,8 @@ class BlockModel(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.dropout = dropout
-        self.needs_degree = needs_degree  #: whether batches must carry ``degree``
-        self.precision = precision  #: of dense products
+        self.needs_degree = needs_degree  #: whether batches must have ``degree``
+        self.precision = precision  #: dtype of dense products
 
     @in_own_precision
     def forward(self, batch: Batch) -> Tensor:
@@ -73,6 +73,7 @@ Builder = Callable[[ModelSettings, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
+    """GraphSAGE with mean aggregation."""
     dims = _dims(settings, in_dim, num_classes)
     return BlockModel([SAGEConv(a, b) for a, b in dims], settings.dropout, precision=precision_of(settings))
 
@@ -83,7 +84,7 @@ def gcn(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
 
 
 def gat(settings: ModelSettings, in_dim: int, num_classes: int) -> nn.Module:
-    """Hidden layers concatenate heads of width hidden / heads; the last one averages them."""
+    """Graph attention network; hidden layers concatenate heads of width hidden / heads, the last layer averages."""
     if settings.hidden % settings.heads:
         raise SettingsError(f"hidden {settings.hidden} is no multiple of heads {settings.heads}; change one of them")
     dims = _dims(settings, in_dim, num_classes)
@@ -96,7 +97,7 @@ HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Modu
 
 
 def _of_types(name: str) -> HeteroBuilder:
-    """A builder of ``hetero_models``, imported when it is used: torch_geometric, which it needs, takes seconds."""
+    """A builder of ``hetero_models``, imported at its first use, as importing torch_geometric takes seconds."""
 
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
@@ -110,16 +111,40 @@ def _of_types(name: str) -> HeteroBuilder:
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
-#: Models of graphs with any number of types.
+#: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
 HETERO_MODELS: dict[str, HeteroBuilder] = {name: _of_types(name) for name in ("rgcn", "hgt", "rsage")}
 
 
 def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None = None) -> nn.Module:
-    """The model of ``settings.model`` on CPU, with weights drawn from ``settings.seed`` alone.
+    """Build the bundled trainer's model ``settings.model`` on CPU.
 
-    ``embeddings``: rows of node types without features; without it such a type has one learnt vector for all
-    its nodes. Raises ``SettingsError`` for an unknown name, a model that does not fit the kind of graph, or dimensions
-    that do not fit the model, ``DataError`` for a homogeneous graph without features or embeddings.
+    Initial weights depend on ``settings.seed`` only.
+
+    Args:
+        settings: Model name, width, heads, dropout, fanouts (one layer per fanout), seed and precision; a
+            ``TrainSettings``.
+        facts: The graph's types, feature widths and number of classes.
+        embeddings: Rows of node types without features, for heterogeneous models; default: one learnt vector for all
+            nodes of such a type.
+
+    Returns:
+        A module from a batch of ``BatchLoader`` to logits, float [num_seeds, num_classes].
+
+    Raises:
+        SettingsError: For an unknown model, a model for another kind of graph, or widths that do not fit the model.
+        DataError: If the model needs features and the graph has none.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+
+        graph = gf.open("parts")
+        settings = gf.TrainSettings(model="sage", fanouts=(10, 5), hidden=64)
+        model = gf.nn.build_model(settings, gf.nn.facts_of(graph.manifest))
+        loading = gf.LoaderSettings("train", fanouts=(10, 5), global_batch=512)
+        batch = next(gf.BatchLoader(graph, loading, 0, graph.layout).epoch(0))
+        logits = model(batch)  # [512, num_classes]
+        ```
     """
     _check_kind(settings.model, facts)
     with torch.random.fork_rng(devices=[]):
@@ -132,14 +157,14 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
 def _check_kind(model: str, facts: GraphFacts) -> None:
     homo, hetero = ", ".join(HOMO_MODELS), ", ".join(HETERO_MODELS)
     if model not in {**HOMO_MODELS, **HETERO_MODELS}:
-        raise SettingsError(f"no model {model!r}; there are {homo}, and for heterogeneous graphs {hetero}")
+        raise SettingsError(f"unknown model {model!r}; the models are {homo}, and for heterogeneous graphs {hetero}")
     if facts.hetero and model in HOMO_MODELS:
-        raise SettingsError(f"model {model!r} is for graphs with one node and one edge type; this one takes {hetero}")
+        raise SettingsError(f"model {model!r} is for homogeneous graphs, and this one is heterogeneous; use {hetero}")
 
 
 def _only_width(facts: GraphFacts) -> int:
     if facts.target not in facts.in_dims:
-        raise DataError(f"nodes have no x; of the models only {', '.join(HETERO_MODELS)} do without features")
+        raise DataError(f"nodes have no x; only the models {', '.join(HETERO_MODELS)} work without features")
     return facts.in_dims[facts.target]
 
 

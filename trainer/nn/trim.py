@@ -1,9 +1,9 @@
-"""Trims each layer of a torch_geometric model to the nodes that later layers need.
+"""Trims each layer of a torch_geometric model to the nodes and edges that later layers need.
 
-A batch lists nodes and edges hop by hop, so the last layer needs the edges of the first hop only, the layer
-before it those of the first two, and so on. What these modules return has the rows that the last layer
-computed, seeds first: ``out[:batch.batch_size]`` is what the untrimmed model gives there (in evaluation mode, if it
-has BatchNorm, whose statistics are over the rows that a layer sees). The other rows are by-products.
+A batch lists nodes and edges hop by hop. The last layer needs the edges of the first hop only, the layer before it the
+edges of the first two hops, and so on. The modules return the rows that the last layer computed, seeds first:
+``out[:batch.batch_size]`` equals the output of the untrimmed model. BatchNorm is the exception in training mode, as its
+statistics cover only the rows that a layer computes. Rows after the seeds' are by-products.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Counts = list[int]  #: sampled per hop
 
 EdgeTensors = dict[EdgeType, Tensor]
 
-#: What normalises by degrees in the edges it is given, or looks further than one hop: trimmed it would differ.
+#: Convolutions that normalise by degrees in the given edges, or read more than one hop: trimming changes their result.
 NOT_ONE_HOP = (
     pyg.GCNConv, pyg.GCN2Conv, pyg.LGConv, pyg.FAConv, pyg.PDNConv, pyg.DNAConv, pyg.SGConv, pyg.SSGConv, pyg.TAGConv,
     pyg.ChebConv, pyg.ARMAConv, pyg.APPNP, pyg.MixHopConv, pyg.DirGNNConv, pyg.GPSConv,
@@ -38,16 +38,42 @@ NOT_ONE_HOP = (
 
 
 class TrimToLayer(nn.Module):
-    """``trim_to_layer`` as a module that also takes (source, target) pairs, as ``to_hetero`` makes of it.
+    """torch_geometric's ``trim_to_layer`` as a module that also works inside models converted by ``to_hetero``.
 
-    torch_geometric's own refuses pairs, so its models cannot be trimmed once they are heterogeneous. A model of
-    yours can call it at the beginning of each layer and be given to ``to_hetero``.
+    ``to_hetero`` passes (source, target) pairs, which torch_geometric's own trim module does not accept. Call this
+    module at the beginning of each layer of a model that ``gnnfleet.nn.to_hetero`` converts.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+
+        x, edge_index = torch.randn(6, 8), torch.tensor([[1, 2, 3, 4, 5], [0, 0, 1, 2, 2]])
+        trim = gf.nn.TrimToLayer()  # a batch of 1 seed, 2 nodes in the first hop and 3 in the second
+        x, edge_index, _ = trim(1, [1, 2, 3], [2, 3], x, edge_index)  # [3, 8], [2, 2]
+        ```
     """
 
     def forward(
         self, layer: int, nodes: Any, edges: Any, x: Any, edge_index: Any, edge_attr: Any = None
     ) -> tuple[Any, Any, Any]:
-        """``nodes``, ``edges``: sampled per hop, None to leave all as it is; returns x, edge_index, edge_attr."""
+        """Remove nodes and edges that layer ``layer`` and later layers do not need.
+
+        Args:
+            layer: Number of the layer, from 0.
+            nodes: Sampled nodes per hop, or a (source, target) pair of such lists; None to trim nothing.
+            edges: Sampled edges per hop; None to trim nothing.
+            x: Rows of the previous layer, or a (source, target) pair.
+            edge_index: Edges of the previous layer.
+            edge_attr: Edge attributes of the previous layer.
+
+        Shapes:
+            - **input:** x [num_nodes, f], edge_index [2, num_edges], edge_attr [num_edges, …].
+            - **output:** the same with fewer nodes and edges.
+
+        Returns:
+            ``x``, ``edge_index`` and ``edge_attr`` for the layer.
+        """
         if nodes is None or edges is None:
             return x, edge_index, edge_attr
         if not isinstance(x, tuple):
@@ -61,7 +87,7 @@ class TrimToLayer(nn.Module):
 
 
 class ConvStack(nn.Module):
-    """Convolutions one after the other, with an activation and dropout in between; it trims by itself."""
+    """A sequence of convolutions with an activation and dropout in between, which trims each layer."""
 
     def __init__(self, convs: Sequence[nn.Module], act: nn.Module | None = None, dropout: float = 0.0):
         super().__init__()
@@ -77,19 +103,40 @@ class ConvStack(nn.Module):
         num_sampled_nodes_per_hop: Counts | None = None,
         num_sampled_edges_per_hop: Counts | None = None,
     ) -> Tensor:
-        for place, conv in enumerate(self.convs):
-            x, edge_index, _ = self._trim(place, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
+        """Rows of the last convolution, seeds first; trims nothing without the counts per hop."""
+        for number, conv in enumerate(self.convs):
+            x, edge_index, _ = self._trim(number, num_sampled_nodes_per_hop, num_sampled_edges_per_hop, x, edge_index)
             x = conv(x, edge_index)
-            if place < len(self.convs) - 1:
+            if number < len(self.convs) - 1:
                 x = self.dropout(self.act(x))
         return x
 
 
 class Trimmed(nn.Module):
-    """A ``BasicGNN`` (GraphSAGE, GAT, GIN, PNA, …) or a ``ConvStack`` on ``Data`` batches.
+    """Runs a torch_geometric model on a batch of a homogeneous graph, each layer only on the nodes later layers need.
 
-    edge_arg: ``edge_weight`` or ``edge_attr`` to hand that attribute of the batch to the convolutions. Raises
-    ``SettingsError`` for convolutions that cannot be trimmed.
+    Args:
+        model: A ``BasicGNN`` (GraphSAGE, GAT, GIN, PNA, …) or a ``ConvStack``.
+        edge_arg: ``"edge_weight"`` or ``"edge_attr"`` to pass this attribute of the batch to the convolutions.
+
+    Shapes:
+        - **input:** ``Data`` batch with ``num_sampled_nodes`` and ``num_sampled_edges``.
+        - **output:** rows [n, out], seeds first.
+
+    Raises:
+        SettingsError: For convolutions that cannot be trimmed.
+
+    Example:
+        ```python
+        import gnnfleet as gf
+        from torch_geometric.nn import GraphSAGE
+
+        graph = gf.open("parts")
+        loader = gf.DistNeighborLoader(graph, [10, 5], "train", batch_size=512)
+        model = gf.nn.Trimmed(GraphSAGE(graph.num_features, 32, num_layers=2, out_channels=graph.num_classes))
+        batch = next(iter(loader))
+        logits = model(batch)[: batch.batch_size]  # [512, num_classes]
+        ```
     """
 
     def __init__(self, model: BasicGNN | ConvStack, edge_arg: str | None = None):
@@ -98,21 +145,35 @@ class Trimmed(nn.Module):
         self.model, self.edge_arg, self.num_layers = _with_trim(model), edge_arg, _depth(model)
 
     def forward(self, batch: Data, x: Tensor | None = None) -> Tensor:
-        """Rows [n, out], seeds first; ``x`` stands in for ``batch.x``. Raises ``SettingsError`` without hop counts."""
+        """Compute the rows of a batch.
+
+        Args:
+            batch: Batch of a neighbour loader.
+            x: Input rows to use instead of ``batch.x``, [num_nodes, f].
+
+        Returns:
+            Rows [n, out], seeds first.
+
+        Raises:
+            SettingsError: If the batch has no counts per hop.
+        """
         attrs = batch[self.edge_arg] if self.edge_arg else None
         hops = Hops.of(batch, batch.x if x is None else x, batch.edge_index, attrs, self.num_layers)
         return hops.through(self.model, self.edge_arg)  # type: ignore[no-any-return]
 
 
 class TrimmedToHetero(nn.Module):
-    """What ``to_hetero`` gives: ``model`` is torch_geometric's own result, with its parameter names."""
+    """Result of ``to_hetero``; ``model`` is the module that torch_geometric's ``to_hetero`` made."""
 
     def __init__(self, model: nn.Module, num_layers: int, edge_arg: str | None):
         super().__init__()
         self.model, self.num_layers, self.edge_arg = model, num_layers, edge_arg
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Rows of every node type, [n, out] each, seeds first; ``x`` stands in for ``batch.x_dict``."""
+        """Rows of every node type, [n, out] each, seeds first; ``x`` replaces ``batch.x_dict``.
+
+        Raises ``SettingsError`` if the batch has no counts per hop.
+        """
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
         hops = Hops.of(batch, batch.x_dict if x is None else x, batch.edge_index_dict, attrs, self.num_layers)
         return hops.through(self.model, self.edge_arg)  # type: ignore[no-any-return]
@@ -124,9 +185,34 @@ def to_hetero(
     aggr: str = "sum",
     edge_arg: str | None = None,
 ) -> TrimmedToHetero:
-    """torch_geometric's ``to_hetero`` with layers that trim; a sequence of convolutions becomes a ``ConvStack``.
+    """Convert a homogeneous model to a heterogeneous one, like torch_geometric's ``to_hetero``, and trim its layers.
 
-    Raises ``SettingsError`` for convolutions that cannot be trimmed.
+    Args:
+        model: A ``BasicGNN``, or a sequence of convolutions, which are connected by ReLU.
+        metadata: Node types and edge types: ``graph.metadata()``.
+        aggr: How results of several edge types are combined: ``"sum"``, ``"mean"``, ``"min"``, ``"max"`` or ``"mul"``.
+        edge_arg: ``"edge_weight"`` or ``"edge_attr"`` to pass this attribute of the batch to the convolutions.
+
+    Returns:
+        A module from a ``HeteroData`` batch (and input rows by node type, default ``batch.x_dict``) to rows of every
+        node type, [n, out] each, seeds first.
+
+    Raises:
+        SettingsError: For convolutions that cannot be trimmed.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+        from torch_geometric.nn import SAGEConv
+
+        graph = gf.open("parts")  # of a heterogeneous graph
+        loader = gf.DistNeighborLoader(graph, [10, 5], ("paper", "train"), batch_size=512)
+        model = gf.nn.to_hetero([SAGEConv((32, 32), 32), SAGEConv((32, 32), 16)], graph.metadata())
+        batch = next(iter(loader))
+        x = {node_type: torch.randn(batch[node_type].num_nodes, 32) for node_type in batch.node_types}
+        rows = model(batch, x)["paper"][: batch["paper"].batch_size]  # [512, 16]
+        ```
     """
     stack = model if isinstance(model, nn.Module) else ConvStack(model)
     check_one_hop(stack)
@@ -134,11 +220,36 @@ def to_hetero(
 
 
 class TrimmedHetero(nn.Module):
-    """A stack of ``HeteroConv`` or ``HGTConv``, with an activation and dropout in between.
+    """Runs heterogeneous convolutions on a batch, each layer only on the nodes later layers need.
 
-    With ``target``, types and edge types that do not lead to it are left out besides, layer by layer.
-    edge_arg: ``edge_weight`` or ``edge_attr`` to hand that attribute of the batch to the convolutions. Raises
-    ``SettingsError`` for convolutions that cannot be trimmed.
+    Args:
+        convs: ``HeteroConv`` or ``HGTConv`` modules, connected by activation and dropout.
+        target: Node type of the output; each layer then also leaves out the node and edge types that do not contribute
+            to it.
+        dropout: Dropout probability between layers.
+        act: Activation between layers; None for none.
+        edge_arg: ``"edge_weight"`` or ``"edge_attr"`` to pass this attribute of the batch to the convolutions.
+
+    Shapes:
+        - **input:** ``HeteroData`` batch with ``num_sampled_nodes`` and ``num_sampled_edges``.
+        - **output:** rows [n, out] by node type, seeds first.
+
+    Raises:
+        SettingsError: For convolutions that cannot be trimmed.
+
+    Example:
+        ```python
+        import torch
+        import gnnfleet as gf
+        from torch_geometric.nn import HGTConv
+
+        graph = gf.open("parts")  # of a heterogeneous graph
+        loader = gf.DistNeighborLoader(graph, [10, 5], ("paper", "train"), batch_size=512)
+        model = gf.nn.TrimmedHetero([HGTConv(32, 32, graph.metadata(), heads=4) for _ in range(2)], "paper")
+        batch = next(iter(loader))
+        x = {node_type: torch.randn(batch[node_type].num_nodes, 32) for node_type in batch.node_types}
+        rows = model(batch, x)["paper"][: batch["paper"].batch_size]  # [512, 32]
+        ```
     """
 
     def __init__(
@@ -151,22 +262,34 @@ class TrimmedHetero(nn.Module):
         check_one_hop(self)
 
     def forward(self, batch: HeteroData, x: Mapping[NodeType, Tensor] | None = None) -> NodeTensors:
-        """Rows of the types that the last layer gives, seeds first; ``x`` stands in for ``batch.x_dict``."""
+        """Compute the rows of a batch.
+
+        Args:
+            batch: Batch of a neighbour loader.
+            x: Input rows by node type to use instead of ``batch.x_dict``, [num_nodes, f] each.
+
+        Returns:
+            Rows of the last layer's node types, [n, out] each, seeds first.
+
+        Raises:
+            SettingsError: If the batch has no counts per hop.
+        """
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
         hops = Hops.of(batch, dict(batch.x_dict if x is None else x), batch.edge_index_dict, attrs, len(self.convs))
         rows, indices, attrs = hops.rows, hops.indices, hops.attrs
-        for place, conv in enumerate(self.convs):
-            rows, indices, attrs = self._wanted(place, rows, indices, attrs)
-            rows, indices, attrs = trim_to_layer(place, hops.nodes, hops.edges, rows, indices, attrs)
+        for number, conv in enumerate(self.convs):
+            rows, indices, attrs = self._needed(number, rows, indices, attrs)
+            rows, indices, attrs = trim_to_layer(number, hops.nodes, hops.edges, rows, indices, attrs)
             rows = conv(rows, indices, **({} if attrs is None else {f"{self.edge_arg}_dict": attrs}))
-            if place < len(self.convs) - 1:
+            if number < len(self.convs) - 1:
                 rows = {of: self._between(h) for of, h in rows.items()}
         return rows
 
-    def _wanted(self, place: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
+    def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
+        """The inputs of layer ``number`` that contribute to the target."""
         if self.target is None:
             return rows, indices, attrs
-        need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - place)[0]
+        need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
         kept = None if attrs is None else {of: attrs[of] for of in need.edge_types if of in attrs}
         return {of: rows[of] for of in need.sources}, {of: indices[of] for of in need.edge_types}, kept
 
@@ -176,18 +299,18 @@ class TrimmedHetero(nn.Module):
 
 
 def check_one_hop(model: nn.Module) -> None:
-    """Raise ``SettingsError`` for a convolution whose result for a node depends on more than its sampled in-edges."""
+    """Raise ``SettingsError`` if a convolution's result for a node depends on more than its sampled in-edges."""
     for layer in model.modules():
         if isinstance(layer, NOT_ONE_HOP) and getattr(layer, "normalize", True):
             raise SettingsError(
-                f"{type(layer).__name__} cannot be trimmed: it reads more of the batch than the edges that end in a "
-                "layer's targets (degrees of their sources, or further hops); use it untrimmed, or with "
-                "normalize=False and edge weights where it has that"
+                f"{type(layer).__name__} cannot be trimmed: it reads more of the batch than the in-edges of a layer's "
+                "targets (degrees of their sources, or further hops); use the model without trimming, or pass "
+                "normalize=False and edge weights if the layer accepts them"
             )
 
 
 def _with_trim(model: nn.Module) -> nn.Module:
-    """The model with a trim step that survives ``to_hetero``, and jumping knowledge of the rows all layers have."""
+    """The model with a trim module that ``to_hetero`` supports, and jumping knowledge over the last layer's rows."""
     model._trim = TrimToLayer()
     if isinstance(knowledge := getattr(model, "jk", None), nn.Module):
         knowledge.register_forward_pre_hook(_cut_to_last)
@@ -206,19 +329,19 @@ def _cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]
 
 @dataclass(frozen=True)
 class Hops:
-    """A batch with as many hops as the model has layers; every field is per type where the graph has types."""
+    """Inputs of a model from a batch, with as many hops as layers; fields are dicts by type if heterogeneous."""
 
-    nodes: Any  #: sampled per hop, seeds first: [layers + 1]
-    edges: Any  #: sampled per hop: [layers]
-    rows: Any
-    indices: Any
-    attrs: Any
+    nodes: Any  #: sampled nodes per hop, seeds first: [layers + 1]
+    edges: Any  #: sampled edges per hop: [layers]
+    rows: Any  #: input rows [num_nodes, f]
+    indices: Any  #: edge_index [2, num_edges]
+    attrs: Any  #: edge attributes [num_edges, …], or None
 
     @classmethod
     def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> Hops:
-        """Hops that no layer reads are cut off, missing ones are empty.
+        """Cut off hops that no layer reads, and add empty hops if the batch has fewer hops than layers.
 
-        Raises ``SettingsError`` for a batch whose edges are not listed hop by hop.
+        Raises ``SettingsError`` for a batch without counts per hop.
         """
         nodes, edges = _hop_counts(batch)
         hops = len(next(iter(nodes.values())) if isinstance(nodes, Mapping) else nodes) - 1
@@ -227,7 +350,7 @@ class Hops:
         return cls(_fitted(nodes, num_layers + 1), _fitted(edges, num_layers), rows, indices, attrs)
 
     def through(self, model: nn.Module, edge_arg: str | None) -> Any:
-        """What a model with torch_geometric's signature makes of it."""
+        """Output of a model with torch_geometric's signature."""
         extra = {edge_arg: self.attrs} if edge_arg else {}
         counts = {"num_sampled_nodes_per_hop": self.nodes, "num_sampled_edges_per_hop": self.edges}
         return model(self.rows, self.indices, **counts, **extra)
@@ -239,8 +362,8 @@ def _hop_counts(batch: Data | HeteroData) -> tuple[Any, Any]:
     nodes, edges = (batch.collect(name, allow_empty=True) if typed else batch.get(name) for name in names)
     if not nodes or not edges or (typed and None in edges.values()):
         raise SettingsError(
-            "the batch does not say how many nodes and edges came with each hop, so it cannot be trimmed; "
-            "sample with subgraph_type='directional', or use the model untrimmed"
+            "the batch has no num_sampled_nodes and num_sampled_edges (counts per hop), so it cannot be trimmed; "
+            "sample with subgraph_type='directional', or use the model without trimming"
         )
     return nodes, edges
 

@@ -1,4 +1,4 @@
-"""Connections to the nodes: ``local`` (subprocess), ``ssh`` (paramiko) and OpenSSH's own client behind one type."""
+"""Connections to the nodes: subprocesses, paramiko or the OpenSSH client behind one type, ``Transport``."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
     "open_transport",
 ]
 
-Opened = dict[int, Transport | TransportError]  #: by node_rank: a connection, or why there is none
+Opened = dict[int, Transport | TransportError]  #: by node_rank: an open connection, or the error that prevented it
 
 
 def ask_password(prompt: str) -> Secret:
-    """Ask on the terminal, without echo; raises UsageError where there is none."""
-    from launcher.transport import auth  # paramiko takes 0.3 s to import
+    """Ask for a secret on the terminal, without echo. Raises UsageError without a terminal."""
+    from launcher.transport import auth  # imported late: paramiko takes 0.3 s to import
 
     return auth.ask_password(prompt)
 
 
 def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> Transport:
-    """The node's transport, connected. Raises ``TransportError``."""
+    """Connect to a node and return its transport. Raises TransportError."""
     if config.transport == "local":
         return LocalTransport(node_rank)
     from launcher.transport.fallback import open_over_ssh
@@ -47,9 +47,9 @@ def open_transport(config: ClusterConfig, node_rank: int, credentials: Credentia
 
 
 def connect_all(config: ClusterConfig, ask: AskPassword = ask_password) -> Opened:
-    """Connect to every node at once: its transport, or why there is none, by node_rank.
+    """Connect to all nodes in parallel; the result has a transport or a TransportError for each node_rank.
 
-    Passwords are asked for before, once for each user; again for the nodes that refused one.
+    Passwords are asked for first, once per user, and a second time for the nodes that refused them.
     """
     ranks = range(len(config.nodes))
     if config.transport == "local":
@@ -81,7 +81,7 @@ def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) 
 
     wanted = list(ranks)
     try:
-        on_nodes(wanted, connect).or_raise()  # Ctrl-C does not wait for hosts that do not answer
+        on_nodes(wanted, connect).or_raise()  # returns on Ctrl-C without waiting for hosts that do not answer
     except BaseException:
         close_all(dict(results))
         raise
@@ -89,7 +89,7 @@ def _connect(config: ClusterConfig, passwords: Passwords, ranks: Iterable[int]) 
 
 
 def close_all(transports: Opened) -> None:
-    """Close those that are open, at once."""
+    """Close all open transports in parallel; errors in the mapping are skipped."""
     opened = [transport for transport in transports.values() if isinstance(transport, Transport)]
     if opened:
         with ThreadPoolExecutor(len(opened), "close") as pool, suppress(TransportError):

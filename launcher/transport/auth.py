@@ -1,7 +1,7 @@
-"""Logging in: the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
+"""SSH authentication with the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
 
-``Login`` is a paramiko ``AuthStrategy``. fabric's own, ``OpenSSHAuthStrategy``, ends at the first locked key, and knows
-neither IdentitiesOnly, IdentityAgent and CertificateFile nor hosts that want a key and a password.
+``Login`` is a paramiko ``AuthStrategy``. fabric's ``OpenSSHAuthStrategy`` stops at the first encrypted key and supports
+neither IdentitiesOnly, IdentityAgent and CertificateFile nor hosts that require a key and a password.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import HostKeyError, TransportError, UsageError
 from launcher.transport.ssh_config import SshHost, find_route
 
-AskPassword = Callable[[str], Secret]  #: given the prompt, without a colon
+AskPassword = Callable[[str], Secret]  #: asks the user for a secret; its argument is the prompt, without a colon
 
-_AGENT_TIMEOUT = 60.0  # seconds; it may ask its owner
+_AGENT_TIMEOUT = 60.0  # seconds; an agent may ask the user to confirm each use of a key
 
 _CERT = "-cert-v01@openssh.com"
 
@@ -40,7 +40,7 @@ _SHOWN = 3  # hosts named in a prompt
 
 @dataclass(frozen=True)
 class Credentials:
-    """What the config and the user give for a login, beyond ssh_config."""
+    """Key and secrets for one login, from the config and the user; ssh_config may add further keys."""
 
     key: str | None = None  #: private key file
     password: Secret | None = None
@@ -48,19 +48,26 @@ class Credentials:
 
 
 class LoginRefused(paramiko.AuthenticationException):
-    """Nothing that was offered opened the door. ``allowed``: the methods the host takes, where it has said so."""
+    """The host accepted none of the keys and passwords offered.
+
+    ``tried``: labels of what was offered. ``allowed``: methods that the host allows, empty if unknown. ``locked``:
+    encrypted key files without a passphrase.
+    """
 
     def __init__(self, tried: Sequence[str], allowed: Collection[str], locked: Sequence[str], credentials: Credentials):
         super().__init__("login refused")
         self.tried, self.allowed, self.locked, self.credentials = tried, tuple(allowed), locked, credentials
         self.password_tried = "the password" in tried
-        wanted = bool({"password", "keyboard-interactive"} & set(allowed)) and "publickey" not in allowed
-        #: a key was accepted, and the host then asked for more
-        self.wants_password = wanted and credentials.passphrase is not None and not self.password_tried
+        only_password = bool({"password", "keyboard-interactive"} & set(allowed)) and "publickey" not in allowed
+        #: the host accepted a key and then asked for a password
+        self.wants_password = only_password and credentials.passphrase is not None and not self.password_tried
 
 
 class Offer(AuthSource):
-    """One way to log in. ``attempt`` gives the methods that the host wants besides; ``label`` is for a person."""
+    """One key or password to log in with.
+
+    ``attempt`` tries it and returns the methods that the host requires in addition. ``label`` names it in messages.
+    """
 
     def __init__(self, username: str, method: str, label: str, attempt: Callable[[paramiko.Transport], list[str]]):
         super().__init__(username)
@@ -71,22 +78,23 @@ class Offer(AuthSource):
 
 
 class Login(AuthStrategy):
-    """One login. ``authenticate`` raises ``LoginRefused``, or ``SSHException`` when the host hangs up.
+    """One login. ``authenticate`` raises LoginRefused, or SSHException when the host closes the connection.
 
-    ``doubt`` says why the host's key was not to be trusted, if it was not: then no password is sent, and the error is
-    raised in place of ``LoginRefused`` where there was one to send, or the host wants one.
+    ``distrust`` returns an error if the host's key is not trusted, else None. An untrusted host is sent no password;
+    if the login fails for that reason, that error is raised in place of LoginRefused.
     """
 
     def __init__(
-        self, host: SshHost, credentials: Credentials, doubt: Callable[[], HostKeyError | None] = lambda: None
+        self, host: SshHost, credentials: Credentials, distrust: Callable[[], HostKeyError | None] = lambda: None
     ):  # fmt: skip
         super().__init__(ssh_config=paramiko.SSHConfig())
-        self.host, self.credentials, self._doubt = host, credentials, doubt
+        self.host, self.credentials, self._distrust = host, credentials, distrust
         self.files = (credentials.key,) if credentials.key else host.identity_files
         self._agent_keys: Sequence[AgentKey] = ()
 
     def get_sources(self) -> Iterator[Offer]:
-        """Given a password and no key, the password comes first: servers count wrong keys as failures."""
+        """Offers in order. A password without a configured key comes first, as servers count refused keys as
+        failures."""
         user, passwords = self.host.user, list(self._passwords())
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
@@ -95,25 +103,25 @@ class Login(AuthStrategy):
         yield from passwords if self.credentials.key else ()
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
-        doubt = self._doubt()
-        with closing(Agent(self.host.agent)) as agent:  # open as long as it may have to sign
+        distrust = self._distrust()
+        with closing(Agent(self.host.agent)) as agent:  # stays open, as the agent signs during the login
             self._agent_keys = agent.get_keys()
-            offers = [each for each in self.get_sources() if doubt is None or each.method == "publickey"]
+            offers = [each for each in self.get_sources() if distrust is None or each.method == "publickey"]
             try:
                 offer = self._accepted(transport, offers)
             except LoginRefused as refused:
-                if doubt is not None and (self.credentials.password is not None or refused.wants_password):
-                    raise doubt from refused
+                if distrust is not None and (self.credentials.password is not None or refused.wants_password):
+                    raise distrust from refused
                 raise
         result = AuthResult(self)
         result.append(SourceResult(offer, []))
         return result
 
     def _accepted(self, transport: paramiko.Transport, offers: list[Offer]) -> Offer:
-        """Make offers until the host wants no more; the last of them."""
+        """Try offers until the host is satisfied; returns the last one. Raises LoginRefused."""
         tried: list[str] = []
-        unwanted: list[Offer] = []  # for now: the method may be the second that the host wants
-        allowed: Collection[str] | None = None  # the host has not said
+        postponed: list[Offer] = []  # their method was not allowed yet; it may be the host's second factor
+        allowed: Collection[str] | None = None  # None: unknown
         while offer := next((each for each in offers if allowed is None or each.method in allowed), None):
             is_key = offer.method == "publickey"
             tried += [offer.label] if is_key else []
@@ -123,14 +131,14 @@ class Login(AuthStrategy):
                     return offer
             except paramiko.BadAuthenticationType as error:
                 allowed = error.allowed_types
-                if offer in unwanted:
+                if offer in postponed:
                     offers.remove(offer)
-                unwanted.append(offer)
+                postponed.append(offer)
                 continue
             except paramiko.AuthenticationException:
                 if not transport.is_active():
                     raise
-                if not is_key:  # a wrong password is shown once, and no keys are tried after it
+                if not is_key:  # a wrong password is sent once, and no key is tried after it
                     offers.clear()
             tried += [] if is_key else [offer.label]
             offers = [each for each in offers if each is not offer and (is_key or each.method == "publickey")]
@@ -147,7 +155,7 @@ class Login(AuthStrategy):
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
 
     def _passwords(self) -> Iterator[Offer]:
-        """``password`` goes before ``keyboard-interactive``, behind which may be a one-time code."""
+        """``password`` comes before ``keyboard-interactive``, which may ask for a one-time code."""
         if self.credentials.password is not None:
             user, secret = self.host.user, self.credentials.password.reveal()
             yield Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
@@ -156,9 +164,10 @@ class Login(AuthStrategy):
             )
 
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
-        """Certificates, the agent's named keys, its others, files; a ``key`` of our own config goes before the agent.
+        """Keys to offer, each with its label: certificates, the agent's keys for configured files, its others, files.
 
-        Files that are missing, locked or no keys are passed over.
+        A ``key`` of the cluster.yml comes before the agent's keys. Files that are missing, encrypted or no keys are
+        skipped.
         """
         by_blob = {key.blob: key for key in self._agent_keys}
         signers: dict[bytes, paramiko.PKey] = dict(by_blob)
@@ -196,7 +205,7 @@ def _by_key(user: str, key: paramiko.PKey, transport: paramiko.Transport) -> lis
 
 
 def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]], list[str]]:
-    """Answers the first hidden prompt with the password, and any other with nothing."""
+    """A keyboard-interactive handler: answers the first hidden prompt with the password, any other with ""."""
     answers = [password]
 
     def answer(title: str, instructions: str, prompts: Sequence[tuple[str, bool]]) -> list[str]:
@@ -209,7 +218,7 @@ def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]]
 
 
 class Agent(AgentSSH):
-    """paramiko's agent client on a socket of our choice; without keys where there is no agent."""
+    """paramiko's agent client on the socket at ``path``; it has no keys if no agent listens there."""
 
     def __init__(self, path: str):
         super().__init__()
@@ -219,7 +228,7 @@ class Agent(AgentSSH):
             self._connect(sock.dup())  # type: ignore[attr-defined]
         for key in self.get_keys():
             if key.name.endswith(_CERT):
-                # else paramiko signs with its plain key, which the agent need not hold
+                # otherwise paramiko signs with the plain key, which the agent may not have
                 key.inner_key = None  # type: ignore[attr-defined]
 
     def close(self) -> None:
@@ -231,7 +240,7 @@ def _agent_label(key: AgentKey) -> str:
 
 
 def _certified(key: paramiko.PKey, path: str) -> paramiko.PKey:
-    """The key with the certificate at ``path``."""
+    """A copy of the key with the certificate at ``path``."""
     copied = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
     copied.load_certificate(path)
     return copied
@@ -246,7 +255,7 @@ def _public_blob(path: str) -> bytes | None:
 
 
 def _plain(blob: bytes) -> bytes:
-    """The public key alone, out of a blob that may be a certificate."""
+    """The blob of the public key in ``blob``, which may be a certificate."""
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()
@@ -254,15 +263,15 @@ def _plain(blob: bytes) -> bytes:
         return blob
 
 
-_loading = threading.Lock()  # a passphrase takes 0.1 s and more to apply: once, not once a node
+_loading = threading.Lock()  # decrypting a key takes 0.1 s and more: done once, not once per node
 
 _loaded: dict[tuple[str, int, int, str | None], paramiko.PKey | None] = {}
 
 
 def _load_key(path: str, passphrase: Secret | None) -> paramiko.PKey | None:
-    """The private key; None when it is none or the passphrase is wrong.
+    """The private key in a file; None if the file has none or the passphrase is wrong.
 
-    Raises ``PasswordRequiredException`` when it is locked, ``OSError`` when it cannot be read.
+    Raises PasswordRequiredException if it is encrypted and no passphrase is given, OSError if it cannot be read.
     """
     found = os.stat(path)
     secret = passphrase.reveal() if passphrase is not None else None
@@ -292,7 +301,7 @@ def _usable(path: str, passphrase: Secret | None) -> paramiko.PKey | None:
 
 
 def is_locked(path: str) -> bool:
-    """Whether it is a private key that needs a passphrase."""
+    """Whether the file is a private key that needs a passphrase."""
     try:
         _load_key(path, None)
     except paramiko.PasswordRequiredException:
@@ -303,7 +312,7 @@ def is_locked(path: str) -> bool:
 
 
 def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, str] | None:
-    """(what, remedy) when the private key at ``path`` cannot be used, else None."""
+    """(message, remedy) if the private key at ``path`` cannot be used, else None. ``agent``: socket path or ""."""
     if not os.path.isfile(path):
         return f"key file {path} does not exist", "correct `key` in the config"
     if not os.access(path, os.R_OK):
@@ -311,7 +320,7 @@ def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, 
     if _usable(path, passphrase) is not None:
         return None
     if not is_locked(path):
-        hint = " (it looks like the public half)" if path.endswith(".pub") else ""
+        hint = " (it looks like a public key)" if path.endswith(".pub") else ""
         return f"key file {path} holds no RSA, ECDSA or Ed25519 private key{hint}", "correct `key` in the config"
     if passphrase is not None:
         return f"wrong passphrase for key file {path}", "try again"
@@ -328,7 +337,7 @@ def key_problem(path: str, passphrase: Secret | None, agent: str) -> tuple[str, 
 
 
 def ask_password(prompt: str) -> Secret:
-    """Ask on the terminal, without echo; raises UsageError where there is none."""
+    """Ask for a secret on the terminal, without echo. Raises UsageError without a terminal."""
     if not _at_terminal():
         raise UsageError(
             f"the config asks for a password (`password: true`), but there is no terminal to ask on: {prompt}; "
@@ -338,7 +347,7 @@ def ask_password(prompt: str) -> Secret:
 
 
 def _at_terminal() -> bool:
-    """Whether somebody can be asked: getpass uses the controlling terminal, else standard input."""
+    """Whether the user can be asked: click reads the controlling terminal, or else standard input."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
@@ -348,9 +357,9 @@ def _at_terminal() -> bool:
 
 @dataclass(frozen=True)
 class _Question:
-    """One secret, wherever it is wanted: a user's password, or the passphrase of a key file."""
+    """A question for one secret, the same for all nodes that need it."""
 
-    kind: str  #: Password or Passphrase
+    kind: str  #: ``Password`` or ``Passphrase``
     about: str  #: user name or path
 
     def prompt(self, hosts: Iterable[str]) -> str:
@@ -363,7 +372,7 @@ class _Question:
 
 
 class Passwords:
-    """Asks for passwords and passphrases, once for all nodes they are for; keeps them in memory only."""
+    """Asks for passwords and passphrases, each once for all nodes that need it; keeps them in memory only."""
 
     def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
         self._config, self._ask = config, ask
@@ -375,7 +384,7 @@ class Passwords:
         self._ask_for(wanted, lambda rank: "")
 
     def credentials(self, node_rank: int) -> Credentials:
-        """What a node's login is tried with."""
+        """Key, password and passphrase for a node's login."""
         node = self._config.nodes[node_rank]
         questions = self._questions.get(node_rank, ())
         secrets = {question.kind: self._answers[node_rank, question] for question in questions}
@@ -383,22 +392,26 @@ class Passwords:
         return Credentials(key, secrets.get("Password"), secrets.get("Passphrase"))
 
     def ask_again(self, refused: Collection[int], wants_password: Collection[int]) -> None:
-        """Once more for the nodes that refused; those of ``wants_password`` took the key and want a password, too."""
+        """Ask again for the nodes in ``refused``, and for a password for those in ``wants_password``, whose hosts
+        accepted the key and require a password as well."""
         for rank in wants_password:
             self._questions[rank] = (*self._questions[rank], _password_of(self._config.nodes[rank]))
         self._ask_for(sorted({*refused, *wants_password}), lambda rank: "Not accepted. " if rank in refused else "")
 
     def _ask_for(self, ranks: Sequence[int], before: Callable[[int], str]) -> None:
-        """Ask each of the ranks' last questions once; the answer is kept for all ranks that have it."""
+        """Ask the last question of each rank; ranks with equal questions share one answer.
+
+        ``before``: text to put before a rank's prompt.
+        """
         for question in dict.fromkeys(self._questions[rank][-1] for rank in ranks):
-            those = [rank for rank in ranks if self._questions[rank][-1] == question]
-            said = max(before(rank) for rank in those)
-            answer = self._ask(said + question.prompt(self._config.nodes[rank].host for rank in those))
-            self._answers |= {(rank, question): answer for rank in those}
+            sharing = [rank for rank in ranks if self._questions[rank][-1] == question]
+            prefix = max(before(rank) for rank in sharing)
+            answer = self._ask(prefix + question.prompt(self._config.nodes[rank].host for rank in sharing))
+            self._answers |= {(rank, question): answer for rank in sharing}
 
 
 def _first_question(node: NodeConfig) -> _Question:
-    """The passphrase of a key that is locked, else a password."""
+    """Asks for the passphrase if the node's key is encrypted, else for a password."""
     if node.key and is_locked(os.path.expanduser(node.key)):
         return _Question("Passphrase", node.key)
     return _password_of(node)
@@ -407,6 +420,6 @@ def _first_question(node: NodeConfig) -> _Question:
 def _password_of(node: NodeConfig) -> _Question:
     try:
         user = find_route(node.host, node.user, node.port)[-1].user
-    except TransportError:  # connecting reports it
+    except TransportError:  # reported later, by connect
         user = node.user or "you"
     return _Question("Password", user)

@@ -1,4 +1,4 @@
-"""The boundary between the launcher and a machine: what ``local`` and ``ssh`` both do."""
+"""Interface of a connection to one node: run commands, exchange lines with them, transfer files."""
 
 from __future__ import annotations
 
@@ -11,38 +11,45 @@ from types import TracebackType
 
 from launcher.command import Command
 
-OnBytes = Callable[[int], None]  #: called with the bytes moved since its last call
+OnBytes = Callable[[int], None]  #: called with the number of bytes transferred since the last call
 
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished remote command: its exit status (negative: ended by a signal) and all it printed."""
+    """A finished command with its output."""
 
-    returncode: int
+    returncode: int  #: exit status; negative if a signal ended the command
     stdout: bytes
     stderr: bytes
 
 
 class Talk(ABC):
-    """A command that runs and is talked with, line by line. For one thread; leaving the context ends the command."""
+    """A running command that reads requests from stdin and writes replies to stdout, line by line.
+
+    For use by one thread. Leaving the context ends the command.
+    """
 
     @abstractmethod
     def send(self, line: str) -> None:
-        """Write one line to its stdin; raises ``TransportError`` when it has ended or the line is lost."""
+        """Write one line to the command's stdin. Raises TransportError if the command has ended or the connection is
+        lost."""
 
     @abstractmethod
     def receive(self, timeout: float) -> str | None:
-        """Its next line of stdout; None when it has ended. Raises ``CommandTimeout``, ``ConnectionLost``."""
+        """The next line of stdout, waiting up to ``timeout`` seconds; None when the command has ended.
+
+        Raises CommandTimeout, ConnectionLost.
+        """
 
     @abstractmethod
     def ended(self) -> Completed:
-        """After ``receive`` gave None: exit status and stderr (stdout is empty)."""
+        """Exit status and stderr (stdout is empty); to be called after ``receive`` has returned None."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the command if it still runs. Safe to call twice."""
+        """End the command if it is still running. Safe to call twice."""
 
     def __enter__(self) -> Talk:
         return self
@@ -54,49 +61,52 @@ class Talk(ABC):
 
 
 class Transport(ABC):
-    """One open line to one node. Methods may be called from several threads at once.
+    """A connection to one node. Methods may be called from several threads at once.
 
-    Paths are POSIX paths on the node; a leading ``~/`` is the login user's home. Every
-    method raises ``TransportError`` (host named, remedy given) when the line itself fails;
-    a command that runs and exits non-zero is not an error of the transport. A file that
-    cannot be read or written raises ``RemoteFileError``.
+    Paths are POSIX paths on the node; a leading ``~/`` means the login user's home folder. Every method raises
+    TransportError, with host and remedy, when the connection fails. A command that exits with a status other than 0
+    raises nothing. A file that cannot be read or written raises RemoteFileError.
     """
 
-    target: str  #: what a person would type after ``ssh``, or ``local``
-    node_rank: int | None = None  #: named in errors
+    target: str  #: ``user@host:port``, or ``local``
+    node_rank: int | None = None  #: for error messages
 
     @abstractmethod
     def connect(self, timeout: float) -> None:
-        """Open the line; raises ``AuthError``, ``HostKeyError`` or ``UnreachableError``."""
+        """Open the connection within ``timeout`` seconds. Raises AuthError, HostKeyError or UnreachableError."""
 
     @abstractmethod
     def run(self, command: Command, *, stdin: bytes = b"", timeout: float) -> Completed:
-        """Run to the end; raises ``CommandTimeout`` after ``timeout`` seconds."""
+        """Run a command to its end. Kills it and raises CommandTimeout after ``timeout`` seconds."""
 
     @abstractmethod
     def stream(self, command: Command, on_line: OnLine, stop: threading.Event) -> int:
-        """Run, handing each stdout line over as it comes, until exit or ``stop`` is set.
+        """Run a command and pass each line of stdout to ``on_line``, until it exits or ``stop`` is set.
 
-        Returns the exit status, or -1 when stopped. The command's stdin stays open until
-        then, so it can tell by end of file that nobody listens any more; stderr is dropped.
+        Returns the exit status, or -1 when stopped. The command's stdin stays open meanwhile: end of file on stdin
+        means that the launcher is gone. stderr is discarded.
         """
 
     @abstractmethod
     def talk(self, command: Command) -> Talk:
-        """Start a command to talk with. Its stdin stays open, so it can tell by end of file that nobody listens."""
+        """Start a command for an exchange of lines. Its stdin stays open until ``Talk.close`` or the loss of the
+        connection, which the command sees as end of file."""
 
     @abstractmethod
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
-        """Write ``source[offset:]`` to ``dest`` at ``offset`` (0 truncates); parents are made."""
+        """Write ``source[offset:]`` to ``dest`` at ``offset`` bytes; missing parent folders are created.
+
+        Offset 0 truncates ``dest`` first.
+        """
 
     @abstractmethod
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
-        """Write a small file whole: beside it first, then renamed into place."""
+        """Write a small file atomically: to a temporary file in the same folder, which is then renamed."""
 
     @abstractmethod
     def download(self, source: str, dest: Path, *, most: int | None = None, on_bytes: OnBytes | None = None) -> None:
-        """Fetch one file, of a larger one its first ``most`` bytes; ``dest`` appears only when it is complete."""
+        """Fetch a file, or only its first ``most`` bytes; ``dest`` is created only when the transfer is complete."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let the line go. Safe to call twice."""
+        """Close the connection. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Translates what paramiko and sockets raise into our error types, with what, where and what to do."""
+"""Translates exceptions of paramiko and sockets into ``TransportError``, with the host and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ CONNECTION_ERRORS = (paramiko.SSHException, EOFError, OSError)
 
 
 class HopFailed(Exception):
-    """``error`` came up while ``host`` was connected to; ``reached``: keys were exchanged, and it is still there."""
+    """Connecting to ``host``, the node or one of its jump hosts, failed with ``error``.
+
+    ``reached``: the key exchange was complete and the host had not closed the connection.
+    """
 
     def __init__(self, host: SshHost, error: Exception, reached: bool):
         super().__init__(str(error))
@@ -24,7 +27,7 @@ class HopFailed(Exception):
 
 
 def connect_error(failed: HopFailed, route: Route, timeout: float, node_rank: int | None) -> TransportError:
-    """The error to raise when ``failed`` came up on the route to the last host."""
+    """The TransportError for a failure at any host on the route to a node; ``timeout`` in seconds."""
     kind, what, remedy = _explain(failed, route, timeout)
     if failed.host != route[-1]:
         what = f"jump host {failed.host.target}: {what}"
@@ -35,7 +38,7 @@ def connect_error(failed: HopFailed, route: Route, timeout: float, node_rank: in
 
 
 def was_dropped(error: Exception) -> bool:
-    """Whether the host hung up before login began, as a busy sshd does (``MaxStartups``)."""
+    """Whether the host closed the connection before login began, as a busy sshd does (``MaxStartups``)."""
     if isinstance(error, paramiko.AuthenticationException):
         return False
     if "protocol banner" in str(error):
@@ -44,7 +47,8 @@ def was_dropped(error: Exception) -> bool:
 
 
 def session_error(error: Exception, alive: bool, target: str, node_rank: int | None) -> TransportError:
-    """The error to raise when an open connection broke with ``error``, or still stands but refused a session."""
+    """The TransportError for an ``error`` on an open connection: the connection is lost, or (``alive``) the host
+    refused a command or SFTP session."""
     why = str(error) or type(error).__name__
     if alive and isinstance(error, paramiko.SSHException):
         return TransportError(
@@ -57,7 +61,7 @@ def session_error(error: Exception, alive: bool, target: str, node_rank: int | N
         f"connection lost ({why})",
         host=target,
         node_rank=node_rank,
-        remedy="is the machine still up? what runs there goes on; try again",
+        remedy="check that the machine is up, then try again; a run on it continues without the connection",
     )
 
 
@@ -66,27 +70,28 @@ def _explain(failed: HopFailed, route: Route, timeout: float) -> tuple[type[Tran
     if isinstance(error, LoginRefused):
         return _refused(error, host, is_node=host == route[-1])
     if isinstance(error, paramiko.AuthenticationException) or failed.reached:
-        return AuthError, f"the host hung up during login of {host.user} ({error})", _by_hand(host)
+        return AuthError, f"the host closed the connection during login of {host.user} ({error})", _by_hand(host)
     if isinstance(error, paramiko.ChannelException):
         return UnreachableError, *_through_jump(error, host, route)
     return UnreachableError, *_unreachable(error, host, timeout)
 
 
 def _by_hand(host: SshHost) -> str:
-    return f"see what `ssh -v {host.ssh_arguments}` says"
+    return f"for details run `ssh -v {host.ssh_arguments}`"
 
 
 def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[TransportError], str, str]:
     tried, by_hand = _tried(error, host), _by_hand(host)
     if error.wants_password:
-        return PasswordRefused, f"the host wants a password of {host.user} beside the key", "give it when asked"
+        what = f"the host accepted the key of {host.user} and also requires a password"
+        return PasswordRefused, what, "enter it when asked"
     if error.password_tried:
         return PasswordRefused, f"password of {host.user} was not accepted", "check user and password, then try again"
     if error.credentials.password is not None:
         only = ", ".join(error.allowed)
         return (
             AuthError,
-            f"the host takes no password of {host.user}, only {only} ({tried})",
+            f"the host does not accept a password for {host.user}, only {only} ({tried})",
             f"set up {only}; {by_hand}",
         )
     if error.allowed and "publickey" not in error.allowed:
@@ -104,7 +109,7 @@ def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[Tr
 
 
 def _tried(error: LoginRefused, host: SshHost) -> str:
-    """What was offered at login and what was not there, for a person."""
+    """The part of a message that lists what was offered at login, and which keys and agents were missing."""
     missing = [] if any("agent" in each for each in error.tried) else [_agent_state(host)]
     if not (error.locked or any(os.path.sep in each for each in error.tried)):
         folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)
@@ -121,34 +126,37 @@ def _through_jump(error: paramiko.ChannelException, host: SshHost, route: Route)
     via = route[route.index(host) - 1]
     return (
         f"{via.target} could not open a connection to {host.host}:{host.port} ({error.text})",
-        f"try `ssh {via.ssh_arguments} nc -z {host.host} {host.port}`; AllowTcpForwarding must be on there",
+        f"try `ssh {via.ssh_arguments} nc -z {host.host} {host.port}`; "
+        f"sshd on {via.host} needs `AllowTcpForwarding yes`",
     )
 
 
 def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
-        return f"name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
+        return f"host name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
     if isinstance(error, TimeoutError):
         return (
             f"no answer on port {host.port} within {timeout:g} s",
-            "is the machine up, is a firewall in between? else raise `run.connect_timeout`",
+            "check that the machine is up and that no firewall blocks the port, or raise `run.connect_timeout`",
         )
     if isinstance(error, ConnectionRefusedError):
-        return f"connection refused on port {host.port}", "is sshd running there, and on that port?"
+        return f"connection refused on port {host.port}", "check that sshd runs there and listens on that port"
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"no route to {host.host}", "is the machine up and in a network you can reach?"
+        return f"no route to {host.host}", "check that the machine is up and in a network that you can reach"
     if host.proxy_command and (was_dropped(error) or "protocol banner" in str(error)):
         return (
             f"ProxyCommand `{host.proxy_command}` ended without a connection to an SSH server",
-            "run it by hand; it must print `SSH-2.0-…`",
+            "run it in a shell; it must print `SSH-2.0-…`",
         )
     if "protocol banner" in str(error) and isinstance(error.__context__, TimeoutError):
-        return f"port {host.port} is open, but no SSH server speaks there", "check `port`"
+        return f"port {host.port} is open, but no SSH server answers there", "check `port`"
     if "No existing session" in str(error):
-        return f"no agreement on keys within {timeout:g} s", "is the machine overloaded? raise `run.connect_timeout`"
+        remedy = "the machine may be overloaded; raise `run.connect_timeout`"
+        return f"the SSH key exchange took more than {timeout:g} s", remedy
     if was_dropped(error):
         return (
-            f"port {host.port} answered, then hung up before login ({str(error).partition('[')[0]})",
-            "is that sshd? a busy one drops newcomers (MaxStartups, fail2ban)",
+            f"port {host.port} accepted the connection, then closed it before login "
+            f"({str(error).partition('[')[0].strip()})",
+            "check that sshd listens there; a busy sshd refuses more logins (MaxStartups), and fail2ban may block you",
         )
     return f"SSH failed: {error or type(error).__name__}", _by_hand(host)

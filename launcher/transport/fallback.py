@@ -1,4 +1,4 @@
-"""Opens a node behind SSH by paramiko, or by OpenSSH's own client where only that gets in."""
+"""Opens an SSH connection with paramiko, or with the OpenSSH client where paramiko cannot log in."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from launcher.transport.remote import RemoteTransport
 from launcher.transport.ssh import NeedsOpenSsh, SshTransport
 from launcher.transport.ssh_config import ssh_program
 
-_SECOND_TRIES = threading.BoundedSemaphore(8)  # of ssh processes that look whether they get in
+_SECOND_TRIES = threading.BoundedSemaphore(8)  # limits the ssh processes started after paramiko has failed
 
 
 def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credentials | None = None) -> RemoteTransport:
-    """The node's transport, connected. Raises ``TransportError``: paramiko's, which explains better than ssh's."""
+    """Connect to a node and return its transport.
+
+    Raises TransportError: the one of the paramiko attempt if both attempts fail, as it is more precise.
+    """
     node, timeout = config.nodes[node_rank], config.run.connect_timeout
     credentials = credentials or Credentials(os.path.expanduser(node.key) if node.key else None)
     by_paramiko = SshTransport(node, config.host_keys, credentials, node_rank)
@@ -34,7 +37,7 @@ def open_over_ssh(config: ClusterConfig, node_rank: int, credentials: Credential
 
 
 def _may_differ(error: TransportError) -> bool:
-    """Whether ``ssh`` could get in where paramiko did not."""
+    """Whether the OpenSSH client could log in where paramiko failed with ``error``."""
     if isinstance(error, PasswordRefused) or ssh_program() is None:
         return False
     if isinstance(error, HostKeyError):

@@ -1,4 +1,4 @@
-"""Work on all nodes at once, one thread each; nobody waits for a thread that hangs."""
+"""Runs a function for all nodes in parallel, one daemon thread each, so that a hanging node blocks nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answers(Generic[T]):
-    """What each node answered, by node_rank: a value or an error, never both."""
+    """Results by node_rank; each node has either a value or an error."""
 
     values: dict[int, T] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -32,11 +32,11 @@ def on_nodes(
     on_error: Callable[[int, Exception], None] | None = None,
     timeout: float | None = None,
 ) -> Answers[T]:
-    """Run ``work(node_rank)`` for each in its own daemon thread and wait for all of them.
+    """Run ``work(node_rank)`` for each node in its own daemon thread and wait for all of them.
 
-    ``on_error`` hears of each failure as it happens, in the caller's thread. A node that has
-    not answered ``timeout`` seconds after the last answer counts as a TimeoutError. Ctrl-C
-    ends the wait at once; the threads' work is then for the caller to stop.
+    ``on_error`` is called for each failure as it happens, in the caller's thread. When no node has finished for
+    ``timeout`` seconds, the remaining ones get a TimeoutError. Ctrl-C ends the wait at once but not the threads; the
+    caller must stop their work.
     """
     ranks = list(node_ranks)
     done: queue.SimpleQueue[tuple[int, T | None, Exception | None]] = queue.SimpleQueue()
@@ -64,5 +64,5 @@ def _answer(
 ) -> None:
     try:
         done.put((node_rank, work(node_rank), None))
-    except Exception as error:  # handed to the waiting thread, which raises or reports it
+    except Exception as error:  # the waiting thread raises or reports it
         done.put((node_rank, None, error))

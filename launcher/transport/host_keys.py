@@ -1,7 +1,7 @@
 """Checks a host's key against the known_hosts files.
 
-paramiko's own ``HostKeys`` knows neither wildcard patterns nor revoked keys, and not the line a key stands in, so the
-files are read here, and paramiko asks ``HostKeyCheck``.
+paramiko's ``HostKeys`` supports neither wildcard patterns nor revoked keys, and does not record line numbers. The files
+are therefore parsed here, and paramiko calls ``HostKeyCheck``.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import paramiko
 from paramiko.hostkeys import HostKeys
 
 from launcher.errors import HostKeyError
-from launcher.transport.ssh_config import SshHost, is_about
+from launcher.transport.ssh_config import SshHost, host_matches
 
 
 @dataclass(frozen=True)
 class KnownKey:
     """One line of a known_hosts file."""
 
-    hosts: str
+    hosts: str  #: first field of the line: names and patterns, or a hashed name
     type: str
     blob: bytes
     revoked: bool
     where: str  #: file:line
-    authority: bool = False  #: the key of one who signs host keys, not of a host
+    authority: bool = False  #: the key of a certificate authority that signs host keys
 
     def names(self, host: str) -> bool:
-        """Whether the line is about ``host`` (a plain, hashed or wildcard name)."""
+        """Whether the line applies to ``host``, by a plain, hashed or wildcard name."""
         if self.hosts.startswith("|1|"):
             return HostKeys.hash_host(host, self.hosts) == self.hosts
-        return is_about(host, self.hosts.split(","))
+        return host_matches(host, self.hosts.split(","))
 
 
 def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
-    """All usable lines of the files that exist; other lines are passed over, as ssh does."""
+    """All valid lines of the files that exist; invalid lines are skipped, as OpenSSH does."""
     for path in paths:
         if path.is_file():
             found = path.stat()
@@ -49,7 +49,7 @@ def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
 
 @lru_cache(maxsize=16)
 def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[KnownKey, ...]:
-    """Read once for all nodes, as long as the file stays the same."""
+    """Lines of one file, read once for all nodes as long as its time and size stay the same."""
     lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
     return tuple(known for number, line in lines if (known := _parse(line, f"{path}:{number}")))
 
@@ -67,16 +67,19 @@ def _parse(line: str, where: str) -> KnownKey | None:
 
 
 def checking_mode(host_keys: str, host: SshHost) -> str:
-    """``ask`` and ``yes`` refuse an unknown key, ``accept-new`` adds it, ``no`` takes any key and adds it,
-    ``insecure`` checks nothing."""
+    """How unknown keys are handled, from the config's ``host_keys`` and ssh_config's StrictHostKeyChecking.
+
+    ``ask`` and ``yes`` refuse an unknown key, ``accept-new`` adds it, ``no`` accepts any key and adds an unknown one,
+    ``insecure`` checks nothing.
+    """
     return {"auto": host.checking, "strict": "yes"}.get(host_keys, host_keys)
 
 
 class HostKeyCheck(paramiko.MissingHostKeyPolicy):
-    """Decides on the key a host shows. Its errors name no node: a jump host is many nodes'.
+    """Accepts or refuses the key that a host presents.
 
-    ``known`` holds the lines about this host under ``name``; as with ``ssh``, a line without the port is good enough
-    to accept a key.
+    Its errors name no node, as a jump host serves several nodes. ``known`` has the known_hosts lines for ``name``
+    (host and port). As with OpenSSH, a line without the port also suffices to accept a key.
     """
 
     def __init__(self, host: SshHost, host_keys: str):
@@ -85,54 +88,57 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
         self.name = self.host if self.port == 22 else f"[{self.host}]:{self.port}"
         self.files = host.known_hosts
         lines = list(read_known_hosts(self.files)) if self.mode != "insecure" else []
-        self.doubt: HostKeyError | None = None  #: why no password is to be sent
+        self.distrust: HostKeyError | None = None  #: mode ``no`` only: why no password may be sent to this host
         self.known = [line for line in lines if line.names(self.name) and not line.authority]
         self._portless = [line for line in lines if line.names(self.host) and not line.authority]
         self._authorities = [line for line in lines if line.authority and line.names(self.name)]
 
     @property
     def needs_certificate(self) -> bool:
-        """Whether the host is known only by who signs its key, which paramiko cannot check."""
+        """Whether known_hosts has only a certificate authority for this host, which paramiko cannot check."""
         return bool(self._authorities) and not self.known
 
     def key_types(self) -> list[str]:
-        """Types of the known keys, so that the host is asked for one that can be compared."""
+        """Algorithms of the known keys; the host is asked for these first, so that its key can be compared."""
         types: list[str] = []
         for line in self.known or self._portless:
             types += ["rsa-sha2-512", "rsa-sha2-256"] if line.type == "ssh-rsa" else [line.type]
         return list(dict.fromkeys(types))
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Raises ``HostKeyError`` for a key that is not to be trusted; with mode ``no`` it is kept in ``doubt``, as
-        ssh goes on then, without passwords: who is in between could not use a signature, but a password."""
+        """Called by paramiko with the host's key; returns to accept it. Raises HostKeyError for an untrusted key.
+
+        With mode ``no`` a changed or revoked key sets ``distrust`` instead, and login continues without passwords, as
+        in OpenSSH: a machine in the middle could use a password but not a signature.
+        """
         if self.mode == "insecure":
             return
         blob = key.asbytes()
         same = [line for line in (*self.known, *self._portless) if line.blob == blob]
         if revoked := [line for line in same if line.revoked]:
             what = f"{_shown(key)} is marked as revoked in {revoked[0].where}"
-            return self._refuse(HostKeyError(what, remedy="do not use this host"))
+            return self._refuse(HostKeyError(what, remedy="do not connect; ask the administrator of the host"))
         if same:
             return
         if others := [line for line in self.known if not line.revoked]:
             return self._refuse(self._changed(key, others[0]))
         if self.mode in ("yes", "ask"):
             raise self._unknown(key)
-        self._learn(key)
+        self._add(key)
 
     def _refuse(self, error: HostKeyError) -> None:
         if self.mode != "no":
             raise error
-        self.doubt = HostKeyError(f"{error.message}; no password was sent to it", remedy=error.remedy)
+        self.distrust = HostKeyError(f"{error.message}; no password was sent to it", remedy=error.remedy)
 
-    def _learn(self, key: paramiko.PKey) -> None:
+    def _add(self, key: paramiko.PKey) -> None:
         try:
             _append(self.files[0], f"{self.name} {key.get_name()} {key.get_base64()}")
         except OSError as error:
             if self.mode == "no":
                 return
             raise HostKeyError(
-                f"host key of {self.name} is new and cannot be written down: {self.files[0]}: {error.strerror}",
+                f"host key of {self.name} is new and cannot be saved to {self.files[0]}: {error.strerror}",
                 remedy="make that file writable, or set UserKnownHostsFile in ~/.ssh/config",
             ) from error
 
@@ -147,9 +153,9 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
     def _changed(self, key: paramiko.PKey, known: KnownKey) -> HostKeyError:
         file = known.where.rpartition(":")[0]
         return HostKeyError(
-            f"host key of {self.name} has CHANGED: it shows {_shown(key)}, but {known.where} "
-            f"has another {known.type} key. Somebody may be in between, or the machine was set up anew",
-            remedy=f"if you know that it was, `ssh-keygen -f {file} -R '{self.name}'` and try again",
+            f"host key of {self.name} has CHANGED: the host presents {_shown(key)}, but {known.where} "
+            f"has another {known.type} key. The machine was reinstalled, or another machine answers in its place",
+            remedy=f"if it was reinstalled, `ssh-keygen -f {file} -R '{self.name}'` and try again",
         )
 
 
@@ -158,7 +164,7 @@ def _shown(key: paramiko.PKey) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    """Add a line to a file, once; the nodes are reached in parallel, hence the lock."""
+    """Append a line to a file unless the file has it; locked, as nodes are connected in parallel."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

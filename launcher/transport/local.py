@@ -1,4 +1,4 @@
-"""Nodes on this machine, without sshd: commands are subprocesses in their own session."""
+"""Nodes on the launching machine, without SSH: commands are subprocesses in their own session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KILL_AFTER = 1.0  # seconds between SIGTERM and SIGKILL
 
 
 class LocalTransport(ProcessTransport):
-    """A node on this machine. Nothing is kept open, so ``connect`` and ``close`` do nothing."""
+    """A node on the launching machine. It needs no connection: ``connect`` and ``close`` do nothing."""
 
     target = "local"
 
@@ -31,10 +31,10 @@ class LocalTransport(ProcessTransport):
         self.node_rank = node_rank
 
     def connect(self, timeout: float) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def _begin(self, command: Command, deadline: float) -> Process:
         return _LocalProcess(command)
@@ -90,7 +90,7 @@ class _LocalProcess(PipeProcess):
         self.pid = self.process.pid
 
     def close(self) -> None:
-        """End its process group if it still runs: SIGTERM, then SIGKILL."""
+        """End the process group if the command is still running: SIGTERM, then SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.status is None:
                 os.killpg(self.pid, number)

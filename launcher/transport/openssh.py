@@ -1,6 +1,6 @@
-"""Nodes that only OpenSSH's own client can reach (GSSAPI, FIDO keys, host certificates, KnownHostsCommand …).
+"""SSH connections by the OpenSSH client, for what paramiko lacks (GSSAPI, FIDO keys, host certificates …).
 
-One ``ssh -M`` keeps the connection; commands and SFTP sessions are ``ssh -S`` through its socket.
+One ``ssh -M`` holds the connection; commands and SFTP sessions are ``ssh -S`` processes on its control socket.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from launcher.transport.ssh_config import Route, SshHost, is_home_of_passwd, ssh
 
 _READY = b"gnnfleet-ready"
 
-_CHECK_TIMEOUT = 5.0
+_CHECK_TIMEOUT = 5.0  # seconds
 
-_END_WAIT = 1.0
+_END_WAIT = 1.0  # seconds
 
-_AGAIN = 0.2  # seconds until a session is asked for again
+_RETRY_INTERVAL = 0.2  # seconds between requests for a session
 
-_SSH_FAILED = 255  # also what ssh exits with for a command that a signal ended
+_SSH_FAILED = 255  # exit status of ssh for its own errors, and for a command that was ended by a signal
 
 _MASTER = {
     "ClearAllForwardings": "yes",
@@ -54,18 +54,18 @@ _MASTER = {
     "ServerAliveInterval": "15",
 }
 
-_NOBODY_ASKED = {"ControlMaster": "no", "BatchMode": "yes", "LogLevel": "ERROR"}
+_BATCH = {"ControlMaster": "no", "BatchMode": "yes", "LogLevel": "ERROR"}
 
-# without a proxy that works, a client that is refused a session cannot open a connection of its own
-_THROUGH = {**_NOBODY_ASKED, "ProxyCommand": "false"}
+# ProxyCommand false: a client that cannot use the control socket must not open a connection of its own
+_THROUGH = {**_BATCH, "ProxyCommand": "false"}
 
 _UNTRUSTED = ("ost key verification failed", "IDENTIFICATION HAS CHANGED", "REVOKED HOST KEY", "No ED25519")
 
 _DROPPED = ("connection closed by", "connection reset by", "kex_exchange_identification")
 
-# A password reaches ssh through a pipe in a private folder, never by arguments or environment. The parent keeps the
-# pipe open with the answer in it and empty lines behind, so nobody ever waits. Only prompts about the node's own login
-# (or key) are answered: a jump host's get nothing.
+# A password reaches ssh through a named pipe in a private folder, never by arguments or environment. The launcher keeps
+# the pipe open, with the answer followed by empty lines in it, so that a reader never blocks. Only prompts about the
+# node's own login (or key) are answered; prompts of a jump host fail.
 _ASKPASS = """#!/bin/sh
 case "$1" in *{about}*) read -r answer < {pipe}; printf '%s\\n' "$answer";; *) exit 1;; esac
 """
@@ -74,36 +74,37 @@ _EMPTY_ANSWERS = 8
 
 
 class OpenSshTransport(RemoteTransport):
-    """A node by means of ``ssh``. A connection that the user keeps open himself is used as it is."""
+    """A connection to one node by the ``ssh`` command. An open ControlMaster of the user is used if there is one."""
 
     def __init__(self, node: NodeConfig, host_keys: HostKeys, credentials: Credentials, node_rank: int | None = None):
         super().__init__(node, host_keys, credentials, node_rank)
         self._master: subprocess.Popen[bytes] | None = None
         self._cleanup = ExitStack()
-        self._words: list[str] = []  #: of a command through the connection, up to the host's name
+        self._ssh_argv: list[str] = []  #: argv of ssh through the connection, up to the host name; empty when closed
 
     def _open(self, route: Route, timeout: float) -> None:
         if ssh_program() is None:
-            raise self._error(UnreachableError, "no OpenSSH client here", "install one: `apt install openssh-client`")
-        if route[-1].has_control_path and self._use_kept():
+            message = "no OpenSSH client on the launching machine"
+            raise self._error(UnreachableError, message, "install it: `apt install openssh-client`")
+        if route[-1].has_control_path and self._use_control_master():
             return
         with login_turn(route):
             self._open_master(route, timeout)
 
-    def _login_words(self) -> list[str]:
+    def _login_argv(self) -> list[str]:
         return ssh_argv(self.node.user, self.node.port)
 
-    def _use_kept(self) -> bool:
-        """Whether the user's own ControlMaster is there; it stays when we leave."""
-        words = [*self._login_words(), *_options(_NOBODY_ASKED)]
-        check = [*words, "-O", "check", "--", self.node.host]
+    def _use_control_master(self) -> bool:
+        """Use the user's own ControlMaster; False if none is open. It stays open when the launcher ends."""
+        argv = [*self._login_argv(), *_options(_BATCH)]
+        check = [*argv, "-O", "check", "--", self.node.host]
         if subprocess.run(check, capture_output=True, stdin=subprocess.DEVNULL, timeout=_CHECK_TIMEOUT).returncode:
             return False
-        self._words = [*words, "-T"]
+        self._ssh_argv = [*argv, "-T"]
         return True
 
     def _open_master(self, route: Route, timeout: float) -> None:
-        # in /tmp where need be: the path of a socket may not be longer than about 100 characters
+        # in /tmp if TMPDIR is long: the path of a socket is limited to about 100 characters
         short = "/tmp" if len(tempfile.gettempdir()) > 40 else None
         folder = Path(tempfile.mkdtemp(prefix="gnnfleet-ssh-", dir=short))
         self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -111,27 +112,27 @@ class OpenSshTransport(RemoteTransport):
         asked, environment = self._askpass(folder, route[-1])
         options = {**_MASTER, **asked, **self._checking(route[-1]), "ConnectTimeout": str(math.ceil(timeout))}
         key = ["-i", self.credentials.key] if self.credentials.key else []
-        # a session of its own: its first line tells that the login is done, and it ends when we do
+        # The session's first line shows that the login is complete; it ends when the launcher closes its stdin.
         self._master = subprocess.Popen(
-            [*self._login_words(), *control, *_options(options), *key]
+            [*self._login_argv(), *control, *_options(options), *key]
             + ["--", self.node.host, f"echo {_READY.decode()}; exec cat >/dev/null"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | environment,
-            start_new_session=True,  # Ctrl-C on our terminal is not for it
+            start_new_session=True,  # Ctrl-C on the launcher's terminal must not end it
         )
         if _is_ready(self._master, timeout + 2 * len(route)):
-            self._words = [ssh_program() or "ssh", "-F", "none", *control, *_options(_THROUGH), "-T"]
+            self._ssh_argv = [ssh_program() or "ssh", "-F", "none", *control, *_options(_THROUGH), "-T"]
             return
         _, stderr = self._master.communicate()
-        said = "\n".join(line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip())
-        self._let_go()
-        error = self._explained(said, route[-1], timeout)
-        raise Dropped(error) if said.lower().startswith(_DROPPED) else error
+        output = "\n".join(line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip())
+        self._disconnect()
+        error = self._login_error(output, route[-1], timeout)
+        raise Dropped(error) if output.lower().startswith(_DROPPED) else error
 
     def _askpass(self, folder: Path, host: SshHost) -> tuple[Mapping[str, str], Mapping[str, str]]:
-        """Options and environment: nobody is asked, or only a program of ours in ``folder`` (mode 0700)."""
+        """Options and environment for ssh: no prompts, or prompts answered by a script in ``folder`` (mode 0700)."""
         given = self.credentials
         secret, about = (given.passphrase, given.key) if given.passphrase is not None else (given.password, None)
         if secret is None:
@@ -144,12 +145,12 @@ class OpenSshTransport(RemoteTransport):
         about = shlex.quote(about or f"{host.user}@{host.host.lower()}")
         program.write_text(_ASKPASS.format(about=about, pipe=shlex.quote(str(pipe))))
         program.chmod(0o700)
-        display = os.environ.get("DISPLAY", ":0")  # without one, older clients ask nobody
+        display = os.environ.get("DISPLAY", ":0")  # older clients ignore SSH_ASKPASS without DISPLAY
         environment = {"SSH_ASKPASS": str(program), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": display}
         return {"BatchMode": "no", "NumberOfPasswordPrompts": "1"}, environment
 
     def _checking(self, host: SshHost) -> dict[str, str]:
-        """StrictHostKeyChecking as the config has it; nobody is there to be asked."""
+        """Options for host keys as in the config; ``ask`` becomes ``yes``, as ssh cannot ask the user."""
         mode = checking_mode(self.host_keys, host)
         if mode == "insecure":
             return {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull, "GlobalKnownHostsFile": os.devnull}
@@ -157,52 +158,53 @@ class OpenSshTransport(RemoteTransport):
         own_files = {} if is_home_of_passwd() else {"UserKnownHostsFile": known}
         return {"StrictHostKeyChecking": {"ask": "yes"}.get(mode, mode), **own_files}
 
-    def _explained(self, said: str, host: SshHost, timeout: float) -> TransportError:
-        last = said.splitlines()[-1] if said else f"no answer within {timeout:g} s"
-        by_hand = f"see what `ssh -v {self.node.login}` says"
-        if any(words in said for words in _UNTRUSTED):
-            words = next(line for line in (each.strip("@ ") for each in said.splitlines()) if line)
+    def _login_error(self, output: str, host: SshHost, timeout: float) -> TransportError:
+        """The error for a failed login, from what ssh printed to stderr."""
+        last = output.splitlines()[-1] if output else f"no answer within {timeout:g} s"
+        by_hand = f"for details run `ssh -v {self.node.login}`"
+        if any(words in output for words in _UNTRUSTED):
+            words = next(line for line in (each.strip("@ ") for each in output.splitlines()) if line)
             return self._error(HostKeyError, f"ssh does not trust this host's key: {words}", by_hand)
-        if "Permission denied" in said:
+        if "Permission denied" in output:
             kind = PasswordRefused if self.credentials.password is not None else AuthError
-            return self._error(kind, f"ssh was not let in as {host.user}: {last}", by_hand)
+            return self._error(kind, f"ssh could not log in as {host.user}: {last}", by_hand)
         return self._error(UnreachableError, f"ssh could not connect: {last}", by_hand)
 
     def _error(self, kind: type[TransportError], message: str, remedy: str) -> TransportError:
         return kind(message, host=self.target, node_rank=self.node_rank, remedy=remedy)
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         master, self._master = self._master, None
         if master is not None:
             master.terminate()
             master.communicate()
         self._cleanup.close()
-        self._words = []
+        self._ssh_argv = []
 
     def _alive(self) -> bool:
         if self._master is not None:
             return self._master.poll() is None
-        return bool(self._words) and self._use_kept()
+        return bool(self._ssh_argv) and self._use_control_master()
 
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command; waits for its turn when the server allows fewer sessions than usual."""
-        while self._words:
-            process = _SshProcess([*self._words, "--", self.node.host, with_pid(command)])
+        """Start a command; while the server refuses another session (``MaxSessions``), ask again until ``deadline``."""
+        while self._ssh_argv:
+            process = _SshProcess([*self._ssh_argv, "--", self.node.host, with_pid(command)])
             if process.await_pid(min(deadline, time.monotonic() + STALL)):
                 return process
             process.close()
             if not self._alive():
                 break
-            if time.monotonic() + _AGAIN > deadline:
+            if time.monotonic() + _RETRY_INTERVAL > deadline:
                 raise paramiko.SSHException(process.stderr.decode(errors="replace").strip() or "it does not start")
-            time.sleep(_AGAIN)
-        raise EOFError("it is down")
+            time.sleep(_RETRY_INTERVAL)
+        raise EOFError("it was closed")
 
     def _begin_sftp(self) -> paramiko.SFTPClient:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [*self._words, "-s", "--", self.node.host, "sftp"],
+                [*self._ssh_argv, "-s", "--", self.node.host, "sftp"],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
@@ -216,7 +218,7 @@ class OpenSshTransport(RemoteTransport):
             try:
                 self._master.wait(_END_WAIT)
             except subprocess.TimeoutExpired:
-                return  # it was a session that ended, not the connection
+                return  # a session ended, not the connection
 
 
 class _SshProcess(PipeProcess):
@@ -227,14 +229,14 @@ class _SshProcess(PipeProcess):
 
 
 class _SftpPipe:
-    """As much of a channel as paramiko's SFTP client needs, over the pipes of ``ssh -s … sftp``."""
+    """The methods of a channel that paramiko's SFTP client uses, over the socket of ``ssh -s … sftp``."""
 
     def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes]):
         self._sock, self._process = sock, process
         self.send, self.recv = sock.send, sock.recv
 
     def recv_ready(self) -> bool:
-        poll = select.poll()  # select() refuses descriptors from 1024 on
+        poll = select.poll()  # select() does not accept descriptors above 1023
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -252,7 +254,7 @@ def _options(options: Mapping[str, str]) -> Sequence[str]:
 
 
 def _is_ready(master: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether the line that tells of a login comes in time; lines before it are a talkative profile's."""
+    """Wait for the line that ends the login; False if it does not come in time. A login profile may print others."""
     assert master.stdout is not None
     timer = threading.Timer(seconds, master.kill)
     timer.start()

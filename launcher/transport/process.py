@@ -1,4 +1,7 @@
-"""Commands on a node, run to their end, streamed or talked with; the same over pipes and over SSH channels."""
+"""Runs commands on a node: to their end, streaming their output, or exchanging lines with them.
+
+The code is the same for pipes of a subprocess and for SSH channels (``Process``).
+"""
 
 from __future__ import annotations
 
@@ -24,46 +27,46 @@ from launcher.transport.base import Completed, OnLine, Talk, Transport
 
 READ_SIZE = 1 << 16
 
-STALL = 60.0  #: seconds without progress after which a transfer, or the start of a command, is given up
+STALL = 60.0  #: seconds without progress after which a transfer or the start of a command fails
 
-_INLINE_STDIN = 1 << 15  # bytes that every server's first window takes without waiting
+_INLINE_STDIN = 1 << 15  # bytes that fit into every SSH server's first window, so that sending does not block
 
-_POLL = 0.1  # seconds between two looks at a stop event
+_POLL = 0.1  # seconds between checks of a stop event
 
-_END_WAIT = 3.0  # seconds a command gets to end by itself when its stdin is closed
+_END_WAIT = 3.0  # seconds a command gets to end by itself after its stdin is closed
 
-_JOIN_TIMEOUT = 5.0
+_JOIN_TIMEOUT = 5.0  # seconds
 
-# Closing a channel ends nothing, and sshd takes signals only for users other than root. So
-# each command first writes its pid to stderr, and is ended by a second command.
-_MOST_STDERR = 8 << 20  # bytes, the last ones
+_MOST_STDERR = 8 << 20  # bytes of stderr that are kept, the last ones
 
+# Closing an SSH channel does not end its command, and sshd forwards signals only for users other than root. Therefore
+# each command first writes its pid to stderr, and a second command kills it.
 _PID_LINE = re.compile(rb"gnnfleet-pid:(\d+)\n")
 
 _PRINT_PID = "echo gnnfleet-pid:$$ >&2"
 
 
 def with_pid(command: Command) -> str:
-    """The command for the node's login shell; it writes its pid to stderr first."""
+    """The command line for the node's login shell; the command first writes its pid to stderr."""
     return shell_line(replace(command, setup=(_PRINT_PID, *command.setup)))
 
 
 class Process(ABC):
-    """A started command. What it has printed and nobody has taken yet is in ``stdout`` and ``stderr``."""
+    """A started command. ``stdout`` and ``stderr`` buffer its output until the caller removes it."""
 
     def __init__(self) -> None:
-        self.pid = 0  #: on the node; 0 until the command has written it
+        self.pid = 0  #: pid on the node; 0 until the command has written it
         self.stdout, self.stderr = bytearray(), bytearray()
         self._feeder: threading.Thread | None = None
 
     @property
     @abstractmethod
     def status(self) -> int | None:
-        """Exit status, negative after a signal (-1: it is not known which); None while it runs."""
+        """Exit status, negative after a signal (-1: signal unknown); None while the command is running."""
 
     @abstractmethod
     def send(self, data: bytes) -> None:
-        """Write to stdin, which stays open; raises OSError when the command has ended."""
+        """Write to stdin and leave it open. Raises OSError if the command has ended."""
 
     @abstractmethod
     def close_input(self) -> None:
@@ -71,18 +74,19 @@ class Process(ABC):
 
     @abstractmethod
     def read(self, seconds: float) -> bool:
-        """Wait at most so long for output and add it to ``stdout`` and ``stderr``; False when all has come."""
+        """Wait up to ``seconds`` for output and append it to ``stdout`` and ``stderr``; False at end of output."""
 
     @abstractmethod
     def await_status(self, seconds: float | None) -> bool:
-        """Wait for the exit status; False when there is none in time."""
+        """Wait up to ``seconds`` (None: without limit) for the exit status; False if the command is still running."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let pipes or channel go."""
+        """Close the pipes or the channel."""
 
     def feed(self, data: bytes) -> None:
-        """Send all of stdin and close it; a long one from a thread, as the command may write first."""
+        """Write ``data`` to stdin and close it. Long data is sent by a thread, as the command may block on its own
+        output before it reads."""
         if len(data) <= _INLINE_STDIN:
             self._send_all(data)
         else:
@@ -90,35 +94,41 @@ class Process(ABC):
             self._feeder.start()
 
     def _send_all(self, data: bytes) -> None:
-        with suppress(Exception):  # a command need not read its stdin; of a lost connection, reading tells
+        with suppress(Exception):  # a command need not read its stdin; a lost connection is detected by reading
             self.send(data)
             self.close_input()
 
     def join_feeder(self) -> None:
+        """Wait up to 5 s for the thread of ``feed``."""
         if self._feeder is not None:
             self._feeder.join(_JOIN_TIMEOUT)
 
     def finish(self, deadline: float) -> bool:
-        """Read to the end; False when that has not come by ``deadline``. Raises TransportError for too much output."""
+        """Read until the command ends; False if it has not ended by ``deadline`` (monotonic time).
+
+        Raises TransportError if stdout grows beyond ``MAX_LINE`` bytes.
+        """
         while self.read(max(0.0, deadline - time.monotonic())):
             if len(self.stdout) > MAX_LINE:
-                raise TransportError(f"more than {MAX_LINE >> 20} MiB came from one command")
+                raise TransportError(f"a command printed more than {MAX_LINE >> 20} MiB")
             if time.monotonic() >= deadline:
                 return False
         return self.await_status(max(0.0, deadline - time.monotonic()))
 
     def take_lines(self) -> list[str]:
-        """Complete lines of stdout, taken out. A line that is cut off stays behind: half a line is none. Raises
-        TransportError for one that is too long."""
+        """Remove and return the complete lines of stdout; an incomplete last line stays in the buffer.
+
+        Raises TransportError for a line of more than ``MAX_LINE`` bytes.
+        """
         end = self.stdout.rfind(b"\n") + 1
         lines = self.stdout[:end].split(b"\n")[:-1]
         del self.stdout[:end]
         if len(self.stdout) > MAX_LINE:
-            raise TransportError(f"a line of more than {MAX_LINE >> 20} MiB came")
+            raise TransportError(f"a command printed a line of more than {MAX_LINE >> 20} MiB")
         return [line.rstrip(b"\r").decode("utf-8", "replace") for line in lines]
 
     def await_pid(self, deadline: float) -> int:
-        """The command's pid; 0 when it has not written it by ``deadline``."""
+        """The command's pid; 0 if it has not written it by ``deadline`` (monotonic time)."""
         while not self.pid and time.monotonic() < deadline and self.read(max(0.0, deadline - time.monotonic())):
             pass
         return self.pid
@@ -132,7 +142,7 @@ class Process(ABC):
 
 
 class PipeProcess(Process):
-    """A command behind the pipes of a process here."""
+    """A subprocess of the launcher: a local command, or an ssh client that runs a remote one."""
 
     def __init__(self, argv: Sequence[str], cwd: Path | None = None):
         super().__init__()
@@ -142,7 +152,7 @@ class PipeProcess(Process):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # its own process group; Ctrl-C on our terminal is not for it
+            start_new_session=True,  # its own process group: Ctrl-C on the launcher's terminal must not end it
         )
         assert self.process.stdin and self.process.stdout and self.process.stderr
         self._stdin, self._writing = self.process.stdin, threading.Lock()
@@ -179,7 +189,7 @@ class PipeProcess(Process):
         return self.process.returncode is not None
 
     def close(self) -> None:
-        """End the process here; a feeder that waits for room in the pipe ends with it."""
+        """Kill the subprocess, which also unblocks the thread of ``feed``, and close the pipes."""
         self.process.kill()
         self.process.wait()
         self.join_feeder()
@@ -191,22 +201,22 @@ class PipeProcess(Process):
 
 
 class ProcessTransport(Transport):
-    """Runs commands; subclasses know how one is started and ended."""
+    """Base of transports that run commands as a ``Process``; subclasses start and kill them."""
 
     @abstractmethod
     def _begin(self, command: Command, deadline: float) -> Process:
-        """Start a command."""
+        """Start a command by ``deadline`` (monotonic time)."""
 
     @abstractmethod
     def _kill(self, process: Process) -> None:
-        """End a command and its children; nothing to do where it has ended."""
+        """Kill a command and its children, unless it has ended."""
 
     def status_of(self, process: Process) -> int:
-        """Exit status of a command whose output has ended."""
+        """Exit status of a command whose output has ended; -1 if unknown."""
         return -1 if process.status is None else process.status
 
     def translated(self) -> AbstractContextManager[None]:
-        """Within the block, errors of the connection become ``TransportError``."""
+        """A context in which errors of the connection are raised as TransportError."""
         return nullcontext()
 
     @contextmanager
@@ -262,7 +272,7 @@ class ProcessTransport(Transport):
 
 
 class ProcessTalk(Talk):
-    """``end`` ends the command, if it runs, and lets it go."""
+    """A ``Talk`` with a ``Process``; ``end`` kills the command if it is still running and closes it."""
 
     def __init__(self, transport: ProcessTransport, process: Process, name: str, end: Callable[[], None]):
         self._transport, self._process, self._name, self._end = transport, process, name, end
@@ -274,7 +284,7 @@ class ProcessTalk(Talk):
             try:
                 self._process.send(line.encode() + b"\n")
             except OSError:
-                self._transport.status_of(self._process)  # raises where it is the connection that is gone
+                self._transport.status_of(self._process)  # raises ConnectionLost if the connection is lost
                 raise TransportError(f"`{self._name}` has ended", **self._where()) from None
 
     def receive(self, timeout: float) -> str | None:
@@ -299,7 +309,7 @@ class ProcessTalk(Talk):
         if self._closed:
             return
         self._closed = True
-        with suppress(TransportError):  # a command whose connection is gone learns by end of file
+        with suppress(TransportError):  # with a lost connection, the command sees end of file on its stdin
             with suppress(Exception):
                 self._process.close_input()
                 self._process.await_status(_END_WAIT)

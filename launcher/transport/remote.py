@@ -1,4 +1,4 @@
-"""What both SSH transports share: connecting with retries, and commands and files as sessions of one connection."""
+"""Base of both SSH transports: connects with retries; commands and files are sessions of one connection."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from launcher.transport.errors import CONNECTION_ERRORS, session_error
 from launcher.transport.process import STALL, Process, ProcessTransport
 from launcher.transport.ssh_config import Route, find_route
 
-_ATTEMPTS = 6  # of a connection that is dropped before login
+_ATTEMPTS = 6  # attempts if the host closes the connection before login
 
-_PROXY_ATTEMPTS = 3  # a ProxyCommand that ends does not say why
+_PROXY_ATTEMPTS = 3  # fewer for a ProxyCommand, whose end may have any reason
 
-_LOGINS_AT_ONCE = 8  # at one address; sshd's default MaxStartups drops some from the tenth on
+_LOGINS_AT_ONCE = 8  # logins in parallel at one address; sshd's default MaxStartups refuses some from the tenth on
 
-# sshd allows ten sessions on a connection (MaxSessions): six commands, one that ends another, two SFTP, one ping
+# sshd allows ten sessions per connection (MaxSessions): six commands, one that kills another, two SFTP, one ping
 _COMMAND_SLOTS = 6
 
 _SFTP_SLOTS = 2
 
-_KILL_TIMEOUT = 5.0
+_KILL_TIMEOUT = 5.0  # seconds
 
-# bash, as dash knows no `kill --`. SIGTERM to the group (where the login shell led none: the process),
-# SIGKILL a second later
+# Sends SIGTERM to the process group (or to the process if it leads none) and SIGKILL a second later. Needs bash, as
+# dash does not support `kill --`.
 _KILL = (
     'kill -TERM -- "-$0" 2>/dev/null || kill -TERM "$0"; '
     'for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.1; kill -0 -- "-$0" || exit 0; done 2>/dev/null; kill -KILL -- "-$0"'
 )
 
-_CHUNK = 32768  # the largest SFTP packet every server takes
+_CHUNK = 32768  # bytes; the largest SFTP packet that every server accepts
 
-_READ_AHEAD = 1 << 23  # bytes asked for at a time; paramiko's own limit on a prefetch sleeps between requests
+_READ_AHEAD = 1 << 23  # bytes per prefetch; paramiko's own limit sleeps between requests
 
 
 class Dropped(Exception):
-    """A host hung up before the login, as a busy sshd does; ``error`` is what to raise when it does so again."""
+    """The host closed the connection before login, as a busy sshd does; ``error`` is raised if retries fail."""
 
     def __init__(self, error: TransportError):
         super().__init__(str(error))
@@ -58,7 +58,7 @@ class Dropped(Exception):
 
 
 class RemoteTransport(ProcessTransport):
-    """A node behind SSH. ``connect`` opens the connection, anew after ``ConnectionLost``."""
+    """A connection to one node by SSH. After ConnectionLost, ``connect`` opens it again."""
 
     def __init__(self, node: NodeConfig, host_keys: HostKeys, credentials: Credentials, node_rank: int | None = None):
         self.node, self.host_keys, self.credentials = node, host_keys, credentials
@@ -70,7 +70,7 @@ class RemoteTransport(ProcessTransport):
 
     @abstractmethod
     def _open(self, route: Route, timeout: float) -> None:
-        """Connect and log in. Raises ``TransportError``, and ``Dropped`` when another try may help."""
+        """Connect and log in. Raises TransportError, or Dropped if another attempt may help."""
 
     @abstractmethod
     def _alive(self) -> bool: ...
@@ -80,14 +80,15 @@ class RemoteTransport(ProcessTransport):
 
     @abstractmethod
     def _await_end(self) -> None:
-        """Wait a moment for the connection to notice that it is lost, as a writer may learn of it before."""
+        """Wait up to a second until ``_alive`` turns False: a failed write may be the first sign of a lost
+        connection."""
 
     @abstractmethod
-    def _let_go(self) -> None:
-        """Close the connection, if there is one."""
+    def _disconnect(self) -> None:
+        """Close the connection, if it is open."""
 
     def connect(self, timeout: float) -> None:
-        """A connection that is dropped before the login is tried again, a wrong key or password is not."""
+        """Open the connection. An attempt that the host drops before login is repeated; a refused login is not."""
         with self._opening:
             if self._alive():
                 return
@@ -109,7 +110,7 @@ class RemoteTransport(ProcessTransport):
             self._close()
 
     def _close(self) -> None:
-        self._let_go()
+        self._disconnect()
         for sftp in self._sftp_idle:
             sftp.close()
         self._sftp_idle.clear()
@@ -139,7 +140,7 @@ class RemoteTransport(ProcessTransport):
 
     def status_of(self, process: Process) -> int:
         if process.status in (None, -1) and not self._alive():
-            raise EOFError("it is down")
+            raise EOFError("it was closed")
         return super().status_of(process)
 
     @contextmanager
@@ -148,7 +149,7 @@ class RemoteTransport(ProcessTransport):
             yield
         except CONNECTION_ERRORS as error:
             if isinstance(error, OSError) and self._alive():
-                raise  # from the caller's own callback; the connection is sound
+                raise  # the caller's own callback raised it; the connection works
             if isinstance(error, EOFError):
                 self._await_end()
             raise session_error(error, self._alive(), self.target, self.node_rank) from error
@@ -167,7 +168,7 @@ class RemoteTransport(ProcessTransport):
                     if on_bytes:
                         on_bytes(len(data))
             if (sftp.stat(path).st_size or 0) < src.tell():
-                raise OSError(None, "it is shorter than what was sent; is the disk full?")
+                raise OSError(None, "the file is shorter than the data sent; check whether the disk is full")
 
     def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
         path = _relative_to_home(dest)
@@ -180,7 +181,7 @@ class RemoteTransport(ProcessTransport):
                     out.write(data)
                 sftp.posix_rename(beside, path)
             except OSError:
-                with suppress(OSError):  # the first error says why; this one only tidies up
+                with suppress(OSError):  # cleanup only; the first error is raised
                     sftp.remove(beside)
                 raise
 
@@ -201,10 +202,10 @@ class RemoteTransport(ProcessTransport):
 
     @contextmanager
     def _sftp(self, verb: str, path: str) -> Iterator[paramiko.SFTPClient]:
-        """An SFTP session for this caller alone; sessions stay open for the next."""
+        """An SFTP session for this caller alone; idle sessions stay open and are reused."""
         with self._sftp_slots, self.translated():
             if not self._alive():
-                raise EOFError("it is down")
+                raise EOFError("it was closed")
             sftp = self._sftp_idle.pop() if self._sftp_idle else self._begin_sftp()
             try:
                 yield sftp
@@ -224,12 +225,12 @@ class RemoteTransport(ProcessTransport):
     def _file_error(self, verb: str, path: str, error: OSError) -> RemoteFileError:
         why = error.strerror or str(error)
         if why == "Failure":
-            why = "the host says only `Failure`; often the disk is full"
+            why = "the host reports only `Failure`; check whether the disk is full"
         message = f"cannot {verb} {path}: {why}"
         return RemoteFileError(message, errno=error.errno, host=self.target, node_rank=self.node_rank)
 
 
-# -- logins at one place ---------------------------------------------------
+# -- limits of parallel logins ---------------------------------------------
 
 _turns_lock = threading.Lock()
 
@@ -238,7 +239,7 @@ _turns: dict[str, threading.BoundedSemaphore] = {}
 
 @contextmanager
 def login_turn(route: Route) -> Iterator[None]:
-    """Wait until few enough others are logging in at the end of the route, or through its proxy."""
+    """Limit parallel logins to ``_LOGINS_AT_ONCE`` per address, and per proxy or jump host."""
     last, through = route[-1], route[-2].target if len(route) > 1 else ""
     place = last.proxy_command.replace(last.host, "") or f"{through} {last.host}:{last.port}"
     with _turns_lock:
@@ -251,7 +252,7 @@ def login_turn(route: Route) -> Iterator[None]:
 
 
 def _open_for_writing(sftp: paramiko.SFTPClient, path: str, mode: str) -> paramiko.SFTPFile:
-    """Open; where the folder is missing, make it first."""
+    """Open a file; create its folder first if it is missing (except for mode ``r+``)."""
     try:
         return sftp.open(path, mode)
     except FileNotFoundError:
@@ -271,9 +272,9 @@ def _make_folder(sftp: paramiko.SFTPClient, folder: str) -> None:
         try:
             sftp.mkdir(folder)
         except OSError:
-            sftp.stat(folder)  # another thread may have made it
+            sftp.stat(folder)  # another thread may have created it
 
 
 def _relative_to_home(path: str) -> str:
-    """SFTP begins in the login folder and knows no ``~``."""
+    """``path`` for SFTP, which starts in the home folder and does not expand ``~``."""
     return "." if path == "~" else path.removeprefix("~/")

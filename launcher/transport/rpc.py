@@ -1,4 +1,7 @@
-"""Calls our standard-library programs on a node before any of our code is there."""
+"""Runs the programs of ``launcher/node/programs`` on a node, by sending their source to a Python there.
+
+Nothing has to be installed on the node; the programs use the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,17 @@ from launcher.errors import NodeCallError, TransportError
 from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
-OLDEST = (3, 8)
+OLDEST = (3, 8)  #: oldest Python that can run the programs; training needs a newer one
 
-_OTHER = "set `python`, `venv` or `conda` of this node to a newer one"
+_OTHER = "set `python`, `venv` or `conda` of this node to Python 3.10 or newer"
 
 _CLOCK_ROUNDS = 2
 
-_SHOWN = 100  # characters of an answer that is none
+_SHOWN = 100  # characters of an invalid reply in a message
 
 _PARSING = threading.Lock()
 
-# stdin is the source of node/programs/agent.py as a literal on a line, then what it wants to read
+# stdin: one line with the source of node/programs/agent.py as a string literal, then the agent's requests
 _BOOT = f"""
 import sys
 if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
@@ -53,7 +56,8 @@ def program_source(name: str) -> str:
 
 @cache
 def bundle(name: str) -> dict[str, str]:
-    """Sources of a node program and of all of ours that it imports, by dotted name below ``launcher.node``."""
+    """Sources of a program and of all ``launcher.node`` modules that it imports, by dotted name below
+    ``launcher.node``."""
     sources: dict[str, str] = {}
     waiting = [f"programs.{name}"]
     while waiting:
@@ -67,23 +71,23 @@ def bundle(name: str) -> dict[str, str]:
 
 
 def _module_file(module: str) -> Path:
-    """File of a module below ``launcher.node``, by its dotted name there."""
+    """Source file of a module, given by its dotted name below ``launcher.node``."""
     return _NODE.joinpath(*module.split(".")).with_suffix(".py")
 
 
 class NodeAgent:
-    """A Python on one node that runs our programs one after another (``node/programs/agent.py``).
+    """A Python process on a node that runs programs one after another (``node/programs/agent.py``).
 
-    ``python`` is the interpreter as an argv prefix with its setup lines, as made by
-    ``launcher.plan.placement.interpreter``. For one thread at a time; leaving the context ends it.
+    ``python``: the interpreter as an argv prefix with its setup lines, from ``launcher.plan.placement.interpreter``.
+    For use by one thread at a time. Leaving the context ends the process.
     """
 
     def __init__(self, transport: Transport, python: Command):
         self._transport, self._python = transport, python.argv[0]
-        # -S: reading .pth files takes longer than starting Python; packages.py finds its way without
+        # -S: reading .pth files takes longer than starting Python; packages.py finds site-packages by itself
         self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", _BOOT)))
         self._sent: set[str] = set()
-        with suppress(TransportError):  # the first call tells
+        with suppress(TransportError):  # the first call raises it
             self._talk.send(repr(program_source("agent")))
 
     def __enter__(self) -> NodeAgent:
@@ -95,17 +99,18 @@ class NodeAgent:
         self.close()
 
     def call(self, program: str, request: dict[str, Any], timeout: float) -> Any:
-        """Reply of ``launcher/node/programs/<program>.py``. Raises ``TransportError`` and ``NodeCallError``."""
+        """Run ``launcher/node/programs/<program>.py`` and return its reply. Raises TransportError, NodeCallError."""
         sources = {name: source for name, source in bundle(program).items() if name not in self._sent}
         self._sent |= sources.keys()
         answer = self._exchange({"program": program, "sources": sources, "request": request}, timeout)
         if "reply" not in answer:
             last = "\n    ".join(answer.get("error", "").strip().splitlines()[-5:])
-            raise NodeCallError(f"{self._python} failed at {program}:\n    {last}", **_where(self._transport))
+            message = f"gnnfleet's program {program} failed in {self._python}:\n    {last}"
+            raise NodeCallError(message, **_where(self._transport))
         return answer["reply"]
 
     def clock_offset(self, timeout: float) -> float:
-        """The node's clock minus this machine's, seconds: by the quickest of a few round trips."""
+        """The node's clock minus the launching machine's, in seconds, from the faster of two round trips."""
         best, offset = math.inf, 0.0
         for _ in range(_CLOCK_ROUNDS):
             before = time.time()
@@ -117,7 +122,7 @@ class NodeAgent:
 
     def _exchange(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
-        with suppress(TransportError):  # it has ended, or the line is gone: receive tells which
+        with suppress(TransportError):  # receive tells an ended process from a lost connection
             self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
@@ -125,43 +130,43 @@ class NodeAgent:
         raise _ended(self._talk.ended(), self._python, self._transport)
 
     def _checked(self, text: str) -> dict[str, Any]:
-        """The answer in a line, as ``node/programs/agent.py`` writes it. Raises ``NodeCallError``."""
+        """Parse and check a reply of ``node/programs/agent.py``. Raises NodeCallError."""
         with suppress(ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError):
             answer = parsed(text)
             received, sent = answer["times"]
             if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):
                 return dict(answer)
-        raise NodeCallError(f"{self._python} gives no answer of ours: {text[:_SHOWN]!r}", **_where(self._transport))
+        raise NodeCallError(f"invalid reply from {self._python}: {text[:_SHOWN]!r}", **_where(self._transport))
 
     def close(self) -> None:
-        """End the agent. Safe to call twice."""
+        """End the process. Safe to call twice."""
         self._talk.close()
 
 
 def parsed(text: str) -> Any:
-    """``literal_eval``; CPython 3.11 counts the depth of all threads' parsing together, and may fail (gh-106905)."""
+    """``literal_eval`` under a lock: CPython 3.11 counts the parser depth of all threads together (gh-106905)."""
     with _PARSING:
         return literal_eval(text)
 
 
 def call(transport: Transport, python: Command, program: str, request: dict[str, Any], timeout: float) -> Any:
-    """Reply of ``launcher/node/programs/<program>.py`` in a Python of its own.
+    """Run ``launcher/node/programs/<program>.py`` in a new Python process and return its reply.
 
-    ``request`` is JSON: its tuples arrive as lists. Raises ``TransportError`` and ``NodeCallError``.
+    ``request`` must be serialisable as JSON; tuples arrive as lists. Raises TransportError, NodeCallError.
     """
     with NodeAgent(transport, python) as agent:
         return agent.call(program, json.loads(json.dumps(request)), timeout)
 
 
 def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:
-    """What to say when the interpreter ended without a reply."""
-    said = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    """The error for an interpreter that ended without a reply."""
+    stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
     where: dict[str, Any] = _where(transport)
     if done.returncode in (126, 127):
-        why = said[-1] if said else "not found"
-        remedy = "set `python`, `venv` or `conda` of this node"
+        why = stderr[-1] if stderr else "not found"
+        remedy = "set `python`, `venv` or `conda` of this node to an existing Python"
         return NodeCallError(f"cannot run {python} ({why})", remedy=remedy, **where)
-    last = "\n    ".join(said[-5:]) or "it printed nothing"
+    last = "\n    ".join(stderr[-5:]) or "it printed nothing"
     return NodeCallError(f"{python} ended with status {done.returncode}:\n    {last}", **where)
 
 

@@ -1,7 +1,7 @@
-"""What ``ssh HOST`` would do: ssh_config resolved for a host and for the jump hosts on the route to it.
+"""Resolves ssh_config for a host and for the jump hosts on the route to it.
 
-``ssh -G HOST`` answers, so that Match, Include and canonical names mean what they mean to OpenSSH. Where no OpenSSH
-client is installed, paramiko's parser reads the files.
+The options come from ``ssh -G HOST``, so that Match, Include and canonical names work as in OpenSSH. Without an OpenSSH
+client, paramiko's parser reads the files.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _MAX_INCLUDES = 16  # as OpenSSH
 
 _MAX_HOPS = 16
 
-_VALID = 30.0  # seconds; in another network, Match exec may say something else
+_VALID = 30.0  # seconds that resolved options are cached; the result of Match exec may depend on the current network
 
-_RESOLVE_TIMEOUT = 20.0  # seconds; Match exec and canonical names may ask the network
+_RESOLVE_TIMEOUT = 20.0  # seconds; Match exec and canonical names may wait for the network
 
-Options = Mapping[str, Sequence[str]]  #: values of each keyword, in lower case, in the order found
+Options = Mapping[str, Sequence[str]]  #: values by keyword in lower case, in the order found
 
-Blocks = Sequence[tuple[Sequence[str], Sequence[str]]]  #: of ssh_config: patterns of a ``Host`` line, lines below it
+Blocks = Sequence[
+    tuple[Sequence[str], Sequence[str]]
+]  #: per ``Host`` line of ssh_config: its patterns, the lines below
 
-#: What paramiko's parser leaves out.
+#: OpenSSH's defaults that paramiko's parser does not add
 _DEFAULTS: Options = {
     "identityfile": [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")],
     "userknownhostsfile": ["~/.ssh/known_hosts ~/.ssh/known_hosts2"],
@@ -58,7 +60,7 @@ _ONLY_OPENSSH = {
 
 _FAMILIES = {"inet": socket.AF_INET, "inet6": socket.AF_INET6}
 
-#: ProxyJump by its older name
+#: a ProxyCommand with ``ssh -W``, which means the same as ProxyJump
 _JUMP = re.compile(
     r"(?:\S*/)?ssh (?:-[aqTx]+ )*(?:-W \[?%h]?:%p (?:-[aqTx]+ )*([^\s%-][^\s%]*)|([^\s%-][^\s%]*) -W \[?%h]?:%p)"
 )
@@ -66,27 +68,27 @@ _JUMP = re.compile(
 
 @dataclass(frozen=True)
 class SshHost:
-    """Where and as whom to log in on one machine, and which keys the machine may show."""
+    """Options for one SSH connection, resolved from ssh_config."""
 
     name: str  #: as the user wrote it
     host: str
     port: int
     user: str
-    jumps: tuple[str, ...]  #: jump hosts in the order they are visited, as ``user@host:port``
-    proxy_command: str  #: shell command whose pipes are the connection; "" for none
-    identity_files: tuple[str, ...]  #: private keys (or public halves of keys in the agent); need not exist
+    jumps: tuple[str, ...]  #: jump hosts in connection order, as ``user@host:port``
+    proxy_command: str  #: shell command whose stdin and stdout are the connection; "" for none
+    identity_files: tuple[str, ...]  #: private keys, or public keys of keys in the agent; need not exist
     certificate_files: tuple[str, ...]
     agent: str  #: socket of the ssh-agent, "" for none
     identities_only: bool  #: of the agent's keys, only those in ``identity_files`` are offered
     uses_keys: bool
     key_alias: str  #: name in known_hosts; "" without HostKeyAlias
-    known_hosts: tuple[Path, ...]  #: new keys are written to the first
+    known_hosts: tuple[Path, ...]  #: new keys are added to the first file
     checking: str  #: StrictHostKeyChecking: ask, yes, accept-new or no
-    family: int  #: address family, 0 for any
+    family: int  #: address family (``socket.AF_INET``, ``AF_INET6``), 0 for any
     bind_address: str
-    connect_timeout: float  #: seconds; 0 where ssh_config has none
-    only_openssh: str  #: the keyword that paramiko cannot follow, or ""
-    has_control_path: bool  #: the user may keep a connection open himself (ControlMaster)
+    connect_timeout: float  #: seconds; 0 if ssh_config sets none
+    only_openssh: str  #: a keyword in use that paramiko does not support, or ""
+    has_control_path: bool  #: ControlPath is set, so that the user may have an open ControlMaster
 
     @property
     def target(self) -> str:
@@ -95,7 +97,7 @@ class SshHost:
 
     @property
     def ssh_arguments(self) -> str:
-        """What a person types after ``ssh``."""
+        """Arguments of ``ssh`` to reach this host, for messages."""
         port = f"-p {self.port} " if self.port != 22 else ""
         return f"{port}{self.user}@{self.host}"
 
@@ -104,14 +106,14 @@ Route = tuple[SshHost, ...]  #: jump hosts first, the node last
 
 
 def find_route(name: str, user: str | None = None, port: int | None = None, node_rank: int | None = None) -> Route:
-    """All machines on the route to ``name``. Raises ``TransportError`` for an ssh_config that cannot be used."""
+    """All hosts on the route to ``name``. Raises TransportError for an ssh_config that cannot be used."""
     try:
         route = [_resolved(name, user, port)]
         jumps: Sequence[str] = route[0].jumps
         seen = {name}
         while jumps and len(route) < _MAX_HOPS:
             jump_user, jump, jump_port = _split_destination(jumps[-1])
-            if jump in seen:  # `Host *` with a ProxyJump: the jump host itself is reached directly
+            if jump in seen:  # a ProxyJump under `Host *`: the jump host itself is connected directly
                 break
             seen.add(jump)
             route.insert(0, _resolved(jump, jump_user, jump_port))
@@ -122,12 +124,12 @@ def find_route(name: str, user: str | None = None, port: int | None = None, node
 
 
 def ssh_program() -> str | None:
-    """Path of the OpenSSH client, if there is one."""
+    """Path of the OpenSSH client; None if it is not installed."""
     return shutil.which("ssh")
 
 
 def ssh_argv(user: str | None, port: int | None) -> list[str]:
-    """The words before the host name with which OpenSSH reads the same config and logs in as the same user."""
+    """argv of ssh up to the host name, so that OpenSSH reads the same config file and logs in as the same user."""
     argv = [ssh_program() or "ssh"]
     if not is_home_of_passwd():
         argv += ["-F", str(_user_config()) if _user_config().is_file() else "none"]
@@ -136,14 +138,16 @@ def ssh_argv(user: str | None, port: int | None) -> list[str]:
 
 
 def is_home_of_passwd() -> bool:
-    """Whether $HOME is the folder in which OpenSSH looks: that in /etc/passwd."""
+    """Whether $HOME is the home folder in /etc/passwd, the only one that OpenSSH uses."""
     return os.path.expanduser("~") == _passwd_home()
 
 
 def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
-    """Lines of ~/.ssh/config, those of included files in their place; after them the block they stood in goes on.
+    """Lines of ~/.ssh/config, with the lines of included files in place of top-level ``Include`` lines.
 
-    An ``Include`` line within a block is among them, as it depends on the block."""
+    After an included file the current block is opened again. An ``Include`` below a ``Host`` or ``Match`` line is
+    also yielded itself, as it depends on that line.
+    """
     path = path or _user_config()
     if not path.is_file() or depth > _MAX_INCLUDES:
         return
@@ -166,11 +170,11 @@ def config_lines(path: Path | None = None, depth: int = 0) -> Iterator[str]:
 
 @dataclass
 class _Entry:
-    """What is known of some hosts; ``lock`` is held while OpenSSH is asked, so that it is asked once."""
+    """Cached options of the hosts to which the same lines of ssh_config apply."""
 
-    when: float = 0.0
+    when: float = 0.0  #: monotonic time of the lookup
     options: Options | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  #: held during ``ssh -G``, which runs once
 
 
 _entries: dict[tuple[object, ...], _Entry] = {}
@@ -181,9 +185,9 @@ _entries_lock = threading.Lock()
 def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
     config = _user_config()
     stamp = (config.stat().st_mtime_ns, config.stat().st_size) if config.is_file() else None
-    host, kind = _kind(name, _blocks(config, stamp))
+    host, key = _lookup_key(name, _blocks(config, stamp))
     with _entries_lock:
-        entry = _entries.setdefault((config, stamp, kind, user, port), _Entry())
+        entry = _entries.setdefault((config, stamp, key, user, port), _Entry())
     with entry.lock:
         if entry.options is None or time.monotonic() - entry.when > _VALID:
             entry.options = _by_openssh(name, user, port) if ssh_program() else _by_paramiko(name)
@@ -191,21 +195,22 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
     return _ssh_host(name, user, port, {**entry.options, "hostname": [host]} if host else entry.options)
 
 
-def _kind(name: str, blocks: Blocks | None) -> tuple[str, object]:
-    """HostName, and what is equal for names to which the same other lines apply: OpenSSH is asked about one of them.
+def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
+    """The HostName of ``name``, and a key that is equal for all names with the same other options.
 
-    It takes 5 ms of a processor, which 100 hosts would notice. Where this cannot be told, it is ("", the name).
+    ``ssh -G`` then runs once per key: it takes 5 ms of CPU time, which adds up for 100 hosts. Returns ("", name) if
+    the config does not allow this.
     """
     if blocks is None or name != name.lower() or ssh_program() is None:
         return "", name
-    lines = [line.split(None, 1) for patterns, lines in blocks if is_about(name, patterns) for line in lines]
+    lines = [line.split(None, 1) for patterns, lines in blocks if host_matches(name, patterns) for line in lines]
     hosts = [value for keyword, value in lines if keyword.lower() == "hostname"]
     return (hosts or [name])[0], tuple(f"{key} {value}" for key, value in lines if key.lower() != "hostname")
 
 
 @lru_cache(maxsize=16)
 def _blocks(config: Path, stamp: object) -> Blocks | None:
-    """Patterns of each ``Host`` line, and the lines below it; None where more than these may tell hosts apart."""
+    """The ``Host`` blocks of ssh_config; None if options may depend on more than ``Host`` patterns (Match, tokens)."""
     blocks: list[tuple[list[str], list[str]]] = [(["*"], [])]
     for line in (*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)):
         keyword, *values = line.replace("=", " ", 1).replace('"', " ").split() or ["#"]
@@ -220,8 +225,11 @@ def _blocks(config: Path, stamp: object) -> Blocks | None:
     return blocks
 
 
-def is_about(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a line with these patterns, of ssh_config or known_hosts, is about a host; only * and ? are wildcards."""
+def host_matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a line of ssh_config or known_hosts with these patterns applies to a host.
+
+    Only ``*`` and ``?`` are wildcards; ``!`` excludes.
+    """
     found = [
         each for each in patterns if fnmatch.fnmatchcase(name.lower(), each.lower().lstrip("!").replace("[", "[[]"))
     ]
@@ -229,12 +237,12 @@ def is_about(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _by_openssh(name: str, user: str | None, port: int | None) -> Options:
-    """What ``ssh -G`` prints; raises ``OSError`` with its words for a config that it refuses."""
+    """Options printed by ``ssh -G``. Raises OSError with its error message for an invalid config."""
     argv = [*ssh_argv(user, port), "-T", "-G", "--", name]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_RESOLVE_TIMEOUT)
     if done.returncode:
         raise OSError("; ".join(done.stderr.strip().splitlines()) or f"ssh -G exited {done.returncode}")
-    # ssh expands ~ to the home in /etc/passwd; ours is $HOME
+    # ssh expands ~ to the home folder in /etc/passwd; gnnfleet uses $HOME
     text = done.stdout.replace(f" {_passwd_home()}/.ssh/", f" {os.path.expanduser('~')}/.ssh/")
     options: dict[str, list[str]] = {}
     for line in text.splitlines():
@@ -250,7 +258,7 @@ def _by_paramiko(name: str) -> Options:
 
 
 def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -> SshHost:
-    """``user`` and ``port`` are given for this login alone and go before what ``options`` say."""
+    """Convert options to an ``SshHost``; ``user`` and ``port`` override those in ``options``."""
 
     def value(keyword: str, default: str = "") -> str:
         found = (options.get(keyword) or [default])[0]
@@ -296,7 +304,7 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
 
 
 def _tokens(name: str, host: str, port: int, user: str, key_alias: str) -> Mapping[str, str]:
-    """What ``%h`` and its like stand for; OpenSSH alone knows the others."""
+    """Values of the tokens of ssh_config, such as ``%h``; the others are left to OpenSSH."""
     machine = socket.gethostname()
     return {
         "%": "%",

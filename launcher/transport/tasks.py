@@ -1,4 +1,4 @@
-"""Tasks of one's own on a cluster's hosts, in fabric's terms, over the connections that a launch would open.
+"""Runs a user's own fabric tasks on the hosts of a cluster.yml, over the connections that a launch would open.
 
 ::
 
@@ -28,8 +28,12 @@ from launcher.transport.ssh import SshTransport
 def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[ThreadingGroup]:
     """A fabric group of the nodes of a cluster.yml, in node_rank order, logged in as a launch logs in.
 
-    ``overrides`` are as ``--set``. Raises ConfigError, TransportError for the first node that cannot be
-    reached, UsageError where there is no SSH connection that fabric could use. Closed at the end.
+    Args:
+        path: the cluster.yml.
+        overrides: values of ``--set``, such as ``"host_keys=accept-new"``.
+
+    The connections are closed at the end of the ``with`` block. Raises ConfigError, TransportError for the first node
+    that cannot be reached, UsageError for a node without an SSH connection that fabric can use.
     """
     config = load_config(Path(path), overrides)
     if config.transport == "local":
@@ -42,7 +46,7 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
 
 
 def _connection(config: ClusterConfig, node_rank: int, opened: Transport | TransportError) -> Connection:
-    """The node's open fabric connection, under the name that the config gives the host."""
+    """The node's open fabric connection, with ``host`` set to the name in the config."""
     if isinstance(opened, TransportError):
         raise opened
     if not isinstance(opened, SshTransport) or opened.connection is None:

@@ -96,7 +96,7 @@ def test_a_damaged_line_is_a_broken_line_that_is_taken_up_again(tmp_path: Path, 
     assert followed.results[0]["state"] == "done" and not followed.lost
     assert node.offsets == [{}, {"logs/rank0.log": 40}], "from the last line that was whole"
     assert node.stops == 1 and "told twice" not in scene.said and "second" in scene.said
-    assert "line lost (a damaged line" in scene.said or "came with something else" in scene.said
+    assert "disconnected (a damaged line" in scene.said or "came with something else" in scene.said
 
 
 def test_a_line_after_what_a_profile_prints_without_a_line_end_is_heard(tmp_path: Path) -> None:
@@ -140,14 +140,14 @@ def test_the_console_of_all_commands_shows_no_escapes(capsys: pytest.CaptureFixt
 
 def test_a_line_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
-    with pytest.raises(TransportError, match="a line of more than 1 MiB came"):
+    with pytest.raises(TransportError, match="printed a line of more than 1 MiB"):
         LocalTransport().stream(Command(("cat", "/dev/zero")), print, threading.Event())
 
 
 def test_output_without_an_end_is_not_gathered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a command prints is bounded; of its errors, the last are kept."""
     monkeypatch.setattr(process, "MAX_LINE", 1 << 20)
-    with pytest.raises(TransportError, match="more than 1 MiB came from one command"):
+    with pytest.raises(TransportError, match="a command printed more than 1 MiB"):
         LocalTransport().run(Command(("yes",)), timeout=60)
     monkeypatch.setattr(process, "_MOST_STDERR", 1 << 16)
     done = LocalTransport().run(Command(("sh", "-c", "yes | head -c 10000000 >&2; echo last >&2")), timeout=60)
@@ -189,7 +189,7 @@ def test_without_a_whole_answer_nothing_is_said_of_a_node(tmp_path: Path, told: 
 def test_a_profile_that_prints_a_window_title_does_not_make_stop_fail(tmp_path: Path) -> None:
     told = TITLE + '{"stopped": true, "killed": [{"pid": 3, "command": "x"}], "leftovers": [], "notes": []}\nbye'
     assert stop_session(answering(told), make_node(tmp_path, 0, []), timeout=1.0).killed == ("3 x",)
-    with pytest.raises(FleetError, match="could not stop the run there"):
+    with pytest.raises(FleetError, match="could not stop the run on this node"):
         stop_session(answering('{"stopped": true'), make_node(tmp_path, 0, []), timeout=1.0)
 
 

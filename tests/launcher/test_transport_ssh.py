@@ -105,7 +105,7 @@ def test_no_key_at_all(sshd: Sshd, home: Path) -> None:
 
 def test_a_host_that_takes_no_passwords_says_what_it_takes(home: Path, client: paramiko.PKey) -> None:
     with serving(Sshd(home=home, host_key=new_key(), authorized=client)) as server:
-        with pytest.raises(AuthError, match="takes no password of ann, only publickey"):
+        with pytest.raises(AuthError, match="does not accept a password for ann, only publickey"):
             ssh_to(server, password="right", host_keys="insecure").connect(10)
 
 
@@ -154,7 +154,7 @@ def test_accept_new_learns_the_key_once(sshd: Sshd, key: Path, home: Path) -> No
 
 def test_a_new_key_that_cannot_be_written_down_is_refused(sshd: Sshd, key: Path, home: Path) -> None:
     (home / ".ssh/config").write_text("Host *\n  UserKnownHostsFile ~/.ssh/config/known\n")
-    with pytest.raises(HostKeyError, match=f"cannot be written down: {home}/.ssh/config/known"):
+    with pytest.raises(HostKeyError, match=f"cannot be saved to {home}/.ssh/config/known"):
         ssh_to(sshd, key=key, host_keys="accept-new").connect(10)
 
 
@@ -256,7 +256,7 @@ def test_a_name_that_does_not_resolve(home: Path) -> None:
 def test_a_port_where_something_else_listens(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
-        with pytest.raises(UnreachableError, match="no SSH server speaks there"):
+        with pytest.raises(UnreachableError, match="no SSH server answers there"):
             ssh_to(silent.getsockname()[1], password="x").connect(1)
         assert time.monotonic() - started < 5
 
@@ -282,7 +282,7 @@ def test_a_busy_sshd_that_drops_newcomers_is_asked_again(sshd: Sshd, key: Path) 
 
 def test_one_that_always_drops_is_given_up(sshd: Sshd, key: Path) -> None:
     sshd.hang_up = 1000
-    with pytest.raises(UnreachableError, match="hung up before login.*MaxStartups"):
+    with pytest.raises(UnreachableError, match="closed it before login.*MaxStartups"):
         ssh_to(sshd, key=key).connect(1)
     assert sshd.logins == []
 

@@ -49,7 +49,7 @@ class Scene:
         text = str(caught.value).replace(str(self.home), "HOME")
         text = re.sub(r"(SHA256:)[\w+/]+", r"\1…", text)
         text = re.sub(
-            r"(cannot be used|let in as ann|this host's key|not connect): .*?(?= – |$)", r"\1: (ssh's words)", text
+            r"(cannot be used|log in as ann|this host's key|not connect): .*?(?= – |$)", r"\1: (ssh's words)", text
         )
         self.said.append((how, re.sub(r"\b\d{5}\b", "PORT", text)))
 

@@ -169,7 +169,7 @@ def test_openssh_gets_the_password_by_no_word_and_no_variable(servers: list[Sshd
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="openssh-client is not installed")
 def test_openssh_and_a_wrong_password(servers: list[Sshd]) -> None:
-    with pytest.raises(PasswordRefused, match="ssh was not let in as ann") as caught:
+    with pytest.raises(PasswordRefused, match="ssh could not log in as ann") as caught:
         openssh_to(servers[0], password="wrong").connect(10)
     assert servers[0].logins == ["password refused"]
     assert "wrong" not in str(caught.value)

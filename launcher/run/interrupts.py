@@ -20,9 +20,9 @@ from launcher.run.live_log import LiveLog
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_ECHO = 0.5  # seconds in which a wrapper script passes on what the terminal has sent already
+_ECHO = 0.5  # seconds in which a wrapper script may forward a signal that the terminal has already sent
 
-_TAP = 0.1  # the same where a person may press twice: nobody is quicker
+_TAP = 0.1  # the same where a second Ctrl-C has a meaning; two key presses are never closer
 
 _TWICE = 2.0  # seconds between two Ctrl-C that mean stop
 
@@ -32,20 +32,21 @@ OnInterrupt = Literal["ask", "stop", "detach"]
 
 
 class Interrupts:
-    """While entered, the first signal raises KeyboardInterrupt in the main thread; the second prints
-    ``last_words`` and ends the program with status 130. A signal that was ignored before (``nohup``) stays ignored.
+    """Context manager that handles SIGINT, SIGTERM and SIGHUP.
 
-    Within ``handed_to`` signals are told to a function instead, which may be in the midst of anything.
+    The first signal raises KeyboardInterrupt in the main thread. The second prints ``exit_message`` and ends the
+    program with status 130. A signal that was ignored before (``nohup``) stays ignored. Within ``handed_to``, signals
+    are passed to a function instead.
     """
 
     def __init__(self) -> None:
-        self.meaning = "interrupted; nothing had been started on the nodes"  #: of the first signal, now
-        self.last_words = ""
-        self.last_chance = False  #: the run is being stopped: one more signal leaves at once
-        self.quick = False  #: a person may press twice
-        self.keeps_on = False  #: a closed terminal changes nothing: what is left to do needs none
+        self.message = "interrupted; nothing had been started on the nodes"  #: printed if a signal comes now
+        self.exit_message = ""  #: printed when a second signal ends the program; '': a default text
+        self.exit_on_next = False  #: the run is being stopped: the next signal ends the program
+        self.double_press = False  #: pressing Ctrl-C twice has a meaning
+        self.ignore_hangup = False  #: SIGHUP does not interrupt: the remaining work needs no terminal
         self._raised = False
-        self._last = 0.0
+        self._last = 0.0  # monotonic seconds of the last signal
         self._receiver: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
         self._terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
@@ -65,54 +66,57 @@ class Interrupts:
 
     @contextmanager
     def handed_to(self, receiver: Callable[[int], None]) -> Iterator[None]:
-        """Signals go to ``receiver``, which is called between any two steps of the main thread."""
+        """Pass signals to ``receiver``. It runs inside the signal handler, so it must be reentrant."""
         self._receiver = receiver
         try:
             yield
         finally:
-            self._receiver, self.last_chance = None, False
+            self._receiver, self.exit_on_next = None, False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _silence(self._terminals)
-            if self.keeps_on or self.last_chance:
+            if self.ignore_hangup or self.exit_on_next:
                 return
         now = time.monotonic()
-        if now - self._last < (_TAP if self.quick else _ECHO):
+        if now - self._last < (_TAP if self.double_press else _ECHO):
             return
         self._last = now
-        if self._receiver is not None and not self.last_chance:
+        if self._receiver is not None and not self.exit_on_next:
             self._receiver(number)
-        elif self._raised or self.last_chance:
-            self.leave()
+        elif self._raised or self.exit_on_next:
+            self.exit_now()
         else:
             self._raised = True
             raise KeyboardInterrupt
 
-    def leave(self) -> None:
-        """End the program now, the terminal as it was."""
+    def exit_now(self) -> None:
+        """Restore the terminal, print ``exit_message``, and end the program with status 130."""
         if self._settings is not None:
             with suppress(termios.error):  # the terminal may be gone
                 termios.tcsetattr(0, termios.TCSANOW, self._settings)
         for stream in filter(os.isatty, (1, 2)):
             os.write(stream, _SHOW_CURSOR)  # the live view has hidden it
         remove_unfinished()
-        os.write(sys.stderr.fileno(), f"\n{self.last_words or 'interrupted again: leaving at once'}\n".encode())
+        os.write(sys.stderr.fileno(), f"\n{self.exit_message or 'interrupted again: exiting immediately'}\n".encode())
         os._exit(130)
 
 
 @dataclass
 class Policy:
-    """What a signal means for a run that goes on."""
+    """Decides how a running run reacts to a signal."""
 
     on_interrupt: OnInterrupt
-    can_ask: bool  #: there is a terminal to ask on
-    viewer: bool = False  #: the run is not ours to end unless a person says so
-    _asked: float = -_TWICE
+    can_ask: bool  #: stdin and stdout are a terminal
+    viewer: bool = False  #: ``gnnfleet follow``: stops the run only if the user answers or repeats Ctrl-C
+    _asked: float = -_TWICE  # monotonic seconds of the last signal that asked or detached
 
-    def meaning(self, number: int, now: float) -> OnInterrupt:
-        """``ask`` is for Ctrl-C alone, and its second within two seconds is ``stop``; a closed terminal detaches.
-        A viewer that cannot ask, or is ended by another program, leaves the run alone."""
+    def action(self, number: int, now: float) -> OnInterrupt:
+        """Return the action for signal ``number`` at ``now`` (monotonic seconds).
+
+        ``ask`` applies only to Ctrl-C; a second Ctrl-C within two seconds means ``stop``. SIGHUP means ``detach``. A
+        viewer also detaches on SIGTERM, and when it should ask but has no terminal.
+        """
         if number == signal.SIGHUP or (self.viewer and number == signal.SIGTERM):
             return "detach"
         if self.on_interrupt == "detach" or (number == signal.SIGINT and self.on_interrupt == "ask" and self.can_ask):
@@ -130,14 +134,14 @@ def _terminal_settings() -> Any:
 
 
 def _silence(streams: Sequence[int]) -> None:
-    """The terminal is gone: what is still printed goes nowhere, so that printing cannot fail."""
+    """Redirect ``streams`` to /dev/null, so that printing to a closed terminal does not fail."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nowhere, stream)
 
 
 class Keys:
-    """While entered, keys are read as they are pressed and not echoed; Ctrl-C stays a signal."""
+    """Context manager that reads single key presses without echo; Ctrl-C stays a signal."""
 
     def __init__(self, stream: int | None = None):
         self.stream = sys.stdin.fileno() if stream is None else stream
@@ -159,7 +163,7 @@ class Keys:
             self._before = None
 
     def pressed(self) -> str:
-        """What has been typed by now; '' for nothing. End of file counts as Enter."""
+        """Return the keys typed since the last call; '' if none. End of file counts as Enter."""
         poll = select.poll()  # select() refuses descriptors from 1024 on
         poll.register(self.stream, select.POLLIN)
         if not poll.poll(0):
@@ -172,47 +176,47 @@ _WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "th
 _ANSWERS: dict[str, OnInterrupt | None] = {"s": "stop", "d": "detach", "\n": None, "\r": None}
 
 
-class Talking:
+class InterruptPrompt:
     """Maps signals and key presses to stop, detach or continue. A context manager that restores the terminal."""
 
     def __init__(
         self, live: LiveLog, on_interrupt: OnInterrupt = "stop", *, can_ask: bool | None = None, viewer: bool = False
     ):
         self.live = live
-        self.what = "Ctrl-C"  #: of the last signal
+        self.cause = "Ctrl-C"  #: name of the last signal, for messages
         self.policy = Policy(on_interrupt, at_terminal(live) if can_ask is None else can_ask, viewer)
         self._keys: Keys | None = None
         self._stack = ExitStack()
 
     def signal(self, number: int, now: float) -> OnInterrupt | None:
-        """What a signal asks for; None: a person has been asked."""
-        self.what = _WORDS[signal.Signals(number)]
-        wish = self.policy.meaning(number, now)
-        if wish == "ask":
+        """Return the action for a signal; None: the question is shown and ``answer`` will return it."""
+        self.cause = _WORDS[signal.Signals(number)]
+        action = self.policy.action(number, now)
+        if action == "ask":
             self._ask()
             return None
         self._close()
-        return wish
+        return action
 
     def answer(self) -> OnInterrupt | None:
-        """What the person answered to the open question; None: nothing yet, or that the run should go on."""
+        """Return the answer to the open question; None: no answer yet, or the answer is to continue the run."""
         if self._keys is None:
             return None
         for key in self._keys.pressed().lower():
             if key in _ANSWERS:
-                wish = _ANSWERS[key]
+                action = _ANSWERS[key]
                 self._close()
-                if wish is None:
+                if action is None:
                     self.live.say("the run goes on", "bold")
-                return wish
+                return action
         return None
 
     def _ask(self) -> None:
         board = self.live.board
         self.live.ask(
             [
-                f"{self.what}. Run {board.run_id}: {board.what_runs()}.",
-                "s stop every node, d detach (the run goes on), Enter go on; Ctrl-C again stops",
+                f"{self.cause}. Run {board.run_id}: {board.summary()}.",
+                "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop",
             ]
         )
         if self._keys is None:
@@ -227,7 +231,7 @@ class Talking:
             self._stack.close()
             self.live.ask(())
 
-    def __enter__(self) -> Talking:
+    def __enter__(self) -> InterruptPrompt:
         return self
 
     def __exit__(
@@ -237,5 +241,5 @@ class Talking:
 
 
 def at_terminal(live: LiveLog) -> bool:
-    """Whether somebody sees a question and can answer it."""
+    """Whether the output is a terminal and stdin can answer a question."""
     return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

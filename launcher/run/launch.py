@@ -1,4 +1,4 @@
-"""Launches a run: preflight, partition, plan, sync, start; each stage is one function. Also ``gnnfleet check``."""
+"""Launches a run: connect, preflight, partition, plan, sync, start, follow. Also implements ``gnnfleet check``."""
 
 from __future__ import annotations
 
@@ -47,20 +47,24 @@ from launcher.transport.base import Transport
 
 @dataclass
 class Attachment:
-    """The serving cluster that a run attaches to, and the key that lets the run in."""
+    """The serving cluster that a run attaches to, and the client key of the run."""
 
     serving: ServingCluster
-    key: Secret  #: text of the clients' service.key; '' where nothing is encrypted
-    check_reachable: Callable[[LaunchPlan, Mapping[int, Transport]], list[str]]  #: notes; raises PreflightRefused
-    stays: bool = False  #: the run goes on when its launcher leaves
+    key: Secret  #: content of the run's service.key; '' for a cluster without encryption
+    #: Tests the routes from the nodes to the graph servers; returns notes, raises PreflightRefused.
+    check_reachable: Callable[[LaunchPlan, Mapping[int, Transport]], list[str]]
+    run_continues: bool = False  #: the launcher has detached: the key must stay valid
 
 
-#: Opens the serving cluster to the run of this id for the time of a ``with`` block.
+#: Maps a run id to a context manager that gives the run access to the serving cluster.
 Attach = Callable[[str], AbstractContextManager[Attachment]]
 
 
 class LaunchContext:
-    """What all stages of one launch share; its folder says at any moment how far the launch has got."""
+    """State shared by all stages of one launch. The run folder on this machine records the current stage.
+
+    Creating the context creates the run folder, registers the run, and writes ``config.yml`` and ``launch.json``.
+    """
 
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
@@ -74,11 +78,11 @@ class LaunchContext:
             resumed_from=options.resumed_from,
         )
         self.started = self.file.started
-        self.notes: tuple[str, ...] = ()  #: why nothing was launched, in more words than the error's
+        self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         self.events = self._open_folder()
 
     def _open_folder(self) -> EventLog:
-        """What others need comes first; with launch.json they see that there is this launch."""
+        """Write config.yml before launch.json: other commands find the launch once launch.json exists."""
         try:
             clear(self.folder)
             write_whole(self.folder / "config.yml", to_yaml(self.config), private=True)
@@ -88,34 +92,34 @@ class LaunchContext:
             return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
         except OSError as error:
             raise UsageError(
-                f"the run's folder cannot be made: {error.filename or self.folder}: {error.strerror}; "
-                "choose another place with --runs-dir (or `run.runs_dir`)"
+                f"the run folder cannot be created: {error.filename or self.folder}: {error.strerror}; "
+                "choose another folder with --runs-dir (or `run.runs_dir`)"
             ) from None
 
-    def at(self, stage: Stage, *, detached: bool = False) -> None:
-        """Write down that ``stage`` begins."""
+    def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
+        """Record in launch.json and events.jsonl that ``stage`` begins."""
         self.file = self.file.at(stage, detached=detached)
         try:
             self.file.write(self.folder)
-        except OSError as error:  # a full disk here is no reason to end a run elsewhere
+        except OSError as error:  # a full disk here must not end the run on the nodes
             self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
         self.events.add("stage", stage=stage)
 
-    def keep(self, name: str, text: str) -> None:
-        """Write a file without which nobody could come back to the run."""
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file that later commands need to find the run; raises FleetError when it cannot be written."""
         try:
             write_whole(self.folder / name, text, private=True)
         except OSError as error:
             raise FleetError(
-                f"{self.folder / name} cannot be written: {error.strerror}; nothing has been started. Make room there, "
-                "or choose another place with --runs-dir (or `run.runs_dir`)"
+                f"{self.folder / name} cannot be written: {error.strerror}; nothing has been started. Free disk space, "
+                "or choose another folder with --runs-dir (or `run.runs_dir`)"
             ) from None
 
     def say(self, text: str, style: str = "") -> None:
         self.console.print(Text(text, style), soft_wrap=True)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
-        """The launch ends without a run to report on."""
+        """Record that the launch ends before a run has started; write result.json unless it exists."""
         self.events.add("given-up", stage=self.file.stage, reason=why)
         if not (self.folder / "result.json").exists():
             seconds = time.time() - self.started
@@ -125,36 +129,36 @@ class LaunchContext:
                 write_whole(self.folder / "result.json", json.dumps(values, indent=1) + "\n")
             except OSError as error:
                 self.say(f"cannot write {self.folder}: {error.strerror}", "yellow")
-        self.at("end")
+        self.enter_stage("end")
 
 
 def launch(config: ClusterConfig, options: LaunchOptions, console: Console, attach: Attach | None = None) -> RunReport:
-    """Launch ``config``, follow the run to its end, bring everything here, and report. ``attach``: of a run that reads
-    its graph from a serving cluster.
+    """Launch ``config``, follow the run to its end, collect its files, and report.
 
-    Raises FleetError for what goes wrong before anything runs on the nodes; after that the report says what
-    happened. With ``options.detach`` it returns once the first step has trained.
+    ``attach`` is given for a run that reads its graph from a serving cluster. With ``options.detach`` it returns once
+    the first step has trained. Raises FleetError for failures before anything runs on the nodes; the report has all
+    later ones.
     """
     resolved = resolve_run(config)
     run_id = choose_run_id(config, options.run_id)
-    # a mistake in the command, or in parts that are here, shows before any connection
+    # finds mistakes in the own command and in local parts before any connection is made
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
     context = LaunchContext(resolved, options, run_id, console)
     with Interrupts() as interrupts, closing(context.events):
         try:
             with attach(run_id) if attach else nullcontext() as attached, connected(context) as attempts:
-                facts, transports = passed_preflight(context, attempts, draft)
-                plan = plan_of(context, facts, attached)
+                facts, transports = require_preflight(context, attempts, draft)
+                plan = partition_and_plan(context, facts, attached)
                 if attached:
-                    open_ways(context, attached, plan, transports)
-                report = carry_out(context, plan, facts, transports, interrupts)
+                    check_attachment(context, attached, plan, transports)
+                report = execute_plan(context, plan, facts, transports, interrupts)
                 if attached:
-                    attached.stays = report.state == "detached"
+                    attached.run_continues = report.state == "detached"
         except KeyboardInterrupt:
-            context.give_up("interrupted", interrupts.meaning, Interrupted.exit_status)
-            raise Interrupted(interrupts.meaning) from None
+            context.give_up("interrupted", interrupts.message, Interrupted.exit_status)
+            raise Interrupted(interrupts.message) from None
         except OutOfReach:
-            context.at("train", detached=True)
+            context.enter_stage("train", detached=True)
             raise
         except FleetError as error:
             context.give_up("failed", str(error), error.exit_status)
@@ -164,7 +168,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
 
 @contextmanager
 def connected(context: LaunchContext) -> Iterator[dict[int, Transport | TransportError]]:
-    """A line to every node, or why there is none; closed in the end."""
+    """Connect to every node: yields a Transport, or the error, by node_rank; closes the connections on exit."""
     context.events.add("stage", stage="connect")
     context.say(f"run {context.run_id}: connecting to {count(len(context.config.nodes), 'node')}")
     attempts = connect_all(context.config)
@@ -174,31 +178,37 @@ def connected(context: LaunchContext) -> Iterator[dict[int, Transport | Transpor
         close_all(attempts)
 
 
-def passed_preflight(
-    context: LaunchContext, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, anew: bool = True
+def require_preflight(
+    context: LaunchContext,
+    attempts: Mapping[int, Transport | TransportError],
+    draft: LaunchPlan,
+    *,
+    new_run: bool = True,
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
-    """What preflight learned; raises PreflightRefused when a finding stands against the run. ``anew``: there must be
-    nothing of the run on its nodes yet."""
-    context.at("preflight")
-    report = _preflight(context.config, attempts, draft, run_id=context.run_id if anew else "")
+    """Run preflight and return facts and transports by node_rank; raises PreflightRefused if a finding blocks the run.
+
+    ``new_run``: also check that no files of this run id are on the nodes yet.
+    """
+    context.enter_stage("preflight")
+    report = _preflight(context.config, attempts, draft, run_id=context.run_id if new_run else "")
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
         print_findings(replace(report, findings=tuple(noteworthy)), context.console)
     context.notes = tuple(finding.line() for finding in noteworthy if finding.severity == "block")
     if context.options.as_json:
-        report.refuse_if_blocked()  # with what stands in the way, as the table is not part of the JSON
+        report.refuse_if_blocked()  # its error lists the findings; the table is not part of the JSON
     if report.blocked:
         nodes = sorted({finding.node_rank for finding in noteworthy if finding.severity == "block"})
         raise PreflightRefused(f"preflight refused the run because of {node_ranges(nodes)}; nothing was changed there")
     context.say(f"preflight: {len(report.findings) - len(noteworthy)} checks passed")
     record_versions(context.events, report.facts)
-    return report.facts, {k: line for k, line in attempts.items() if isinstance(line, Transport)}
+    return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
 
 
 def _preflight(
     config: ResolvedConfig, attempts: Mapping[int, Transport | TransportError], draft: LaunchPlan, *, run_id: str
 ) -> PreflightReport:
-    """Preflight for what the plan stores and runs on each node, as far as the parts are there already."""
+    """Run preflight with the disk space that ``draft`` needs; parts that do not exist yet are not counted."""
     return run_preflight(
         config,
         attempts,
@@ -209,7 +219,7 @@ def _preflight(
 
 
 def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
-    """What packages the nodes have, once for all that have the same."""
+    """Log the package versions, one event for all nodes that have the same ones."""
     alike: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for k, fact in sorted(facts.items()):
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
@@ -217,17 +227,19 @@ def record_versions(events: EventLog, facts: Mapping[int, NodeFacts]) -> None:
         events.add("versions", nodes=nodes, versions=dict(versions))
 
 
-def open_ways(
+def check_attachment(
     context: LaunchContext, attached: Attachment, plan: LaunchPlan, transports: Mapping[int, Transport]
 ) -> None:
-    """See that all nodes reach the servers of the cluster that the run attaches to; raises PreflightRefused."""
+    """Check that the nodes reach the graph servers; prints notes, raises PreflightRefused if a node reaches none."""
     for note in attached.check_reachable(plan, transports):
         context.say(f"note: {note}", "yellow")
 
 
-def plan_of(context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None) -> LaunchPlan:
-    """Make the parts unless they are there, then the final plan."""
-    context.at("partition")
+def partition_and_plan(
+    context: LaunchContext, facts: Mapping[int, NodeFacts], attached: Attachment | None = None
+) -> LaunchPlan:
+    """Partition the dataset unless the parts exist, then make the final plan."""
+    context.enter_stage("partition")
     manifest = ensure_parts(context.config, context.console) if context.config.makes_parts else None
     if manifest is not None and not context.options.own_command:
         check_train_seeds(context.config, manifest)
@@ -243,19 +255,19 @@ def plan_of(context: LaunchContext, facts: Mapping[int, NodeFacts], attached: At
     )
 
 
-def carry_out(
+def execute_plan(
     context: LaunchContext,
     plan: LaunchPlan,
     facts: Mapping[int, NodeFacts],
     transports: Mapping[int, Transport],
     interrupts: Interrupts,
 ) -> RunReport:
-    """Apply the plan: bring files, start, follow, collect, report."""
+    """Send the files, start the nodes, follow the run, collect, report."""
     print_placement(plan, context.console)
-    context.keep("run.json", run_json(plan))
-    interrupts.meaning = "interrupted; what has been sent so far is taken up by the next launch"
-    context.at("sync")
-    bring_files(context, plan, transports)
+    context.write_file("run.json", run_json(plan))
+    interrupts.message = "interrupted; the next launch reuses the files that have been sent so far"
+    context.enter_stage("sync")
+    send_files(context, plan, transports)
     following = FollowContext(
         plan,
         transports,
@@ -265,19 +277,19 @@ def carry_out(
         View(context.console, context.config.run.on_interrupt, context.options.plain),
         context.events,
         offsets={k: fact.clock_offset for k, fact in facts.items()},
-        at_stage=context.at,
+        at_stage=context.enter_stage,
     )
     report = start_and_conduct(context, following, interrupts)
-    context.at("train" if report.state == "detached" else "end", detached=report.state == "detached")
+    context.enter_stage("train" if report.state == "detached" else "end", detached=report.state == "detached")
     return report
 
 
 def start_and_conduct(context: LaunchContext, following: FollowContext, interrupts: Interrupts) -> RunReport:
-    """Start every node, and stay with the run to its end or as long as is wanted."""
+    """Start every node and follow the run until it ends or is detached."""
     plan = following.plan
     where = f"{count(len(plan.nodes), 'node')}, node {plan.lead} in tmux session {plan.nodes[plan.lead].session}"
     context.say(f"starting {count(plan.world_size, 'process', 'es')} on {where}")
-    context.at("start")
+    context.enter_stage("start")
 
     def start(node: NodePlan) -> None:
         start_session(following.transports[node.node_rank], node, start_timeout=following.run.start_timeout)
@@ -290,8 +302,8 @@ def start_and_conduct(context: LaunchContext, following: FollowContext, interrup
     )
 
 
-def bring_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
-    """Send what the plan sends; in mode verify, check the parts where they are."""
+def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:
+    """Send the files of the plan to the nodes; with ``data.mode: verify``, first verify the parts on the nodes."""
     if context.config.data.mode == "verify" and not context.config.data.serving:
         checked = verify(plan, transports)
         if not context.options.own_command and not plan.serve_only:
@@ -303,8 +315,8 @@ def bring_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[in
         report = sync(plan, transports, progress, connect_timeout=context.config.run.connect_timeout)
     need = sum(file.bytes for node in plan.nodes for file in node.files)
     packed = " (code packed)" if report.bytes_sent + report.bytes_present < need else ""
-    told = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
-    context.say(f"synced {decimal(need)} of files: {told}")
+    sizes = f"{decimal(report.bytes_sent)} sent{packed}, {decimal(report.bytes_present)} already there"
+    context.say(f"synced {decimal(need)} of files: {sizes}")
     for node in report.nodes:
         context.events.add(
             "synced", node_rank=node.node_rank, files=node.files_sent, bytes=node.bytes_sent, seconds=node.seconds
@@ -312,7 +324,7 @@ def bring_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[in
 
 
 def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
-    """Check every node, print what was found; 0 when a launch (of servers alone: a serve) could go on, else 3."""
+    """Run preflight on every node and print the findings. Returns the exit status: 0, or 3 if a finding blocks."""
     resolved, draft = _drafted(config, options)
     attempts = connect_all(resolved)
     try:
@@ -326,7 +338,7 @@ def run_check(config: ClusterConfig, options: LaunchOptions, console: Console) -
 
 
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
-    """The same over lines that are open already."""
+    """Run preflight like ``run_check``, but over open connections and without printing."""
     resolved, draft = _drafted(config, options)
     return _preflight(resolved, attempts, draft, run_id=options.run_id or "")
 

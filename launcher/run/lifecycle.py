@@ -1,4 +1,4 @@
-"""The part of a run that a launch and ``gnnfleet follow`` share: monitor it, collect its files, report."""
+"""Monitors a run, collects its files and reports it; shared by launches and ``gnnfleet follow``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launcher.report.html.render import written
 from launcher.report.metrics import Metrics
 from launcher.report.report import RunReport, print_report
 from launcher.report.run_folder import Stage
-from launcher.run.interrupts import Interrupts, OnInterrupt, Talking
+from launcher.run.interrupts import InterruptPrompt, Interrupts, OnInterrupt
 from launcher.run.live_log import LiveLog
 from launcher.run.live_state import Board
 from launcher.run.monitor import RunFollower
@@ -28,14 +28,14 @@ from launcher.sync.collect import collect
 from launcher.text import count
 from launcher.transport.base import Transport
 
-_TAIL = 10  # lines of each log that a run taken up again begins with
+_TAIL = 10  # lines of each log shown first by ``gnnfleet follow``
 
 Starts = Mapping[int, Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class View:
-    """How a run is shown, and what the first Ctrl-C does."""
+    """How a run is displayed, and the action of the first Ctrl-C."""
 
     console: Console
     on_interrupt: OnInterrupt = "ask"
@@ -49,12 +49,12 @@ class FollowContext:
     plan: LaunchPlan
     transports: Mapping[int, Transport]
     run: RunConfig
-    folder: Path  #: the operator's
-    started: float  #: by this machine's clock
+    folder: Path  #: run folder on this machine
+    started: float  #: seconds since the epoch, by this machine's clock
     view: View
     events: EventLog
-    offsets: Mapping[int, float] | None = None  #: node clocks minus ours, as preflight measured them: seconds
-    at_stage: Callable[[Stage], None] = lambda stage: None
+    offsets: Mapping[int, float] | None = None  #: node clock minus this machine's, seconds, as preflight measured
+    at_stage: Callable[[Stage], None] = lambda stage: None  #: called when the run enters a stage
 
     @property
     def limits(self) -> Limits:
@@ -69,13 +69,14 @@ def conduct(
     starts: Starts | None = None,
     leave_when_trained: bool = False,
 ) -> RunReport:
-    """Start the nodes (``starts``) or take the run up again, follow it to its end, collect and report.
+    """Follow a run to its end, collect its files, and report.
 
-    A run left to itself is reported as ``detached``. Raises OutOfReach when no node answers any more. Whoever takes
-    a run up again is a viewer: signals and closed outputs end the watching, not the run.
+    ``starts`` has a function for each node that starts it. Without ``starts`` the run is running already and this
+    process only views it: signals and closed outputs end the view, not the run. A detached run is reported with the
+    state ``detached``. Raises OutOfReach when no node has answered for ``run.lost_after`` seconds.
     """
-    interrupts.last_words = "\n  ".join(
-        ["left at once; parts of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
+    interrupts.exit_message = "\n  ".join(
+        ["exited immediately; processes of the run may still be running.", *map(how_to_stop, context.plan.nodes)]
     )
     board = Board.of(context.plan, time.time() - context.started)
     with LiveLog(context.view.console, context.plan, plain=context.view.plain, board=board) as live:
@@ -91,29 +92,31 @@ def conduct(
             on_training=lambda: context.at_stage("train"),
         )
         try:
-            followed = follower.follow(interrupts, Talking(live, context.view.on_interrupt, viewer=starts is None))
+            followed = follower.follow(
+                interrupts, InterruptPrompt(live, context.view.on_interrupt, viewer=starts is None)
+            )
         except BaseException:
             follower.leave() if starts is None else follower.abandon()
             raise
     if followed.detached:
-        return left_alone(context, followed, board)
+        return report_detached(context, followed, board)
     return finish(context, followed, interrupts)
 
 
 def finish(context: FollowContext, followed: Followed, interrupts: Interrupts) -> RunReport:
-    """Bring everything here, make the report, write it, print it."""
-    interrupts.keeps_on = True
-    interrupts.meaning = (
-        "interrupted while collecting; nothing of the run is left running. "
-        f"`gnnfleet collect {context.plan.run_id}` brings the rest here"
+    """Collect the files of the run, then write and print its report."""
+    interrupts.ignore_hangup = True
+    interrupts.message = (
+        "interrupted while collecting; the run has ended on all nodes. "
+        f"`gnnfleet collect {context.plan.run_id}` fetches the remaining files"
     )
-    interrupts.last_words = interrupts.meaning
+    interrupts.exit_message = interrupts.message
     context.at_stage("collect")
     try:
         collected = collect(context.plan, context.transports, context.folder)
     except KeyboardInterrupt:
         nothing: Mapping[int, tuple[Mapping[str, object], ...]] = {node.node_rank: () for node in context.plan.nodes}
-        written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.meaning,))))
+        written(_report(context, followed, Collected(Metrics(), nothing, (interrupts.message,))))
         raise
     report = written(_report(context, followed, collected))
     context.events.add("end", state=report.state, exit_status=report.exit_status, seconds=report.seconds)
@@ -127,20 +130,20 @@ def _report(context: FollowContext, followed: Followed, collected: Collected) ->
     )
 
 
-def left_alone(context: FollowContext, followed: Followed, board: Board) -> RunReport:
-    """Say how to come back to a run that goes on without us; raises OutOfReach when that was no one's wish."""
+def report_detached(context: FollowContext, followed: Followed, board: Board) -> RunReport:
+    """Print the commands for a detached run; raises OutOfReach if the launcher detached because it lost all nodes."""
     run_id = context.plan.run_id
     context.events.add("detached", why=followed.detached)
     if followed.detached == "unreachable":
         raise OutOfReach(
-            f"no node of {run_id} has been within reach for {context.run.lost_after:g} s (run.lost_after); the run "
-            f"goes on without this machine. When the nodes are back: gnnfleet follow {run_id}"
+            f"no node of {run_id} has been reachable for {context.run.lost_after:g} s (run.lost_after); the run goes "
+            f"on without this machine. When the nodes can be reached again: gnnfleet follow {run_id}"
         )
-    what = "trains" if followed.detached == "trained" else "goes on"
+    verb = "trains" if followed.detached == "trained" else "goes on"
     lines = [
-        f"\nDetached: run {run_id} {what} ({board.what_runs()}).",
-        f"  gnnfleet follow {run_id}    watch it again, to its end",
-        f"  gnnfleet status {run_id}    how it is; also: logs, attach, stop, collect",
+        f"\nDetached: run {run_id} {verb} ({board.summary()}).",
+        f"  gnnfleet follow {run_id}    follow the run to its end",
+        f"  gnnfleet status {run_id}    show its state; also: logs, attach, stop, collect",
     ]
     for line in lines:
         context.view.console.print(Text(line), soft_wrap=True)
@@ -158,19 +161,19 @@ def rejoin(
     view: View,
     events: EventLog,
 ) -> RunReport:
-    """Follow a run that goes on already, or has ended meanwhile: same view, same ending, same exit status.
+    """Follow a run that is running or has ended, with the view, report and exit status of its launcher.
 
-    ``transports`` need not be connected; a node with a TransportError instead cannot be asked at all. ``started``:
-    seconds since the epoch. Raises Interrupted, OutOfReach, and the error of a node that has no transport.
+    ``transports`` need not be connected. ``started``: seconds since the epoch. Raises Interrupted, OutOfReach, and any
+    TransportError in ``transports``.
     """
-    for line in transports.values():
-        if isinstance(line, TransportError):
-            raise line
-    usable = {k: line for k, line in transports.items() if isinstance(line, Transport)}
+    for attempt in transports.values():
+        if isinstance(attempt, TransportError):
+            raise attempt
+    usable = {k: attempt for k, attempt in transports.items() if isinstance(attempt, Transport)}
     context = FollowContext(plan, usable, run, folder, started, view, events)
-    view.console.print(Text(f"run {plan.run_id}: taken up again on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
+    view.console.print(Text(f"run {plan.run_id}: following it on {count(len(plan.nodes), 'node')}"), soft_wrap=True)
     with Interrupts() as interrupts:
         try:
             return conduct(context, interrupts)
         except KeyboardInterrupt:
-            raise Interrupted(interrupts.meaning) from None
+            raise Interrupted(interrupts.message) from None

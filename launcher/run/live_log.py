@@ -1,4 +1,4 @@
-"""What is printed while a run is followed: log lines with their origin and, on a terminal, the live table."""
+"""Prints log lines while a run is followed and, on a terminal, a live table below them."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ?")
 
 _COLOURS = ("cyan", "magenta", "yellow", "blue", "green", "bright_red", "bright_cyan", "bright_magenta")
 
-_EVERY = 5.0  # seconds between progress lines where there is no live view
+_EVERY = 5.0  # seconds between progress lines without live view
 
-_NOT_SHOWN = ("supervisor", "server", "runners", "start")  # for when they fail; events come as words of our own
+_NOT_SHOWN = ("supervisor", "server", "runners", "start")  # logs that are read only after failures
 
 _TRACEBACK = re.compile(r"(\[rank\d+\]: ?)?[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 
-_HOLD = 3.0  # seconds a traceback is held back: if it ends the run, the report leads with the one that matters
+_HOLD = 3.0  # seconds before a traceback is printed: if the run ends meanwhile, the report shows the first failure
 
-_REFRESH = 0.5  # seconds between two pictures of the live view
+_REFRESH = 0.5  # seconds between redraws of the live view
 
-_BATCH = 0.1  # seconds of log lines that are printed at once above it
+_BATCH = 0.1  # seconds of log lines that are printed together above it
 
-_SHARE = 0.7  # of the terminal's height that the live view may take
+_SHARE = 0.7  # largest fraction of the terminal's height for the live view
 
 Metric = Mapping[str, Any]
 
 
 def without_stamp(line: str) -> str:
-    """A log line without the time stamp that the rank runner put before it."""
+    """Return a log line without the time stamp that the rank runner added."""
     return _STAMP.sub("", line, count=1)
 
 
 class LiveLog:
-    """Prints lines whole and shows the board; all methods may be called from several threads.
+    """Prints whole lines and shows the board. Thread-safe.
 
-    ``plain``: no live view, but a line of progress every few seconds, as where there is no terminal.
+    ``plain``: print a progress line every few seconds instead of the live view, as without a terminal.
     """
 
     def __init__(self, console: Console, plan: LaunchPlan, *, plain: bool = False, board: Board | None = None):
         self.console = console
         self.board = board or Board.of(plan)
-        self.alive = console.is_terminal and not plain  #: a live view stands below the lines
-        self.question: tuple[str, ...] = ()  #: lines below the live view
+        self.alive = console.is_terminal and not plain  #: shows a live view
+        self.question: tuple[str, ...] = ()  #: text lines below the live view
         names = [f"node{node.node_rank}/rank{rank}" for node in plan.nodes for rank in node.ranks]
         self._width = max(len(name) for name in [*names, "node0/rank0"])
         self._lock = threading.RLock()
@@ -79,13 +79,13 @@ class LiveLog:
         self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """A line of the launcher's own."""
+        """Print a message of the launcher."""
         with self._lock:
             self._print_waiting()
             self.console.print(Text(text, style), soft_wrap=True)
 
     def ask(self, lines: Sequence[str]) -> None:
-        """Show a question: below the live view, or else as lines; none takes it away."""
+        """Show a question below the live view, or print it; an empty sequence removes it."""
         with self._lock:
             self.question = tuple(lines)
             if self.alive:
@@ -95,7 +95,7 @@ class LiveLog:
                     self.say(line, "bold")
 
     def file_lines(self, node_rank: int, file: str, lines: Sequence[str]) -> None:
-        """New lines of a node's ``logs/<name>.log`` or ``metrics-rank<r>.jsonl``."""
+        """Handle new lines of a node's ``logs/<name>.log`` or ``metrics-rank<r>.jsonl``."""
         if file.startswith("metrics-"):
             for metric in parsed(lines):
                 self.metric(metric)
@@ -105,7 +105,7 @@ class LiveLog:
                 self.process_lines(node_rank, name, [without_stamp(line) for line in lines])
 
     def process_lines(self, node_rank: int, name: str, lines: Sequence[str]) -> None:
-        """Print ``node0/rank1 | text`` for each line; a traceback and what follows it wait a moment."""
+        """Print ``node0/rank1 | text`` for each line; delay a traceback and the lines after it by ``_HOLD`` seconds."""
         with self._lock:
             if self._quiet:
                 return
@@ -119,17 +119,17 @@ class LiveLog:
             self._print(source, lines[:first])
 
     def metric(self, metric: Metric) -> None:
-        """Take in one metrics line: steps are folded into the board."""
+        """Add a metrics line to the board; without live view, print progress every few seconds."""
         with self._lock:
             self.board.metric(metric)
             now = time.monotonic()
             if metric.get("kind") == "step" and not self.alive and not self._quiet and self.board.stepping():
                 if now - self._last_progress >= _EVERY:
                     self._last_progress = now
-                    self.say(self.board.in_one_line())
+                    self.say(self.board.progress_line())
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """To be called now and then: prints tracebacks that did not end the run, and draws the board anew."""
+        """Print delayed lines that are due (``all_of_them``: all) and redraw the board; call it every 0.1 s or so."""
         with self._lock:
             now = time.monotonic()
             for source in [source for source, held in self._held.items() if all_of_them or held.until <= now]:
@@ -140,14 +140,14 @@ class LiveLog:
                 self._refresh(now)
 
     def quiet(self) -> None:
-        """The run is being stopped: what processes say from now on is in their logs only."""
+        """Stop printing output of processes, once the run is being stopped; it is still in their logs."""
         with self._lock:
             self._print_waiting()
             self._quiet = True
             self._held.clear()
 
     def picture(self) -> list[Text]:
-        """The board as last drawn: printing a line above it must not cost drawing it anew."""
+        """Return the board as last drawn, since printing a line above it must not render it again."""
         return self._picture
 
     def _refresh(self, now: float) -> None:
@@ -172,7 +172,7 @@ class LiveLog:
             self._print_waiting()
 
     def _print_waiting(self) -> None:
-        """One piece of output for many lines, as each one moves the live view."""
+        """Print the waiting lines at once, as each print moves the live view."""
         with self._lock:
             if self._waiting:
                 self._last_print = time.monotonic()
@@ -181,7 +181,7 @@ class LiveLog:
 
 
 class _Below:
-    """What ``rich.live`` draws."""
+    """Renderable of ``rich.live``: the board as last drawn."""
 
     def __init__(self, log: LiveLog):
         self.log = log
@@ -192,10 +192,12 @@ class _Below:
 
 @dataclass
 class _Held:
+    """A delayed traceback and the lines after it."""
+
     until: float  #: monotonic seconds
     lines: list[str]
 
 
 def parsed(lines: Iterable[str]) -> list[Metric]:
-    """Metrics lines that are JSON objects; an own script may have written others."""
+    """Parse metrics lines; skips lines of own scripts that are no JSON objects."""
     return list(records(METRIC, lines))

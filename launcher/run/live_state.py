@@ -14,14 +14,14 @@ from launcher.text import count
 
 Metric = Mapping[str, Any]
 
-_RATE_AFTER = 3.0  # seconds of steps before the time left is worth guessing
+_RATE_AFTER = 3.0  # seconds of steps before the remaining time is estimated
 
-OLD_HEARTBEAT = 5.0  #: seconds after which a node's silence is worth a look
+OLD_HEARTBEAT = 5.0  #: seconds without heartbeat after which a node needs attention
 
 
 @dataclass
 class RankRow:
-    """The last step of one rank; None where nothing is known."""
+    """The last step of one rank; None: not known."""
 
     rank: int
     node_rank: int
@@ -30,13 +30,13 @@ class RankRow:
     steps: int | None = None  #: of this epoch
     loss: float | None = None
     seeds_per_s: float | None = None
-    remote_share: float | None = None  #: of the rows gathered, 0 to 1
-    most: str = ""  #: what takes most of a step, as ``forward 41%``
-    t: float = -math.inf  #: of the line, by its node's clock
+    remote_share: float | None = None  #: fraction of gathered rows from other hosts, 0 to 1
+    most: str = ""  #: the phase that takes most of a step, as ``forward 41%``
+    t: float = -math.inf  #: time of the metrics line, by its node's clock
     ended: str = ""  #: 'done' or 'failed'
 
-    def take(self, metric: Metric) -> None:
-        """A ``step`` line, or what a node's state says of the last one; older ones and odd values are passed over."""
+    def update(self, metric: Metric) -> None:
+        """Update from a ``step`` line or from a heartbeat; ignores older lines and values of wrong type."""
         t = _number(metric.get("t"))
         if t is not None and t < self.t:
             return
@@ -50,22 +50,22 @@ class RankRow:
 
     @property
     def place(self) -> tuple[int, int]:
-        """(epoch, step), to compare; nothing known comes first."""
+        """(epoch, step) for comparisons; unknown values come first."""
         return self.epoch if self.epoch is not None else -1, self.step if self.step is not None else -1
 
 
 @dataclass
 class NodeRow:
-    """How one node is."""
+    """The state of one node."""
 
     node_rank: int
     host: str
     ranks: tuple[int, ...]
     state: str = "starting"
     heard: float | None = None  #: monotonic seconds of the last heartbeat
-    line: str = ""  #: why its line is down; '' while it stands
-    over: bool = False
-    left: bool = False  #: the run goes on without it
+    connection_error: str = ""  #: '' while connected
+    over: bool = False  #: the node has ended
+    left: bool = False  #: the run goes on without this node
 
     def age(self, now: float) -> float | None:
         """Seconds since its last heartbeat; None before the first and after the end."""
@@ -74,87 +74,87 @@ class NodeRow:
 
 @dataclass
 class Board:
-    """All nodes and ranks of a run. ``epochs`` of it are wanted in all; None: not known."""
+    """All nodes and ranks of a run. ``epochs``: number of epochs to train; None: not known."""
 
     run_id: str
     nodes: dict[int, NodeRow]
     ranks: dict[int, RankRow]
     epochs: int | None = None
     began: float = field(default_factory=time.monotonic)
-    findings: list[str] = field(default_factory=list)  #: texts, the newest last
-    suspects: set[int] = field(default_factory=set)  #: node_ranks that findings name
+    findings: list[str] = field(default_factory=list)  #: newest last
+    suspects: set[int] = field(default_factory=set)  #: node_ranks named by findings
     _first: tuple[float, float] | None = None  # (monotonic, fraction done) at the first step seen
 
     @staticmethod
     def of(plan: LaunchPlan, elapsed: float = 0.0) -> Board:
-        """An empty one for ``plan``, begun ``elapsed`` seconds ago."""
+        """Create an empty board for ``plan``, of a run that began ``elapsed`` seconds ago."""
         nodes = {node.node_rank: NodeRow(node.node_rank, node.target, node.ranks) for node in plan.nodes}
         ranks = {rank: RankRow(rank, node.node_rank) for node in plan.nodes for rank in node.ranks}
         epochs = plan.train.epochs if plan.train else None
         return Board(plan.run_id, nodes, ranks, epochs, time.monotonic() - elapsed)
 
     def state(self, node_rank: int, state: Mapping[str, Any]) -> None:
-        """A heartbeat: ``state.json``."""
+        """Handle a heartbeat, the content of ``state.json``."""
         node = self.nodes[node_rank]
-        node.heard, node.state, node.line = time.monotonic(), str(state["state"]), ""
+        node.heard, node.state, node.connection_error = time.monotonic(), str(state["state"]), ""
         for rank, metric in (state.get("ranks") or {}).items():
             self.metric({"kind": "step", **metric, "rank": int(rank)})
 
     def metric(self, metric: Metric) -> None:
-        """A metrics line; those of kinds and ranks it does not know are passed over."""
+        """Handle a metrics line; ignores unknown kinds and ranks."""
         row = self.ranks.get(metric.get("rank", -1))
         if row is None or metric.get("kind") != "step":
             return
-        row.take(metric)
+        row.update(metric)
         if self._first is None and (done := self.fraction()) is not None:
             self._first = time.monotonic(), done
 
     def finding(self, finding: Mapping[str, Any]) -> None:
-        """One of the supervisors' findings."""
+        """Handle a finding of the supervisors."""
         self.findings.append(f"{finding['kind']}: {finding['text']}")
         k = finding["node_rank"]
         self.suspects.add(k)
         if finding["kind"] in ("client-lost", "server-lost") and k in self.nodes:
             self.nodes[k].left = True
 
-    def line_lost(self, node_rank: int, why: str) -> None:
-        """The line to a node is down."""
-        self.nodes[node_rank].line = why
+    def connection_lost(self, node_rank: int, why: str) -> None:
+        """Mark a node as not connected."""
+        self.nodes[node_rank].connection_error = why
 
-    def line_back(self, node_rank: int) -> None:
-        """It stands again."""
-        self.nodes[node_rank].line = ""
+    def connection_restored(self, node_rank: int) -> None:
+        """Mark a node as connected again."""
+        self.nodes[node_rank].connection_error = ""
 
     def rank_ended(self, rank: int, *, failed: bool) -> None:
-        """A rank has exited."""
+        """Mark a rank as exited."""
         self.ranks[rank].ended = "failed" if failed else "done"
 
     def ended(self, node_rank: int, state: str) -> None:
-        """A node has told its result, or is lost."""
+        """Mark a node as ended, with the state of its result or ``lost``."""
         node = self.nodes[node_rank]
-        node.state, node.over, node.line = state, True, ""
+        node.state, node.over, node.connection_error = state, True, ""
 
-    def going(self) -> list[RankRow]:
-        """All ranks but those that the run goes on without."""
+    def remaining(self) -> list[RankRow]:
+        """Return all ranks except those that the run goes on without."""
         return [row for row in self.ranks.values() if not self.nodes[row.node_rank].left]
 
     def stepping(self) -> list[RankRow]:
-        """Ranks that have told a step."""
-        return [row for row in self.going() if row.step is not None]
+        """Return the remaining ranks that have reported a step."""
+        return [row for row in self.remaining() if row.step is not None]
 
     def slowest(self) -> RankRow | None:
-        """The rank that is furthest behind."""
+        """Return the rank with the lowest epoch and step."""
         return min(self.stepping(), key=lambda row: row.place, default=None)
 
     def fraction(self) -> float | None:
-        """How much of all epochs is done, by the slowest rank."""
+        """Return the completed fraction of all epochs, by the slowest rank; None: not known."""
         row = self.slowest()
         if row is None or not self.epochs or row.epoch is None or row.step is None or not row.steps:
             return None
         return min(1.0, (row.epoch - 1 + (row.step + 1) / row.steps) / self.epochs)
 
     def seconds_left(self, now: float) -> float | None:
-        """At the pace since the first step seen; None while that cannot be said."""
+        """Estimate the remaining seconds by the rate since the first step seen; None: not known yet."""
         done = self.fraction()
         if done is None or self._first is None:
             return None
@@ -162,38 +162,38 @@ class Board:
         return (1.0 - done) * since / at_first if since > _RATE_AFTER and at_first > 0 else None
 
     def seeds_per_s(self) -> float:
-        """Of all ranks together."""
-        return sum(row.seeds_per_s or 0.0 for row in self.going())
+        """Return the sum over all remaining ranks."""
+        return sum(row.seeds_per_s or 0.0 for row in self.remaining())
 
     def loss(self) -> float | None:
-        """Mean over ranks that have told one."""
-        return mean(row.loss for row in self.going())
+        """Return the mean over the ranks that have reported a loss."""
+        return mean(row.loss for row in self.remaining())
 
     def severity(self, node_rank: int, now: float) -> int:
-        """How much a node deserves a look: 0 most, 3 least."""
+        """Return how much attention a node needs: 0 most, 3 least."""
         node = self.nodes[node_rank]
         if node.state in ("failed", "lost") or any(self.ranks[rank].ended == "failed" for rank in node.ranks):
             return 0
-        if node.line or node.state == "restarting" or (node.age(now) or 0.0) > OLD_HEARTBEAT:
+        if node.connection_error or node.state == "restarting" or (node.age(now) or 0.0) > OLD_HEARTBEAT:
             return 1
         return 2 if node_rank in self.suspects else 3
 
-    def in_one_line(self) -> str:
-        """All ranks together: where the slowest is, the mean loss, the sum of seeds per second."""
+    def progress_line(self) -> str:
+        """Return the progress of all ranks in one line: slowest rank's step, mean loss, sum of seeds per second."""
         row, loss = self.slowest(), self.loss()
         if row is None:
             return "no step yet" if self.ranks else "serving"
         shown = "" if loss is None else f"  loss {loss:.4f}"
-        told = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.going())} ranks"
-        return f"{self.at(row)}{shown}  {told}"
+        speed = f"{self.seeds_per_s():,.0f} seeds/s on {len(self.stepping())} of {len(self.remaining())} ranks"
+        return f"{self.at(row)}{shown}  {speed}"
 
     def at(self, row: RankRow) -> str:
-        """``epoch 2 step 17/50``."""
+        """Format a rank's position as ``epoch 2 step 17/50``."""
         step = (row.step or 0) + 1
         return f"epoch {row.epoch} step {step}" + (f"/{row.steps}" if row.steps else "")
 
-    def what_runs(self) -> str:
-        """``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``: for questions."""
+    def summary(self) -> str:
+        """Describe the run as ``2 nodes, 4 ranks; epoch 2 of 10, step 17 of 50``."""
         running = [node for node in self.nodes.values() if not (node.over or node.left)]
         text = count(len(running), "node")
         if not self.ranks:
@@ -208,13 +208,13 @@ class Board:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are known."""
+    """Return the mean of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def most_of(metric: Metric) -> str:
-    """``forward 41%``, by a metrics line or by what a node's state says of it; '' where that tells nothing."""
+    """Return the phase that takes most of a step, as ``forward 41%``; '' if ``metric`` does not have it."""
     most = largest(metric.get("spent")) or metric.get("most")
     return f"{most[0]} {most[1]:.0%}" if isinstance(most, list) and len(most) == 2 else ""
 

@@ -13,14 +13,14 @@ from launcher.text import spans
 
 _GAP = "  "
 
-_FINDINGS = 2  # lines of findings
+_FINDINGS = 2  # most findings shown
 
 _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 
 @dataclass(frozen=True)
 class Line:
-    """One row as texts."""
+    """One table row as texts; ``severity`` as of ``Board.severity``."""
 
     node: str
     host: str
@@ -38,12 +38,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Column:
-    """A title, a text of each line, and when to leave it out: those of the lowest ``worth`` go first."""
+    """One column. If the table is too wide, columns are left out, the lowest ``worth`` first."""
 
     title: str
-    text: Callable[[Line], str]
+    text: Callable[[Line], str]  #: cell of a row
     worth: int
-    left: bool = False
+    left: bool = False  #: aligned left
 
 
 _COLUMNS = (
@@ -62,7 +62,7 @@ _COLUMNS = (
 
 
 def render(board: Board, width: int, height: int, now: float, question: Sequence[str] = ()) -> list[Text]:
-    """At most ``height`` lines of at most ``width`` columns; ``now`` in monotonic seconds."""
+    """Render the board in at most ``height`` lines of ``width`` columns; ``now`` in monotonic seconds."""
     below = [Text(f"! {text}", "yellow") for text in board.findings[-_FINDINGS:]]
     below += [Text(text, "bold") for text in question]
     room = max(1, height - 2 - len(below))
@@ -74,7 +74,7 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
 
 
 def header(board: Board, now: float) -> str:
-    """Run id, time, where the slowest rank is, speed of all, time left."""
+    """Return the title line: run id, elapsed time, step of the slowest rank, seeds/s of all ranks, remaining time."""
     words = [board.run_id, clock(now - board.began)]
     row = board.slowest()
     if row is not None:
@@ -87,14 +87,15 @@ def header(board: Board, now: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``3:05``, ``1:00:05``."""
+    """Format a duration as ``3:05`` or ``1:00:05``."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _lines(board: Board, now: float, room: int) -> tuple[list[Line], str]:
-    """A line per rank where that fits, else one per node, else the nodes most worth a look; and what is left out."""
+    """Return the rows, and a text for nodes that are left out. One row per rank if they fit in ``room``, else one per
+    node, else the nodes that need most attention."""
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
     if sum(max(1, len(node.ranks)) for node in nodes) <= room:
         return [line for node in sorted(nodes, key=_node_rank) for line in _rank_lines(board, node, now)], ""
@@ -109,7 +110,7 @@ def _node_rank(node: NodeRow) -> int:
 
 
 def _rank_lines(board: Board, node: NodeRow, now: float) -> list[Line]:
-    """The node's name stands in its first line only."""
+    """Return a row per rank; only the first has the node's name and host."""
     rows = [board.ranks[rank] for rank in node.ranks]
     if not rows:
         return [_node_line(board, node, now)]
@@ -126,7 +127,7 @@ def _node_line(board: Board, node: NodeRow, now: float) -> Line:
 
 
 def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
-    """One line for some of a node's ranks: its slowest one's place, the sum of speeds, mean loss and share."""
+    """Return one row for some ranks of a node: step of the slowest, sum of seeds/s, mean loss and remote share."""
     stepping = [row for row in rows if row.step is not None]
     slowest = min(stepping, key=lambda row: row.place, default=None)
     age = node.age(now)
@@ -147,8 +148,8 @@ def _line(board: Board, node: NodeRow, rows: list[RankRow], now: float) -> Line:
 
 
 def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
-    if node.line:
-        return "line lost"
+    if node.connection_error:
+        return "unreachable"
     if age is not None and age > OLD_HEARTBEAT:
         return "silent"
     ended = {row.ended for row in rows}
@@ -158,7 +159,7 @@ def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
 
 
 def _rest(board: Board, nodes: list[NodeRow]) -> str:
-    """``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
+    """Return a text such as ``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
     states = sorted({node.state for node in nodes})
     rows = [board.ranks[rank] for node in nodes for rank in node.ranks if board.ranks[rank].step is not None]
     slowest = min(rows, key=lambda row: row.place, default=None)
@@ -167,7 +168,7 @@ def _rest(board: Board, nodes: list[NodeRow]) -> str:
 
 
 def _table(lines: list[Line], rest: str, width: int) -> list[Text]:
-    """Titles and lines in columns as wide as they must be; the least worth are left out until they fit."""
+    """Return titles and rows; leaves out columns of the lowest ``worth`` until the table fits in ``width``."""
     columns = [column for column in _COLUMNS if any(column.text(line) for line in lines)]
     while _width(columns, lines) > width and len(columns) > 1:
         columns.remove(min(columns, key=lambda column: column.worth))

@@ -1,7 +1,7 @@
 """Monitors a run on every node until it ends. A lost connection never ends a run.
 
-The supervisors stop each other when one fails (``launcher/node/peers/model.py``); from here they are helped when they
-have not managed after a few seconds, told what a person wants, and swept when all is over.
+When one node fails, the supervisors stop the others (``launcher/node/peers/model.py``). The launcher sends ``stop``
+itself after ``peer_timeout`` + 4 s, forwards the user's stop, and finally cleans up every node.
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from launcher.node.json_reader import EVENT, records
 from launcher.plan.model import LaunchPlan
 from launcher.report.ending import Detached, Followed, Limits, Lost, Spares, missed_by
 from launcher.report.events import EventLog
-from launcher.run.interrupts import Interrupts, Talking
+from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog
-from launcher.run.node_stream import News, NodeLine, for_machines
-from launcher.run.tmux_session import STOP_EXTRA, stop_node, stops_itself
+from launcher.run.node_stream import NodeMessage, NodeStream, for_machines
+from launcher.run.tmux_session import STOP_EXTRA, stop_node, what_remains
 from launcher.text import spans
 from launcher.transport.base import Transport
 
-_LATE = (8.0, 60.0, 180.0)  # seconds after the start at which graph servers that are not ready are named
+_LATE = (8.0, 60.0, 180.0)  # seconds after the start at which graph servers that are not ready are reported
 
 
-class Starting:
-    """Takes the nodes' events; all times are seconds since the start."""
+class StartProgress:
+    """Counts graph servers and ranks that have started, from the nodes' events. Times are seconds since the start."""
 
     def __init__(self, plan: LaunchPlan):
         self._servers = {node.node_rank for node in plan.nodes if node.server}
-        self._wanted = {"server-ready": len(self._servers), "ranks": plan.world_size}
+        self._expected = {"server-ready": len(self._servers), "ranks": plan.world_size}
         self._seen: Counter[str] = Counter()
         self._ready: set[int] = set()
         self._compiling: set[int] = set()
-        self._lines = 0  # told of servers that are late
+        self._reports = 0  # of late servers
         self.all_ranks_at: float | None = None
 
-    def take(self, k: int, event: Mapping[str, Any], now: float) -> str:
-        """One line when all graph servers are ready, one when all ranks have started, one for each graph server that
-        cannot keep its kernels; else ''."""
+    def add(self, k: int, event: Mapping[str, Any], now: float) -> str:
+        """Add an event of node ``k``; returns a text to print, or ''.
+
+        Texts: all graph servers are ready; all ranks have started; a graph server cannot store compiled kernels.
+        """
         kind = "ranks" if event["kind"] == "process-start" and event.get("rank") is not None else event["kind"]
         self._seen[kind] += 1
         if kind == "server-ready":
@@ -50,54 +52,55 @@ class Starting:
         elif kind == "server-compiles":
             self._compiling.add(k)
             if reason := event.get("reason"):
-                return f"node{k}: {reason}; they are compiled now, which takes up to a minute or two"
-        if self._seen[kind] != self._wanted.get(kind):
+                return f"node{k}: {reason}; compiling them now takes up to two minutes"
+        if self._seen[kind] != self._expected.get(kind):
             return ""
         if kind == "ranks":
             self.all_ranks_at = now
-        things = "graph servers are ready" if kind == "server-ready" else "ranks have started"
-        return f"all {things}: {self._wanted[kind]} in {now:.1f} s"
+        what = "graph servers are ready" if kind == "server-ready" else "ranks have started"
+        return f"all {what}: {self._expected[kind]} in {now:.1f} s"
 
     def late(self, now: float, over: Collection[int] = ()) -> str:
-        """A line that names graph servers which are late, now and then; '' while there is nothing to say.
+        """Return a text that names the graph servers that are not ready, at the times in ``_LATE``; otherwise ''.
 
-        over: nodes that have ended, for which nobody waits.
+        ``over``: nodes that have ended.
         """
         late = self._servers - self._ready - set(over)
-        if not late or self._lines == len(_LATE) or now < _LATE[self._lines]:
+        if not late or self._reports == len(_LATE) or now < _LATE[self._reports]:
             return ""
-        self._lines += 1
+        self._reports += 1
         compiling = sorted(late & self._compiling)
-        words = [f"{spans(compiling, 'node')}: kernels are compiled, up to a minute or two on a host's first run"]
+        words = [f"{spans(compiling, 'node')}: compiling kernels, up to two minutes on the first run of a host"]
         words = words if compiling else []
         if others := sorted(late - self._compiling):
-            words.append(f"{spans(others, 'node')}: starting, `gnnfleet logs --all` has its words")
+            words.append(f"{spans(others, 'node')}: starting, see `gnnfleet logs --all`")
         ready = f"{len(self._servers & self._ready)} of {len(self._servers)} ready after {now:.0f} s"
         return f"waiting for graph servers: {ready}; {'; '.join(words)}"
 
 
-_TURN = 0.2  # seconds to wait for news
+_TURN = 0.2  # seconds to wait for a message
 
-_LOOK_EVERY = 0.5  # seconds between looks at what time alone changes
+_CHECK_EVERY = 0.5  # seconds between checks of timeouts
 
-_HELP_AFTER = 4.0  # seconds the supervisors have to begin stopping each other, beyond peer_timeout
+_STOP_AFTER = 4.0  # seconds beyond peer_timeout after which the launcher stops the nodes of a failed run itself
 
-_LAST_WORDS = 5.0  # seconds a stopped node's result may take to get here
+_LAST_RESULT = 5.0  # seconds to wait for the result of a stopped node
 
-_LOST_TO_ALL = 10.0  # seconds to wait for lines to nodes of which the others have lost one as well
+_LOST_TO_PEERS = 10.0  # seconds to wait for unreachable nodes if other nodes report one of them as lost
 
-_STARTED = 2.0  # seconds all ranks of an own command have to run to count as started well
+_STARTED = 2.0  # seconds that all ranks of an own command must run before --detach detaches
 
-_MOST_NEWS = 1000  # messages that wait to be shown
+_MAX_QUEUED = 1000  # node messages in the queue
 
-_LET_GO = 3.0  # seconds the watchers on the nodes have to end when we leave
+_JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 
 
 class RunFollower:
-    """All nodes of a run, from start to the last result.
+    """Follows all nodes of a run from start to the last result.
 
-    ``starts``: what starts each node; none for a run that goes on already. ``tail``: log lines to begin with, all
-    by default. ``leave_when_trained``: detach once the first step has trained, or all ranks of an own command run.
+    ``starts``: a function for each node that starts it; None if the run has started already. ``tail``: log lines of
+    each file to show first; default: all. ``leave_when_trained``: detach once the first step has trained, or all ranks
+    of an own command have run for two seconds. ``on_training``: called when all ranks have started.
     """
 
     def __init__(
@@ -117,12 +120,12 @@ class RunFollower:
         self.followed = Followed()
         self.transports = transports
         self._nodes = {node.node_rank: node for node in plan.nodes}
-        self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[NodeMessage] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._enough = threading.Event()
         starts = starts or {}
-        self._lines = {
-            k: NodeLine(
+        self._streams = {
+            k: NodeStream(
                 node,
                 transports[k],
                 self._put,
@@ -136,251 +139,254 @@ class RunFollower:
         }
         self._not_started = set(starts)
         self._leave_when_trained, self._on_training = leave_when_trained, on_training
-        self._leaving: Detached = ""
+        self._detaching: Detached = ""
         self._stoppers: dict[int, threading.Thread] = {}
         self._stop_reason = ""
         self._stopped_at: dict[int, float] = {}
-        self._failing = ""  # the first failure told
+        self._failing = ""  # the first failure reported
         self._spares = Spares(plan)
-        self._help_at = float("inf")
-        self._launches = bool(starts)  # what a run taken up again told at its start may be past
-        self._starting = Starting(plan)
-        self._began = self._next_look = time.monotonic()
-        self._last_end = self._began  # when a node ended
+        self._stop_at = float("inf")
+        self._launching = bool(starts)  # a run that is only followed does not resend its start events
+        self._starting = StartProgress(plan)
+        self._began = self._next_check = time.monotonic()
+        self._last_end = self._began  # when the last node ended
 
     # The run, top to bottom.
 
-    def follow(self, interrupts: Interrupts | None = None, talking: Talking | None = None) -> Followed:
-        """Until every node has ended or the run is left to itself. Signals are asked about, or do as decided."""
-        interrupts, talking = interrupts or Interrupts(), talking or Talking(self.live)
-        interrupts.quick = talking.policy.can_ask
-        for line in self._lines.values():
-            line.start()
-        with interrupts.handed_to(self._signals.put), talking:
+    def follow(self, interrupts: Interrupts | None = None, prompt: InterruptPrompt | None = None) -> Followed:
+        """Follow until every node has ended or the run is detached; ``prompt`` decides about signals."""
+        interrupts, prompt = interrupts or Interrupts(), prompt or InterruptPrompt(self.live)
+        interrupts.double_press = prompt.policy.can_ask
+        for stream in self._streams.values():
+            stream.start()
+        with interrupts.handed_to(self._signals.put), prompt:
             while not self._over():
-                self._listen(interrupts, talking)
+                self._handle_input(interrupts, prompt)
                 self._turn()
-                if time.monotonic() >= self._next_look:
-                    self._look(time.monotonic())
+                if time.monotonic() >= self._next_check:
+                    self._check_timeouts(time.monotonic())
             self._enough.set()
             if self.followed.detached:
-                self._let_go()
+                self._join_streams()
         return self.followed
 
     def abandon(self) -> None:
-        """The launcher itself cannot go on (its output is closed, say): stop every node without a word."""
+        """Stop every node without output, after an error in the launcher such as a closed output."""
         self.stop("the launcher failed")
         for stopper in list(self._stoppers.values()):
             stopper.join(self.limits.grace + STOP_EXTRA + self.limits.connect_timeout)
         self._enough.set()
 
     def leave(self) -> None:
-        """A viewer cannot go on: the run does."""
+        """Stop following; the run goes on."""
         self._enough.set()
-        self._let_go()
+        self._join_streams()
 
     def stop(self, reason: str) -> None:
-        """Have every node stop, all at once; does nothing the second time."""
+        """Stop all nodes in parallel; later calls do nothing."""
         if self._stop_reason:
             return
         self._stop_reason = reason
         self.live.quiet()
         self.events.add("stop", reason=reason)
-        for k, line in self._lines.items():
-            if line.broken_since is None or self.followed.interrupted:
-                self._sweep(k)  # the others when their line is back
+        for k, stream in self._streams.items():
+            if stream.broken_since is None or self.followed.interrupted:
+                self._clean_up(k)  # the others once their connection is restored
 
-    def interrupt(self, what: str) -> None:
-        """A person wants the run to stop."""
+    def interrupt(self, cause: str) -> None:
+        """Stop the run for the user; ``cause``: the signal, as Ctrl-C."""
         if not self._failing:
-            self.followed.interrupted = what
-        self.live.say(f"{what}: stopping every node (Ctrl-C leaves at once)", "bold yellow")
-        self.events.add("interrupted", by=what)
-        self.stop(what)
+            self.followed.interrupted = cause
+        self.live.say(f"{cause}: stopping every node (Ctrl-C exits immediately)", "bold yellow")
+        self.events.add("interrupted", by=cause)
+        self.stop(cause)
 
-    # What a person wants.
+    # Signals and answers.
 
-    def _listen(self, interrupts: Interrupts, talking: Talking) -> None:
-        """Take signals and answers."""
-        wish = talking.answer()
+    def _handle_input(self, interrupts: Interrupts, prompt: InterruptPrompt) -> None:
+        """Handle pending signals and the answer to the open question."""
+        action = prompt.answer()
         while not self._signals.empty():
-            wish = talking.signal(self._signals.get(), time.monotonic()) or wish
-        if wish == "detach" and not self._stop_reason:
-            if not self._leaving and self._not_started:
+            action = prompt.signal(self._signals.get(), time.monotonic()) or action
+        if action == "detach" and not self._stop_reason:
+            if not self._detaching and self._not_started:
                 self.live.say("detaching as soon as every node has started", "bold yellow")
-            self._leaving = "asked"
-        elif wish == "stop" and not self.followed.interrupted:
-            self.interrupt(talking.what)
-        interrupts.last_chance = bool(self._stop_reason)
+            self._detaching = "asked"
+        elif action == "stop" and not self.followed.interrupted:
+            self.interrupt(prompt.cause)
+        interrupts.exit_on_next = bool(self._stop_reason)
 
     def _over(self) -> bool:
-        """Every node has ended, or was stopped and had its time for last words, and none has anything left; or the
-        run is left to itself."""
+        """Whether following ends: the run is detached, or every node has ended and been cleaned up. A stopped node
+        counts as ended after ``_LAST_RESULT`` seconds without a result."""
         if self.followed.detached:
             return True
         if not self.followed.ended >= set(self._nodes):
             return False
         self.live.tick(all_of_them=True)
-        self.stop("all nodes have ended")  # sees to it that nothing is left, sessions included
+        self.stop("all nodes have ended")  # removes remaining processes and tmux sessions
         return not any(stopper.is_alive() for stopper in self._stoppers.values())
 
-    def _let_go(self) -> None:
-        """Leave no watcher behind on the nodes."""
-        deadline = time.monotonic() + _LET_GO
-        for line in self._lines.values():
-            line.join(max(0.0, deadline - time.monotonic()))
+    def _join_streams(self) -> None:
+        """Wait until the node streams have ended their ``watch.py`` on the nodes."""
+        deadline = time.monotonic() + _JOIN_TIMEOUT
+        for stream in self._streams.values():
+            stream.join(max(0.0, deadline - time.monotonic()))
 
-    # News.
+    # Messages of nodes.
 
-    def _put(self, news: News) -> None:
-        """Of a line. Where the terminal takes no more (Ctrl-S), the nodes keep what they have to tell."""
-        while self._news.qsize() >= _MOST_NEWS and not self._enough.wait(_TURN):
+    def _put(self, message: NodeMessage) -> None:
+        """Queue a message; blocks the node stream while the terminal accepts no output (Ctrl-S)."""
+        while self._messages.qsize() >= _MAX_QUEUED and not self._enough.wait(_TURN):
             pass
-        self._news.put(news)
+        self._messages.put(message)
 
     def _turn(self) -> None:
+        """Handle one message, or wait up to ``_TURN`` seconds for one."""
         try:
-            news = self._news.get(timeout=_TURN)
+            message = self._messages.get(timeout=_TURN)
         except queue.Empty:
             self.live.tick()
             return
-        if news.node_rank not in self.followed.ended or "stopped" in news.message:
-            self._take(news.node_rank, news.message)
+        if message.node_rank not in self.followed.ended or "stopped" in message.values:
+            self._handle(message.node_rank, message.values)
         self.live.tick()
 
-    def _take(self, k: int, message: Mapping[str, Any]) -> None:
+    def _handle(self, k: int, message: Mapping[str, Any]) -> None:
         if "file" in message:
-            self._take_lines(k, message["file"], message["lines"])
+            self._handle_lines(k, message["file"], message["lines"])
         elif "state" in message:
-            self._take_state(k, message["state"])
+            self._handle_state(k, message["state"])
         elif "result" in message:
-            self._take_result(k, message["result"])
+            self._handle_result(k, message["result"])
         elif "lost" in message:
-            self._take_lost(k, message["lost"])
+            self._handle_lost(k, message["lost"])
         elif "stopped" in message:
             self._stopped_at[k] = time.monotonic()
         else:
-            self._take_line_news(k, message)
+            self._handle_connection(k, message)
 
-    def _take_line_news(self, k: int, message: Mapping[str, Any]) -> None:
-        """What became of the line, or of starting the node."""
+    def _handle_connection(self, k: int, message: Mapping[str, Any]) -> None:
+        """Handle a message of the node stream itself: connection lost or restored, node started or not."""
         if "broken" in message:
             why = message["broken"]
-            self.live.board.line_lost(k, why)
+            self.live.board.connection_lost(k, why)
             goes_on = "" if self._stop_reason or self._failing else "; the run goes on"
-            self.live.say(f"{self._where(k)}: line lost ({why}){goes_on}", "yellow")
+            self.live.say(f"{self._label(k)}: disconnected ({why}){goes_on}", "yellow")
             self.events.add("line-lost", node_rank=k, reason=why)
         elif "back" in message:
-            self.live.board.line_back(k)
-            self.live.say(f"{self._where(k)}: line is back after {message['back']:.0f} s", "yellow")
+            self.live.board.connection_restored(k)
+            self.live.say(f"{self._label(k)}: reconnected after {message['back']:.0f} s", "yellow")
             self.events.add("line-back", node_rank=k, seconds=round(message["back"], 1))
             if self._stop_reason:
-                self._sweep(k)
+                self._clean_up(k)
         elif "started" in message:
             self._not_started.discard(k)
         elif "not-started" in message:
-            self._take_not_started(k, message["not-started"])
+            self._handle_not_started(k, message["not-started"])
         elif "bug" in message:
             self._lose(k, Lost(message["bug"], time.time()))
 
-    def _take_not_started(self, k: int, error: FleetError) -> None:
+    def _handle_not_started(self, k: int, error: FleetError) -> None:
         self._not_started.discard(k)
         self._spares.discard(k)
         self.events.add("start-failed", node_rank=k, reason=str(error))
-        why = str(error).removeprefix(f"{self._where(k)}: ")
-        self._lose(k, Lost(why, time.time()), f"{self._where(k)} could not be started: {why}")
+        why = str(error).removeprefix(f"{self._label(k)}: ")
+        self._lose(k, Lost(why, time.time()), f"{self._label(k)} could not be started: {why}")
 
-    def _take_state(self, k: int, state: Mapping[str, Any]) -> None:
-        offset = state["time"] - time.time()  # too small by as long as it took to get here
+    def _handle_state(self, k: int, state: Mapping[str, Any]) -> None:
+        offset = state["time"] - time.time()  # too small by the latency, so the maximum is the best estimate
         self.followed.clocks[k] = max(offset, self.followed.clocks.get(k, offset))
         self.live.board.state(k, state)
         self._spares.take(k, state)
         for finding in state.get("findings") or ():
-            self._take_finding(finding)
+            self._handle_finding(finding)
 
-    def _take_finding(self, finding: Mapping[str, Any]) -> None:
-        """Each is told once, however many nodes say it at each heartbeat."""
+    def _handle_finding(self, finding: Mapping[str, Any]) -> None:
+        """Print a finding once; every heartbeat of every node repeats it."""
         if finding not in self.followed.findings:
             self.followed.findings.append(finding)
             self.live.board.finding(finding)
             self.live.say(f"{finding['kind']}: {finding['text']}", "yellow")
 
-    def _take_lines(self, k: int, file: str, lines: list[str]) -> None:
+    def _handle_lines(self, k: int, file: str, lines: list[str]) -> None:
         if file == "events.jsonl":
             for event in records(EVENT, lines):
-                self._take_event(k, event)
+                self._handle_event(k, event)
             return
         if self.events.stream is not None:
-            for told in for_machines(k, file, lines):
-                self.events.tell(told)
+            for record in for_machines(k, file, lines):
+                self.events.tell(record)
         self.live.file_lines(k, file, lines)
 
-    def _take_event(self, k: int, event: Mapping[str, Any]) -> None:
+    def _handle_event(self, k: int, event: Mapping[str, Any]) -> None:
         self.events.take(event)
         if event["kind"] == "process-exit":
-            self._take_exit(k, event)
+            self._handle_exit(k, event)
         else:
-            self._tell_start(k, event)
+            self._handle_start(k, event)
 
-    def _take_exit(self, k: int, event: Mapping[str, Any]) -> None:
+    def _handle_exit(self, k: int, event: Mapping[str, Any]) -> None:
         if event.get("rank") in self.live.board.ranks:
             self.live.board.rank_ended(event["rank"], failed=event.get("returncode") != 0)
         if event.get("failed") and not self._failing and not self._stop_reason:
             name = event.get("name", "a process")
-            self._fails(k, f"a process failed: {name} of {self._where(k)}", f"{name} of node{k} failed")
+            self._handle_failure(k, f"a process failed: {name} of {self._label(k)}", f"{name} of node{k} failed")
 
-    def _fails(self, k: int, told: str, reason: str) -> None:
-        """The supervisors stop each other now; should they not, we do. A node that the run may do without ends nothing
-        by itself: what the others make of it will be told."""
+    def _handle_failure(self, k: int, text: str, reason: str) -> None:
+        """Print the failure ``text``, and set the time at which this launcher stops the nodes itself.
+
+        The loss of a node that the run can do without is only printed; the hub decides whether the run continues.
+        """
         if self._failing:
             return
         if k in self._spares:
             if not self._stop_reason:
-                self.live.say(told, "yellow")
+                self.live.say(text, "yellow")
             return
         self._failing = reason
         if not self._stop_reason:
             self.live.quiet()
             rest = "; every node stops" if len(self.followed.ended) < len(self._nodes) else ""
-            self.live.say(f"{told}{rest}", "bold red")
-        self._help_at = time.monotonic() + self.limits.peer_timeout + _HELP_AFTER
+            self.live.say(f"{text}{rest}", "bold red")
+        self._stop_at = time.monotonic() + self.limits.peer_timeout + _STOP_AFTER
 
-    def _tell_start(self, k: int, event: Mapping[str, Any]) -> None:
-        """One line when all graph servers are ready, one when all ranks have started."""
+    def _handle_start(self, k: int, event: Mapping[str, Any]) -> None:
+        """Print when all graph servers are ready and when all ranks have started."""
         before = self._starting.all_ranks_at
-        if told := self._starting.take(k, event, time.monotonic() - self._began):
-            self.live.say(told, "dim")
+        if text := self._starting.add(k, event, time.monotonic() - self._began):
+            self.live.say(text, "dim")
             if self._starting.all_ranks_at != before:
                 self._on_training()
 
-    # Ends.
+    # Nodes that have ended.
 
-    def _take_result(self, k: int, result: Mapping[str, Any]) -> None:
+    def _handle_result(self, k: int, result: Mapping[str, Any]) -> None:
         self.followed.results[k] = result
         self._spares.take_result(k, result)
         self._ended(k, result["state"])
         if self._stop_reason or self._failing:
-            self.live.say(f"{self._where(k)}: {result['state']}")
+            self.live.say(f"{self._label(k)}: {result['state']}")
         if result["state"] != "done":
             why = result.get("reason", "") or result["state"]
-            self._fails(k, f"{self._where(k)} {result['state']} ({why})", f"node{k} {result['state']}")
+            self._handle_failure(k, f"{self._label(k)} {result['state']} ({why})", f"node{k} {result['state']}")
 
-    def _take_lost(self, k: int, lost: Mapping[str, Any]) -> None:
-        """The node itself says that its supervisor is gone."""
+    def _handle_lost(self, k: int, lost: Mapping[str, Any]) -> None:
+        """Handle the message of ``watch.py`` that the supervisor of node ``k`` has gone."""
         state = lost.get("state")
         when = state["time"] - self.followed.clocks.get(k, 0.0) if state else time.time()
         self._lose(k, Lost(lost["reason"], when))
 
-    def _lose(self, k: int, lost: Lost, told: str = "") -> None:
-        """A node that will give no result: what is left there is ended, and so are the others where they need it."""
+    def _lose(self, k: int, lost: Lost, text: str = "") -> None:
+        """Record node ``k`` as lost and clean it up; if the run cannot do without the node, stop the others as well."""
         self.followed.lost[k] = lost
         self._ended(k, "lost")
         self.events.add("node-lost", node_rank=k, reason=lost.why)
-        self._fails(k, told or f"{self._where(k)} is lost: {lost.why}", f"node{k} lost")
+        self._handle_failure(k, text or f"{self._label(k)} is lost: {lost.why}", f"node{k} lost")
         if lost.out_of_reach:
-            self.followed.notes.append(f"{self._where(k)} is out of reach; {stops_itself(self.plan, self._nodes[k])}")
+            self.followed.notes.append(f"{self._label(k)} cannot be reached; {what_remains(self.plan, self._nodes[k])}")
         else:
-            self._sweep(k)
+            self._clean_up(k)
             if k not in self._spares:
                 self.stop(f"node{k} lost")
 
@@ -388,60 +394,65 @@ class RunFollower:
         self._last_end = time.monotonic()
         self.live.board.ended(k, state)
 
-    # What time alone changes.
+    # Timeouts; ``now`` in monotonic seconds.
 
-    def _look(self, now: float) -> None:
-        self._next_look = now + _LOOK_EVERY
-        for line in self._lines.values():
-            line.break_silence(now)
+    def _check_timeouts(self, now: float) -> None:
+        self._next_check = now + _CHECK_EVERY
+        for stream in self._streams.values():
+            stream.close_if_silent(now)
         self.followed.silent |= {
-            k for k, when in self._stopped_at.items() if now - when > _LAST_WORDS and k not in self.followed.ended
+            k for k, when in self._stopped_at.items() if now - when > _LAST_RESULT and k not in self.followed.ended
         }
-        if now > self._help_at and not self._stop_reason:
+        if now > self._stop_at and not self._stop_reason:
             self.stop(self._failing)
-        if self._launches and not self._stop_reason and not self._failing:
-            if told := self._starting.late(now - self._began, self.followed.ended):
-                self.live.say(told, "dim")
-        self._leave(now)
-        self._give_up(now)
+        if self._launching and not self._stop_reason and not self._failing:
+            if text := self._starting.late(now - self._began, self.followed.ended):
+                self.live.say(text, "dim")
+        self._detach_if_due(now)
+        self._check_unreachable(now)
 
-    def _leave(self, now: float) -> None:
-        """Detach where that is wanted, but not before every node has been started."""
+    def _detach_if_due(self, now: float) -> None:
+        """Detach if the user or ``--detach`` asks for it, but not before every node has been started."""
         if self._stop_reason or self._failing or self._not_started:
             return
         ranks_at = self._starting.all_ranks_at
         started_well = self.plan.own_command and ranks_at is not None and now - self._began - ranks_at > _STARTED
-        if self._leaving:
-            self.followed.detached = self._leaving
+        if self._detaching:
+            self.followed.detached = self._detaching
         elif self._leave_when_trained and (self.live.board.stepping() or started_well):
             self.followed.detached = "trained"
 
-    def _give_up(self, now: float) -> None:
-        """Nodes out of reach: waited for; and in the end lost, or all of them left to themselves."""
+    def _check_unreachable(self, now: float) -> None:
+        """If no remaining node can be reached for too long, detach from the run, or record these nodes as lost.
+
+        It detaches after ``lost_after`` seconds if no node that the run needs has ended.
+        """
         waiting = [k for k in self._nodes if k not in self.followed.ended]
-        broken = {k: line.broken_since for k, line in self._lines.items() if k in waiting}
+        broken = {k: stream.broken_since for k, stream in self._streams.items() if k in waiting}
         since = [when for when in broken.values() if when is not None]
         if not waiting or len(since) < len(waiting):
-            return  # somebody still tells
+            return  # at least one node is connected
         silent = now - max(since)
         if all(k in self._spares for k in self.followed.ended):
             if silent > self.limits.lost_after:
                 self.followed.detached = "unreachable"
             return
-        away = {*waiting, *(k for k, lost in self.followed.lost.items() if lost.out_of_reach)}
-        patience = min(self.limits.lost_after, _LOST_TO_ALL if self._lost_to_others(away) else float("inf"))
+        unreachable = {*waiting, *(k for k, lost in self.followed.lost.items() if lost.out_of_reach)}
+        patience = min(self.limits.lost_after, _LOST_TO_PEERS if self._lost_to_others(unreachable) else float("inf"))
         for k in waiting:
             waited = now - max(self._last_end, broken[k] or now)
             if waited > patience or k in self._stopped_at:
                 self._lose(k, Lost(f"no contact for {now - (broken[k] or now):.0f} s", time.time(), out_of_reach=True))
 
     def _lost_to_others(self, nodes: Iterable[int]) -> bool:
-        """Whether nodes that have ended miss one of ``nodes``: who has lost the lead node knows of no other."""
+        """Whether an ended node reports one of ``nodes`` as lost. One suffices: a node that has lost the lead node gets
+        no reports about the others."""
         return any(str(k) in missed_by(result) for result in self.followed.results.values() for k in nodes)
 
-    # Sweeping: in a thread for each node.
+    # Cleaning up, in a thread for each node.
 
-    def _sweep(self, k: int) -> None:
+    def _clean_up(self, k: int) -> None:
+        """Stop node ``k`` in a thread, unless that has begun or the node was given up as unreachable."""
         if k in self._stoppers:
             return
         lost = self.followed.lost.get(k)
@@ -450,11 +461,11 @@ class RunFollower:
             self._stoppers[k].start()
 
     def _stop_node(self, k: int) -> None:
-        """Stop one node, with one new connection if the line is broken."""
+        """Stop one node; reconnects once if the connection is broken."""
         note = stop_node(self._nodes[k], self.transports[k], self.limits, self._stop_reason)
         if note:
             self.followed.notes.append(note)
-        self._news.put(News(k, {"stopped": not note}))
+        self._messages.put(NodeMessage(k, {"stopped": not note}))
 
-    def _where(self, k: int) -> str:
+    def _label(self, k: int) -> str:
         return self._nodes[k].label

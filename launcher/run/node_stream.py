@@ -1,4 +1,4 @@
-"""The stream of messages from one node: starts it, reads its run folder, reconnects when the connection is lost."""
+"""Streams messages from one node: starts the node, follows its run folder, reconnects after a lost connection."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from launcher.run.live_log import parsed, without_stamp
 from launcher.run.tmux_session import watch_command
 from launcher.transport.base import Transport
 
-SILENCE = 10.0  #: seconds a line may say nothing before it is opened anew; a live node says something every 3 s or so
+SILENCE = 10.0  #: seconds without a message after which a connection is reopened; a node sends one about every 3 s
 
-_FIRST_WORD = 30.0  # the same before its first word: starting Python on a busy node takes its time
+_FIRST_MESSAGE = 30.0  # the same before the first message: Python starts slowly on a busy node
 
-START_PATIENCE = 20.0  #: seconds to wait for the line to a node that breaks while it is started
+START_PATIENCE = 20.0  #: seconds to reconnect to a node whose connection is lost while it starts
 
-RETRY_EVERY = 2.0  #: seconds between attempts to get a line back, at first
+RETRY_EVERY = 2.0  #: seconds between attempts to reconnect, at first
 
 _RETRY_SLOWEST = 10.0
 
@@ -31,28 +31,29 @@ Start = Callable[[], None]  #: starts the node's supervisor; raises FleetError
 
 
 @dataclass(frozen=True)
-class News:
-    """One message about a node: ``watch.py``'s, or what became of the line to it.
+class NodeMessage:
+    """One message about a node: a line of ``watch.py``, or one of the stream itself.
 
-    ``{"started": true}``, ``{"not-started": error}``, ``{"broken": why}``, ``{"back": seconds}``, ``{"bug": text}``.
+    The stream's own: ``{"started": true}``, ``{"not-started": error}``, ``{"broken": why}``, ``{"back": seconds}``,
+    ``{"bug": text}``.
     """
 
     node_rank: int
-    message: Mapping[str, Any]
+    values: Mapping[str, Any]
 
 
-class NodeLine(threading.Thread):
-    """Streams one node's news to ``put`` until the node has ended or ``enough`` is set.
+class NodeStream(threading.Thread):
+    """Passes messages of one node to ``put`` until the node has ended or ``enough`` is set.
 
-    A broken line is opened again and again, and goes on from where it was: ``offsets`` (file -> byte). ``tail``: only
-    so many last lines of each file to begin with.
+    After a lost connection it reconnects until it succeeds and continues at ``offsets`` (file -> byte). ``tail``: begin
+    with this many last lines of each file. ``start``: starts the node first; may take ``start_timeout`` seconds.
     """
 
     def __init__(
         self,
         node: NodePlan,
         transport: Transport,
-        put: Callable[[News], None],
+        put: Callable[[NodeMessage], None],
         enough: threading.Event,
         *,
         connect_timeout: float,
@@ -62,14 +63,14 @@ class NodeLine(threading.Thread):
     ):
         super().__init__(daemon=True, name=f"follow-node{node.node_rank}")
         self.node, self.transport, self.enough = node, transport, enough
-        self.broken_since: float | None = None  #: monotonic seconds
-        self.over = False
+        self.broken_since: float | None = None  #: monotonic seconds; None while connected
+        self.over = False  #: the node has ended
         self.offsets: dict[str, int] = {}
         self._put, self._start_node, self._connect_timeout = put, start, connect_timeout
         self._start_timeout, self._tail = start_timeout, tail
-        self._streaming = self._has_spoken = self._telling = False
-        self._spoken = time.monotonic()
-        self._starting, self._life_asked = False, 0.0  # monotonic: when the start began, or its node was last asked
+        self._streaming = self._has_messages = self._putting = False
+        self._last_message = time.monotonic()
+        self._starting, self._last_probe = False, 0.0  # monotonic seconds of the start, or of the last probe
         self._pause = RETRY_EVERY
 
     def run(self) -> None:
@@ -77,25 +78,25 @@ class NodeLine(threading.Thread):
             if self._begun():
                 while not self._ended():
                     self._broken(self._stream())
-                    self._await_line()
-        except Exception as error:  # without its thread a node would be waited for without end
-            self._tell({"bug": f"following it failed: {error!r}"})
+                    self._reconnect()
+        except Exception as error:  # without a message the follower would wait for the node for ever
+            self._put_message({"bug": f"following the node failed: {error!r}"})
 
-    def break_silence(self, now: float) -> None:
-        """Close a line on which nothing has come for long: TCP does not tell that the other end has vanished."""
-        if self._starting and now - self._life_asked > SILENCE:
-            self._life_asked = now
-            threading.Thread(target=self._ask_for_life, daemon=True).start()
+    def close_if_silent(self, now: float) -> None:
+        """Close the connection after too long a silence, as TCP does not report a vanished peer."""
+        if self._starting and now - self._last_probe > SILENCE:
+            self._last_probe = now
+            threading.Thread(target=self._probe, daemon=True).start()
         if (
             self._streaming
-            and not self._telling
-            and now - self._spoken > (SILENCE if self._has_spoken else _FIRST_WORD)
+            and not self._putting
+            and now - self._last_message > (SILENCE if self._has_messages else _FIRST_MESSAGE)
         ):
-            self._spoken = now
+            self._last_message = now
             threading.Thread(target=self.transport.close, daemon=True).start()
 
-    def _ask_for_life(self) -> None:
-        """Close the line to a node that takes long to start when it does not answer at all."""
+    def _probe(self) -> None:
+        """Run ``true`` on a node that is starting; close the connection if that fails."""
         try:
             self.transport.run(Command(("true",)), timeout=SILENCE)
         except TransportError:
@@ -105,10 +106,13 @@ class NodeLine(threading.Thread):
         return self.over or self.enough.is_set()
 
     def _begun(self) -> bool:
-        """Start the node, if that is wanted. A line that breaks meanwhile may hide that it did start."""
+        """Start the node, if it is to be started; returns whether to follow it.
+
+        If the connection is lost meanwhile, the node may have started all the same.
+        """
         deadline, unsure = time.monotonic() + self._start_timeout, False
         while self._start_node is not None and not self.enough.is_set():
-            self._starting, self._life_asked = True, time.monotonic()
+            self._starting, self._last_probe = True, time.monotonic()
             try:
                 self._start_node()
                 break
@@ -119,7 +123,7 @@ class NodeLine(threading.Thread):
                     deadline = min(deadline, time.monotonic() + START_PATIENCE)
                 self._starting = False
                 self._broken(error.message)
-                self._await_line(deadline)
+                self._reconnect(deadline)
                 unsure = True
             except FleetError as error:
                 if unsure and "exists already" in str(error):
@@ -127,55 +131,55 @@ class NodeLine(threading.Thread):
                 return self._not_started(error)
             finally:
                 self._starting = False
-        self._tell({"started": True})
+        self._put_message({"started": True})
         return not self.enough.is_set()
 
     def _not_started(self, error: FleetError) -> bool:
         self.over = True
-        self._tell({"not-started": error})
+        self._put_message({"not-started": error})
         return False
 
     def _stream(self) -> str:
-        """Follow until the stream ends; why it did."""
-        self._spoken, self._has_spoken, self._streaming = time.monotonic(), False, True
+        """Run ``watch.py`` until it ends; returns the reason."""
+        self._last_message, self._has_messages, self._streaming = time.monotonic(), False, True
         try:
-            tail = None if self.offsets else self._tail  # what was missed meanwhile is told in full
+            tail = None if self.offsets else self._tail  # after a reconnect, send all lines that were missed
             command = watch_command(self.node, self.offsets, tail=tail)
-            status = self.transport.stream(command, self._line, self.enough)
+            status = self.transport.stream(command, self._handle_line, self.enough)
         except TransportError as error:
             return error.message
         except Damaged as error:
             return str(error)
         finally:
             self._streaming = False
-        return f"following it ended with status {status}"
+        return f"watch.py on the node ended with exit status {status}"
 
-    def _line(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         message = message_in(line)
         if message is None:
-            return  # a profile or a setup line of the node that prints
-        self._spoken, self._has_spoken = time.monotonic(), True
-        self._sound()
+            return  # output of a shell profile or of run.setup
+        self._last_message, self._has_messages = time.monotonic(), True
+        self._connection_works()
         if "file" in message:
             self.offsets[message["file"]] = message["offset"]
         self.over = "result" in message or "lost" in message
-        self._telling = True  # which may take as long as nobody listens
-        self._tell(message)
-        self._spoken, self._telling = time.monotonic(), False
+        self._putting = True  # blocks while the queue is full
+        self._put_message(message)
+        self._last_message, self._putting = time.monotonic(), False
 
     def _broken(self, why: str) -> None:
         if self.broken_since is None and not self._ended():
             self.broken_since = time.monotonic()
-            self._tell({"broken": why})
+            self._put_message({"broken": why})
 
-    def _sound(self) -> None:
-        """Something has come: the line stands."""
+    def _connection_works(self) -> None:
+        """Report a restored connection, after a message has arrived."""
         if self.broken_since is not None:
-            self._tell({"back": time.monotonic() - self.broken_since})
+            self._put_message({"back": time.monotonic() - self.broken_since})
             self.broken_since, self._pause = None, RETRY_EVERY
 
-    def _await_line(self, deadline: float = math.inf) -> None:
-        """Until the line stands again, is not wanted any more, or ``deadline`` (monotonic seconds) has passed."""
+    def _reconnect(self, deadline: float = math.inf) -> None:
+        """Try to reconnect until it succeeds, following ends, or ``deadline`` (monotonic seconds) has passed."""
         while not self._ended() and time.monotonic() < deadline and not self.enough.wait(self._pause):
             self._pause = min(_RETRY_SLOWEST, self._pause * 1.2)
             try:
@@ -184,12 +188,12 @@ class NodeLine(threading.Thread):
             except TransportError:
                 continue
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
-        self._put(News(self.node.node_rank, message))
+    def _put_message(self, values: Mapping[str, Any]) -> None:
+        self._put(NodeMessage(self.node.node_rank, values))
 
 
 def for_machines(node_rank: int, file: str, lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """New lines of a node's metrics or of a rank's log, as ``--json`` tells them."""
+    """Yield the ``--json`` records for new lines of a metrics file or rank log."""
     if file.startswith("metrics-"):
         yield from ({**metric, "node_rank": node_rank} for metric in parsed(lines))
     elif file.startswith("logs/rank"):

@@ -1,4 +1,4 @@
-"""Options of a launch as a value, and the choice of a run id."""
+"""Command-line options of a launch, the config they produce, and the choice of a run id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from launcher.text import count
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign
 
-#: Option of the command line → config key it sets.
+#: Command-line option → config key that it sets.
 SHORT_KEYS: Mapping[str, str] = {
     "name": "name",
     "epochs": "train.epochs",
@@ -43,17 +43,17 @@ SHORT_KEYS: Mapping[str, str] = {
     "serving": "data.serving",
 }
 
-#: Short options that say nothing to a command of one's own.
+#: Options in ``SHORT_KEYS`` that have no effect on an own command.
 TRAINER_ONLY = ("epochs", "batch_size", "num_neighbors", "resume")
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """One invocation."""
+    """Options of one ``gnnfleet`` call."""
 
     config: Path
     overrides: tuple[str, ...] = ()  #: ``key=value``
-    include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.config.host_filter``; none: all
+    include: tuple[str, ...] = ()  #: hosts and devices, see ``launcher.config.host_filter``; empty: all
     exclude: tuple[str, ...] = ()
     run_id: str | None = None
     own_command: tuple[str, ...] = ()
@@ -61,19 +61,19 @@ class LaunchOptions:
     verbose: bool = False
     plain: bool = False  #: no live view
     detach: bool = False  #: return once the first step has trained
-    resumed_from: str | None = None  #: id of the run that this one goes on from
-    flags: Flags = Flags()  #: what other launchers' files are accompanied by
+    resumed_from: str | None = None  #: id of the run that this one resumes
+    flags: Flags = Flags()  #: options of other launchers, given with their files
 
     def choose(self, config: ClusterConfig) -> ClusterConfig:
-        """The hosts and devices that ``--include`` and ``--exclude`` leave."""
+        """Return ``config`` with the hosts and devices selected by ``--include`` and ``--exclude``."""
         from launcher.config.host_filter import filtered
 
         return filtered(config, self.include, self.exclude)
 
 
 def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, ...]:
-    """The ``key=value`` texts of short options that were given: other hosts and another graph come before those of
-    ``--set``, the others after."""
+    """Return config overrides as ``key=value``, later ones win: ``--nodes`` and ``--dataset``, then ``--set``, then all
+    other options."""
     nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
     environment = environment_overrides(values.get("venv"), values.get("conda"))
     dataset = dataset_overrides(values["dataset"]) if values.get("dataset") else ()
@@ -83,8 +83,8 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[str, .
 
 
 def read_config(options: LaunchOptions) -> ClusterConfig:
-    """The config file with the command line's changes and choice of hosts; a file of another launcher is read as ours,
-    which is said on stderr. Raises ConfigError and UsageError."""
+    """Read the config file and apply overrides and host selection. Files of other launchers are converted, with a
+    notice on stderr. Raises ConfigError and UsageError."""
     from launcher.config.importers.detect import read_foreign
     from launcher.config.loader import load_config
 
@@ -93,20 +93,22 @@ def read_config(options: LaunchOptions) -> ClusterConfig:
         return load_config(options.config, options.overrides, options.choose)
     overrides, notes = foreign_overrides(options, foreign)
     config = load_config(options.config, overrides, options.choose, foreign)
-    for line in (f"{options.config}: taken for {foreign.kind} ({count(len(config.nodes), 'host')})", *notes):
+    for line in (f"{options.config}: recognised as {foreign.kind} ({count(len(config.nodes), 'host')})", *notes):
         print(line, file=sys.stderr, flush=True)
     return config
 
 
 def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The command line as the foreign launcher means it, and notes about it."""
+    """Return the config overrides with the foreign launcher's meaning of options, and notes for the user."""
     from launcher.config.loader import overridden, world_size
 
     overrides, notes = list(options.overrides), [f"note: {note}" for note in foreign.notes]
     flags = options.flags
     if flags.master_addr in ("0.0.0.0", "localhost", "127.0.0.1"):
         overrides = [word for word in overrides if word != f"run.master_addr={flags.master_addr}"]
-        notes.append(f"note: --master_addr {flags.master_addr} is no address for others; it is found by preflight")
+        notes.append(
+            f"note: --master_addr {flags.master_addr} cannot be reached from other hosts; preflight chooses an address"
+        )
     batch = f"train.batch_size={flags.batch_size}"
     if foreign.batch_per_process and flags.batch_size is not None and flags.batch_size.isdecimal():
         overrides = [word for word in overrides if word != batch]
@@ -115,14 +117,17 @@ def foreign_overrides(options: LaunchOptions, foreign: Foreign) -> tuple[tuple[s
         whole = int(flags.batch_size) * max(1, processes)
         overrides.append(f"train.batch_size={whole}")
         notes.append(
-            f"note: --batch_size {flags.batch_size} is per process there; over all {processes} processes it is {whole}"
+            f"note: --batch_size {flags.batch_size} is per process in that launcher; "
+            f"the global batch of {processes} processes is {whole}"
         )
     return tuple(overrides), tuple(notes)
 
 
 def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
-    """The run id asked for, or ``<name>-YYYYmmdd-HHMMSS-xxxx``; refuses unusable and used ones. One whose launch was
-    refused or interrupted before anything ran can be used again."""
+    """Return ``wanted``, or a new id ``<name>-YYYYmmdd-HHMMSS-xxxx``.
+
+    Raises UsageError for an invalid id, or one in use. An id whose launch ended before anything ran can be used again.
+    """
     if wanted is None:
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", config.name).strip("-_")[:40] or "run"
         return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -134,7 +139,7 @@ def choose_run_id(config: ClusterConfig, wanted: str | None) -> str:
 
 
 def check_run_id(wanted: str, option: str) -> None:
-    """Raises UsageError where ``wanted``, given by ``option``, cannot be the id of a run."""
+    """Raise UsageError if ``wanted``, the value of ``option``, is not a valid run id."""
     if not is_run_id(wanted):
         raise UsageError(
             f"{option} {wanted!r}: use up to 80 letters, digits, `-` and `_`, beginning with a letter or digit"
@@ -142,5 +147,5 @@ def check_run_id(wanted: str, option: str) -> None:
 
 
 def run_folder(config: ClusterConfig, run_id: str) -> Path:
-    """Where this run's files are kept on this machine."""
+    """Return the folder of the run on this machine."""
     return Path(config.run.runs_dir).expanduser() / run_id

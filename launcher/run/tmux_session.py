@@ -1,6 +1,6 @@
 """Starts, watches and stops the tmux session of a node, in which its supervisor runs.
 
-tmux keeps the supervisor alive when the launcher goes away, and lets a person attach to it.
+tmux keeps the supervisor alive when the launcher exits, and lets a user attach to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from launcher.transport.base import Completed, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
 
-_STOP_SLACK = 20.0  # seconds beyond the timeout in which control.py ends by itself
+_STOP_SLACK = 20.0  # seconds beyond its own timeout that control.py may take to exit
 
-#: $1 run folder. What the session runs; what start.sh complains about stays readable afterwards.
+#: The command of the session. $1: run folder. Errors of start.sh go to logs/start.log.
 _RUN = 'mkdir -p "$1/logs" && exec bash "$1/start.sh" 2>>"$1/logs/start.log"'
 
-#: $1 run folder, $2 session, $3 seconds, $4… tmux's arguments. Exit 0: the supervisor is up; else one of _START_ENDS,
-#: with tmux's complaint on stderr, or the log's last lines on stdout and whether a full disk is what kept it from
-#: saying more. `read` is a sleep that starts no process: many nodes may start at once on one machine.
+#: Starts the session and waits for the supervisor. $1: run folder, $2: session, $3: timeout in seconds, $4…: arguments
+#: of tmux. Exit status 0: the supervisor is running; otherwise one of the constants below, with tmux's error on stderr,
+#: or the last lines of the log and a note about a full disk on stdout. `read` sleeps without starting a process: many
+#: nodes may start at once on one machine.
 _START = """
 run=$1 session=$2 end=$((SECONDS + $3)) look=0
 shift 3
@@ -47,30 +48,30 @@ done
 exit 0
 """
 
-_NO_TMUX, _REFUSED, _ENDED, _LATE = 127, 10, 11, 12
+_NO_TMUX, _TMUX_FAILED, _ENDED, _LATE = 127, 10, 11, 12
 
 
 @dataclass(frozen=True)
 class StopReport:
-    """What stopping one node took."""
+    """Result of stopping one node."""
 
-    stopped: bool  #: nothing of the run is left on the node
-    killed: tuple[str, ...]  #: ``pid command`` of processes the supervisor did not end itself
-    leftovers: tuple[str, ...]  #: ``pid command`` of processes that outlived SIGKILL
+    stopped: bool  #: no process of the run is left on the node
+    killed: tuple[str, ...]  #: ``pid command`` of processes that the supervisor did not end itself
+    leftovers: tuple[str, ...]  #: ``pid command`` of processes that survived SIGKILL
 
 
 def new_session_argv(node: NodePlan) -> tuple[str, ...]:
-    """tmux's arguments: a session that ends with its command, whatever the user's tmux.conf says."""
+    """Return the arguments of tmux that create the session; it ends with its command, whatever tmux.conf sets."""
     command = " ".join(quote(word) for word in ("bash", "-c", _RUN, "bash", node.run_dir))
     start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
     return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
 
 
 def start_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
-    """Start the node's supervisor in its tmux session and wait until it is up.
+    """Start the node's supervisor in its tmux session and wait until it runs.
 
-    The files of ``node.files`` must be in place. Raises SessionError when tmux is missing, the session
-    exists already, or no supervisor has come up after ``start_timeout`` seconds.
+    The files of ``node.files`` must be on the node. Raises SessionError if tmux is missing, the session exists
+    already, or the supervisor has not written state.json after ``start_timeout`` seconds.
     """
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
     done = transport.run(Command((*words, *new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
@@ -80,21 +81,21 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
 
 def _why_not_started(transport: Transport, node: NodePlan, done: Completed, start_timeout: float) -> str:
     if done.returncode == _NO_TMUX:
-        return "tmux is not installed there; install it (apt install tmux) and launch again"
-    if done.returncode == _REFUSED and b"duplicate session" in done.stderr:
-        return _already(transport, node)
+        return "tmux is not installed on the node; install it (apt install tmux) and launch again"
+    if done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr:
+        return _session_exists(transport, node)
     if done.returncode not in (_ENDED, _LATE):
         return f"tmux could not start session {node.session}: {_text(done.stderr)}"
-    late = f"the supervisor was not up after {start_timeout:g} s (run.start_timeout)"
-    what = late if done.returncode == _LATE else "the supervisor ended before it was up"
-    return f"{what}; {node.run_dir}/logs/start.log says:\n{_text(done.stdout) or '(nothing)'}"
+    late = f"the supervisor did not start within {start_timeout:g} s (run.start_timeout)"
+    what = late if done.returncode == _LATE else "the supervisor ended while it started"
+    return f"{what}; the end of {node.run_dir}/logs/start.log:\n{_text(done.stdout) or '(empty)'}"
 
 
 def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: str = "", why: str = "") -> StopReport:
-    """Stop everything of the run on one node; force is used after ``timeout`` seconds.
+    """Stop all processes of the run on one node; they are killed after ``timeout`` seconds.
 
-    ``by`` and ``why`` are told to the whole run: who asks, as alice@laptop, and by what, as Ctrl-C. Raises
-    SessionError when the node's own stop program does not answer.
+    ``by`` (such as alice@laptop) and ``why`` (such as Ctrl-C) appear in the run's report. Raises SessionError if
+    control.py on the node fails.
     """
     options = ["--timeout", f"{timeout:g}", "--session", node.session]
     options += [word for name, value in (("--by", by), ("--why", why)) if value for word in (name, value)]
@@ -103,15 +104,15 @@ def stop_session(transport: Transport, node: NodePlan, *, timeout: float, by: st
 
 
 def stop_report(done: Completed, node: NodePlan) -> StopReport:
-    """What control.py has answered to ``stop``; raises SessionError when that is no answer."""
-    said = done.stdout.decode("utf-8", "replace").split("\n")
+    """Parse the output of ``control.py stop``; raises SessionError if it has no valid answer."""
+    printed = done.stdout.decode("utf-8", "replace").split("\n")
     try:
-        answers = [message for message in map(message_in, said) if message and "stopped" in message]
+        answers = [message for message in map(message_in, printed) if message and "stopped" in message]
         answer = answers[-1]
     except (Damaged, IndexError) as error:
         damage = str(error) if isinstance(error, Damaged) else ""
         reason = _text(done.stderr) or damage or f"exit status {done.returncode}"
-        raise SessionError(f"{node.label}: could not stop the run there: {reason}") from None
+        raise SessionError(f"{node.label}: could not stop the run on this node: {reason}") from None
     killed, leftovers = (
         tuple(f"{process['pid']} {process['command']}" for process in answer[name]) for name in ("killed", "leftovers")
     )
@@ -119,28 +120,30 @@ def stop_report(done: Completed, node: NodePlan) -> StopReport:
 
 
 def watch_command(node: NodePlan, offsets: dict[str, int], *, tail: int | None = None) -> Command:
-    """``watch.py``: metrics, events and logs of ranks, going on from ``offsets`` (file -> byte), but with the last
-    ``tail`` lines of each at most."""
+    """Return the ``watch.py`` command that streams metrics, events and rank logs.
+
+    It starts at ``offsets`` (file -> byte), and with at most the last ``tail`` lines of each file.
+    """
     words = ["--offsets", json.dumps(offsets), "--only", "*.jsonl,logs/rank*.log"]
     words += ["--tail", str(tail)] if tail is not None else []
     return node.program("watch", node.run_dir, *words)
 
 
-def _already(transport: Transport, node: NodePlan) -> str:
+def _session_exists(transport: Transport, node: NodePlan) -> str:
     stop = f"tmux kill-session -t {quote('=' + node.session)}"
-    over = "" if transport.target == "local" else f" (on {node.target})"
-    return f"tmux session {node.session} exists already; end it with `{stop}`{over}, or take another --run-id"
+    where = "" if transport.target == "local" else f" (on {node.target})"
+    return f"tmux session {node.session} exists already; end it with `{stop}`{where}, or choose another --run-id"
 
 
 def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace").strip()
 
 
-STOP_EXTRA = 10.0  #: seconds a node may take to stop beyond its grace, before force
+STOP_EXTRA = 10.0  #: seconds beyond run.grace that a node may take to stop before its processes are killed
 
 
 def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "") -> str:
-    """Stop one node, getting its line back first if need be; what may still run there, or ''."""
+    """Stop one node, reconnecting first if needed. Returns '', or a note about processes that may still run."""
     try:
         transport.connect(limits.connect_timeout)
         report: StopReport = stop_session(
@@ -154,16 +157,16 @@ def stop_node(node: NodePlan, transport: Transport, limits: Limits, why: str = "
 
 
 def how_to_stop(node: NodePlan) -> str:
-    """What a person types to stop this node by hand."""
-    line = f"tmux kill-session -t '={node.session}'"  # without =, tmux takes a name that merely begins so
+    """Return a note with the command that stops this node by hand."""
+    command = f"tmux kill-session -t '={node.session}'"  # without =, tmux matches prefixes of names
     if node.login is None:
-        return f"To stop them: {line}"
+        return f"To stop its processes: {command}"
     port = f"-p {node.login.port} " if node.login.port else ""
-    words = port + login_text(node.login.user, node.login.host, None)  # ssh takes no brackets
-    return f'To stop them: ssh {words} "{line}"'
+    words = port + login_text(node.login.user, node.login.host, None)  # ssh does not accept IPv6 addresses in brackets
+    return f'To stop its processes: ssh {words} "{command}"'
 
 
-def stops_itself(plan: LaunchPlan, node: NodePlan) -> str:
-    """What becomes of a node that nobody reaches."""
-    itself = "it stops by itself where it does not reach the others" if len(plan.nodes) > 1 else "it may still run"
-    return f"{itself}. {how_to_stop(node)}"
+def what_remains(plan: LaunchPlan, node: NodePlan) -> str:
+    """Return a note about an unreachable node: whether it may still run, and how to stop it by hand."""
+    state = "it stops by itself if it cannot reach the other nodes" if len(plan.nodes) > 1 else "it may still run"
+    return f"{state}. {how_to_stop(node)}"

@@ -67,10 +67,10 @@ def attachment(name: str, config: ClusterConfig, given: Path, run_id: str, conso
     try:
         yield made
     except OutOfReach:
-        made.stays = True
+        made.run_continues = True
         raise
     finally:
-        if made.key and not made.stays:
+        if made.key and not made.run_continues:
             for note in detach(name, config, given, run_id):
                 _say(console, f"note: {note}")
 

@@ -250,12 +250,12 @@ class ServeContext(LaunchContext):
             return super()._open_folder()
         return EventLog(self.folder / "events.jsonl", sys.stdout if self.options.as_json else None)
 
-    def at(self, stage: Stage, *, detached: bool = False) -> None:
+    def enter_stage(self, stage: Stage, *, detached: bool = False) -> None:
         """Write down that ``stage`` begins."""
         if self.stands and not detached:
             self.events.add("stage", stage=stage)
         else:
-            super().at(stage, detached=detached)
+            super().enter_stage(stage, detached=detached)
 
     def give_up(self, state: RunState, why: str, exit_status: int) -> None:
         """It ends without the servers that were to be started."""
@@ -267,11 +267,11 @@ class ServeContext(LaunchContext):
     def keep_plan(self, plan: LaunchPlan) -> None:
         """Before anything is started, so that it can be found again."""
         parts = replace(self.config.data, num_parts=None)  # the plan tells; more nodes than parts is no mistake here
-        self.keep("config.yml", to_yaml(replace(self.config, data=parts)))
-        self.keep("run.json", run_json(plan))
+        self.write_file("config.yml", to_yaml(replace(self.config, data=parts)))
+        self.write_file("run.json", run_json(plan))
         register(self.run_id, self.folder)
 
     def done(self) -> None:
         """All that was to be started serves."""
         (self.folder / "result.json").unlink(missing_ok=True)
-        self.at("train", detached=True)
+        self.enter_stage("train", detached=True)

@@ -141,7 +141,7 @@ def cluster_plan(
     context: ServeContext, found: ServingState, held: Mapping[int, tuple[int, ...]], facts: Mapping[int, NodeFacts]
 ) -> LaunchPlan:
     """The whole cluster: nodes that run as they were planned, those to start made anew."""
-    context.at("partition")
+    context.enter_stage("partition")
     config = found.roster.config
     return final_plan(
         _addressed(found, facts),

@@ -16,7 +16,7 @@ from launcher.errors import FleetError, Interrupted, UsageError
 from launcher.plan.build import offline_plan
 from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.run.interrupts import Interrupts
-from launcher.run.launch import bring_files, passed_preflight
+from launcher.run.launch import require_preflight, send_files
 from launcher.run.options import LaunchOptions, check_run_id
 from launcher.serving.cluster_state import (
     ClusterDescription,
@@ -159,7 +159,7 @@ def _facts(context: ServeContext, found: ServingState, to_start: tuple[int, ...]
     """Preflight of the nodes that are to start; the others have their ports taken, and work."""
     draft = offline_plan(found.roster.config, context.run_id)
     attempts = {k: found.lines[k] for k in to_start}
-    facts, _ = passed_preflight(context, attempts, draft, anew=found.plan is None)
+    facts, _ = require_preflight(context, attempts, draft, new_run=found.plan is None)
     taken = {node.service_port for node in found.plan.nodes} if found.plan else set()
     return {
         k: replace(fact, free_ports=tuple(port for port in fact.free_ports if port not in taken))
@@ -181,7 +181,7 @@ def start(context: ServeContext, found: ServingState, plan: LaunchPlan, to_start
     with own_turn(part, lines):
         _bring(context, found, part, lines)
         context.keep_plan(plan)  # not before: it says with which program the nodes are asked
-        context.at("start")
+        context.enter_stage("start")
         context.say(f"starting {count(len(to_start), 'graph server')}")
         bring_up(part, lines, context.config.run)
 
@@ -191,8 +191,8 @@ def _bring(context: ServeContext, found: ServingState, part: LaunchPlan, lines: 
     for k in lines:
         if k in found.seen and found.plan is not None:
             clear_node(found.plan.nodes[k], lines[k], keeps_key=part.encrypted)
-    context.at("sync")
-    bring_files(context, part, lines)
+    context.enter_stage("sync")
+    send_files(context, part, lines)
     guests = {path: text for one in found.seen.values() for path, text in one.files.items() if "/" in path}
     for k, node in ((node.node_rank, node) for node in part.nodes):
         for path, text in guests.items():

@@ -113,7 +113,7 @@ def test_glts_yaml_launches_as_it_is(cluster: NetCluster, tmp_path: Path, graph:
     words = "--epochs 2 --batch_size 64 --master_addr 0.0.0.0 --master_port 11345 --set nodes.*.devices=[]"
     done = launch(config, *words.split(), "--set", f"nodes.*.setup=export {KERNELS}", env=cluster.environment())
     assert done.status == 0, done.output
-    assert "taken for GLT's YAML (2 hosts)" in done.output
+    assert "recognised as GLT's YAML (2 hosts)" in done.output
     assert len(done.step_losses(2)) == 4, "400 seeds in global batches of 2 x 64"
     assert done.result["metrics"]["test_accuracy"] > 0.5
 

@@ -21,12 +21,12 @@ BROKEN = ConnectionLost("connection lost", host="host0")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.05)
-    monkeypatch.setattr(follow_module, "_LAST_WORDS", 0.3)
-    monkeypatch.setattr(follow_module, "_HELP_AFTER", 0.2)
-    monkeypatch.setattr(follow_module, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(follow_module, "_LAST_RESULT", 0.3)
+    monkeypatch.setattr(follow_module, "_STOP_AFTER", 0.2)
+    monkeypatch.setattr(follow_module, "_CHECK_EVERY", 0.05)
     monkeypatch.setattr(follow_module, "_TURN", 0.02)
     monkeypatch.setattr(follow_module, "_STARTED", 0.2)
-    monkeypatch.setattr(follow_module, "_LOST_TO_ALL", 0.3)
+    monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
 
 
 def test_all_nodes_done_and_nothing_left_behind(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_a_lost_line_is_taken_up_from_the_offsets_and_no_line_is_told_twice(tmp_
     assert scene.follow().results[0]["state"] == "done"
     assert node.offsets == [{}, {"logs/rank0.log": 30}, {"logs/rank0.log": 30}]
     assert [text.split("| ")[1] for text in scene.said.splitlines() if "|" in text] == ["one", "two", "three"]
-    assert scene.said.count("node0 (local): line lost (connection lost); the run goes on") == 1, "told once"
-    assert "node0 (local): line is back after 0 s" in scene.said
+    assert scene.said.count("node0 (local): disconnected (connection lost); the run goes on") == 1, "told once"
+    assert "node0 (local): reconnected after 0 s" in scene.said
     assert "line-lost" in scene.kinds and "line-back" in scene.kinds
 
 
@@ -87,7 +87,7 @@ def test_a_node_out_of_reach_while_the_others_end_is_waited_for_and_then_lost(tm
     assert time.monotonic() - started > 0.8
     assert followed.lost[0].why.startswith("no contact for") and followed.lost[0].out_of_reach
     assert "tmux kill-session -t '=gnnfleet-r1-node0'" in followed.notes[0]
-    assert "stops by itself where it does not reach the others" in followed.notes[0]
+    assert "stops by itself if it cannot reach the other nodes" in followed.notes[0]
 
 
 def test_a_node_that_the_others_have_lost_too_is_not_waited_for_so_long(tmp_path: Path) -> None:
@@ -137,13 +137,13 @@ def test_a_supervisor_that_dies_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_node_that_could_not_be_started_ends_the_others(tmp_path: Path) -> None:
     def refuse() -> None:
-        raise SessionError("node0 (local): tmux is not installed there")
+        raise SessionError("node0 (local): tmux is not installed on the node")
 
     other = FakeNode(1)
     other.scripts = [[other.stopped, ended(1, "stopped")]]
     scene = Scene(tmp_path, FakeNode(0), other, starts={0: refuse, 1: lambda: None})
     followed = scene.follow()
-    assert followed.lost[0].why == "tmux is not installed there"
+    assert followed.lost[0].why == "tmux is not installed on the node"
     assert followed.results[1]["state"] == "stopped"
     assert "start-failed" in scene.kinds
 
@@ -187,7 +187,7 @@ def test_when_two_of_three_hosts_are_gone_neither_is_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A member that has lost the lead node knows nothing of the other member."""
-    monkeypatch.setattr(follow_module, "_LOST_TO_ALL", 0.3)
+    monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
     told = {"lost": {"0": {"since": 1.0, "why": "no sign of life for 6 s"}}}
     scene = Scene(
         tmp_path, FakeNode(0, [state(), BROKEN]), FakeNode(1, [ended(1, "failed", told)]), FakeNode(2, [BROKEN]),
@@ -247,13 +247,13 @@ def test_odd_metrics_lines_of_an_own_script_do_no_harm(tmp_path: Path) -> None:
 def test_a_terminal_that_takes_no_more_holds_the_nodes_news_back_instead_of_filling_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow_module, "_MOST_NEWS", 10)
+    monkeypatch.setattr(follow_module, "_MAX_QUEUED", 10)
     scene = Scene(tmp_path, FakeNode(0, [*(step(0, number) for number in range(50)), ended(0)]))
     waiting: list[int] = []
 
     def slow(metric: object) -> None:
         time.sleep(0.005)
-        waiting.append(scene.follower._news.qsize())
+        waiting.append(scene.follower._messages.qsize())
 
     monkeypatch.setattr(scene.live, "metric", slow)
     assert scene.follow().results[0]["state"] == "done"

@@ -123,9 +123,9 @@ SAMPLES = {
 
 
 def told_commands() -> list[str]:
-    """Lines with launch.py or gnnfleet in the README's table and in the text blocks of docs/migrating.md."""
-    rows = re.findall(r"`(python launch\.py [^`]*)` \|$", (CODE_ROOT / "README.md").read_text(), re.MULTILINE)
+    """Lines with launch.py or gnnfleet in the first table and in the text blocks of docs/migrating.md."""
     text = (CODE_ROOT / "docs/migrating.md").read_text().replace("\\\n", "").replace("$PWD", ".")
+    rows = re.findall(r"`(python launch\.py [^`]*)` \|$", text, re.MULTILINE)
     blocks = "".join(re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     return rows + re.findall(r"^(?:python launch\.py|gnnfleet) .*$", blocks, re.MULTILINE)
 
@@ -152,7 +152,7 @@ def test_what_is_per_process_there_follows_the_processes_chosen_here(
     file = "dist_train_sage_sup_config.yml"
     options = options_of(["--config", file, "--batch_size", "512"], monkeypatch)
     assert read_config(options).train.batch_size == 512 * 6
-    assert f"{file}: taken for GLT's YAML (2 hosts)" in capsys.readouterr().err
+    assert f"{file}: recognised as GLT's YAML (2 hosts)" in capsys.readouterr().err
     assert read_config(replace(options, include=("10.0.0.2",))).train.batch_size == 512 * 2
     on_cpu = options_of(["--config", file, "--batch_size", "512", "--set", "nodes.*.devices=[]"], monkeypatch)
     assert read_config(on_cpu).train.batch_size == 512 * 2

@@ -21,7 +21,7 @@ from rich.console import Console
 from follow_kit import FakeNode, Scene, ended, state, step
 from launcher.run import interrupts as talking_module
 from launcher.run import monitor as follow_module
-from launcher.run.interrupts import Interrupts, Keys, OnInterrupt, Policy, Talking
+from launcher.run.interrupts import Interrupts, Keys, OnInterrupt, Policy, InterruptPrompt
 from launcher.run.live_log import LiveLog
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -29,7 +29,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_LAST_WORDS": 0.3, "_LOOK_EVERY": 0.05, "_TURN": 0.02}.items():
+    for name, value in {"_LAST_RESULT": 0.3, "_CHECK_EVERY": 0.05, "_TURN": 0.02}.items():
         monkeypatch.setattr(follow_module, name, value)
 
 
@@ -47,7 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_a_signal_means(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
-    assert Policy(on_interrupt, can_ask).meaning(number, 100.0) == meaning
+    assert Policy(on_interrupt, can_ask).action(number, 100.0) == meaning
 
 
 @pytest.mark.parametrize(
@@ -63,16 +63,16 @@ def test_what_a_signal_means(on_interrupt: OnInterrupt, can_ask: bool, number: i
     ],
 )
 def test_what_a_signal_means_to_a_viewer(on_interrupt: OnInterrupt, can_ask: bool, number: int, meaning: str) -> None:
-    assert Policy(on_interrupt, can_ask, viewer=True).meaning(number, 100.0) == meaning
+    assert Policy(on_interrupt, can_ask, viewer=True).action(number, 100.0) == meaning
 
 
 def test_the_second_ctrl_c_within_two_seconds_stops_and_a_later_one_asks_again() -> None:
     policy = Policy("ask", True)
-    assert [policy.meaning(INT, at) for at in (100.0, 101.9)] == ["ask", "stop"]
+    assert [policy.action(INT, at) for at in (100.0, 101.9)] == ["ask", "stop"]
     policy = Policy("ask", True)
-    assert [policy.meaning(INT, at) for at in (100.0, 103.0, 104.0)] == ["ask", "ask", "stop"]
+    assert [policy.action(INT, at) for at in (100.0, 103.0, 104.0)] == ["ask", "ask", "stop"]
     policy = Policy("detach", True)
-    assert [policy.meaning(INT, at) for at in (100.0, 101.0)] == ["detach", "stop"]
+    assert [policy.action(INT, at) for at in (100.0, 101.0)] == ["detach", "stop"]
 
 
 class Terminal:
@@ -108,7 +108,7 @@ class Asked:
             node.scripts = [[state(), step(k, 16), node.stopped, ended(k, "stopped", stopped=True)]]
         self.scene = Scene(tmp_path, *nodes, **more)
         self.interrupts = Interrupts()
-        self.talking = Talking(self.scene.live, on_interrupt, can_ask=can_ask)
+        self.talking = InterruptPrompt(self.scene.live, on_interrupt, can_ask=can_ask)
         self.talking.live.board.epochs = 10
         self.followed: Any = None
         self.thread = threading.Thread(target=self._follow, daemon=True)
@@ -141,9 +141,11 @@ class Asked:
 
 def test_ctrl_c_says_what_runs_and_asks(tmp_path: Path, terminal: Terminal) -> None:
     run = Asked(tmp_path).signal(INT)
-    run.until(lambda: "Enter go on" in run.scene.said)
+    run.until(lambda: "Enter: keep following" in run.scene.said)
     assert "Ctrl-C. Run r1: 2 nodes, 2 ranks; epoch 1 of 10, step 17 of 50.\n" in run.scene.said
-    assert "s stop every node, d detach (the run goes on), Enter go on; Ctrl-C again stops" in run.scene.said
+    assert (
+        "s: stop every node, d: detach (the run goes on), Enter: keep following; Ctrl-C again: stop" in run.scene.said
+    )
     assert run.stops == [0, 0], "nothing happens until there is an answer"
     terminal.type("x\n")
     run.until(lambda: "the run goes on\n" in run.scene.said)
@@ -163,7 +165,7 @@ def test_the_answer_d_leaves_the_run_to_itself(tmp_path: Path, terminal: Termina
 
 def test_two_ctrl_c_stop_without_an_answer(tmp_path: Path, terminal: Terminal) -> None:
     run = Asked(tmp_path).signal(INT)
-    run.until(lambda: "Enter go on" in run.scene.said)
+    run.until(lambda: "Enter: keep following" in run.scene.said)
     assert run.signal(INT).end().interrupted == "Ctrl-C"
     assert run.stops == [1, 1]
 
@@ -204,9 +206,9 @@ def test_a_question_stands_below_the_live_view(terminal: Terminal, tmp_path: Pat
     console = Console(file=io.StringIO(), width=100, height=24, force_terminal=True, color_system=None)
     scene = Scene(tmp_path, FakeNode(0))
     live = LiveLog(console, scene.plan)
-    with live, Talking(live, "ask", can_ask=True) as talking:
+    with live, InterruptPrompt(live, "ask", can_ask=True) as talking:
         assert talking.signal(INT, 100.0) is None
-        assert [line.plain for line in live.picture()][-1].startswith("s stop every node")
+        assert [line.plain for line in live.picture()][-1].startswith("s: stop every node")
         terminal.type("\n")
         time.sleep(0.05)
         assert talking.answer() is None
@@ -217,13 +219,13 @@ PROGRAM = """
 import signal, sys, time
 from launcher.run.interrupts import Interrupts
 interrupts = Interrupts()
-interrupts.last_words = "what may still run"
+interrupts.exit_message = "what may still run"
 with interrupts:
     try:
         print("ready", flush=True)
         {body}
     except KeyboardInterrupt:
-        print(interrupts.meaning, flush=True)
+        print(interrupts.message, flush=True)
         time.sleep({after})
 """
 
@@ -252,7 +254,7 @@ def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run()
     process = program(
         """
         def receive(number):
-            interrupts.last_chance = True
+            interrupts.exit_on_next = True
             print("stopping", flush=True)
         with interrupts.handed_to(receive):
             print("handed", flush=True)
@@ -269,7 +271,9 @@ def test_while_stopping_one_more_signal_leaves_at_once_with_what_may_still_run()
 
 
 def test_a_terminal_closed_while_collecting_changes_nothing() -> None:
-    process = program("interrupts.keeps_on = True; signal.raise_signal(signal.SIGHUP); time.sleep(0.1); sys.exit(7)")
+    process = program(
+        "interrupts.ignore_hangup = True; signal.raise_signal(signal.SIGHUP); time.sleep(0.1); sys.exit(7)"
+    )
     assert process.wait(5) == 7
 
 

@@ -36,7 +36,7 @@ def job_of(config: ClusterConfig) -> LaunchContext:
 @pytest.mark.parametrize("stage", ["preflight", "partition", "sync"])
 def test_the_id_of_a_launch_that_was_refused_is_free_again(config: ClusterConfig, stage: Stage) -> None:
     job = job_of(config)
-    job.at(stage)
+    job.enter_stage(stage)
     with pytest.raises(UsageError, match="exists already"):
         choose_run_id(config, "r1")  # it goes on
     job.give_up("failed", "preflight refused the run because of node0", 3)
@@ -62,7 +62,7 @@ def test_the_id_of_a_launcher_that_was_killed_is_free_unless_it_may_run(
 
 def test_the_id_of_a_run_that_began_stays_taken(config: ClusterConfig) -> None:
     job = job_of(config)
-    job.at("start")
+    job.enter_stage("start")
     job.give_up("failed", "something broke", 1)
     with pytest.raises(UsageError, match="exists already"):
         choose_run_id(config, "r1")
@@ -87,6 +87,6 @@ def test_a_full_disk_here_refuses_a_launch_that_nobody_could_come_back_to(
     with pytest.raises(
         FleetError, match=r"run.json cannot be written: No space left on device; nothing has been start"
     ):
-        job.keep("run.json", "{}")
+        job.write_file("run.json", "{}")
     job.give_up("failed", "run.json cannot be written", 1)
     assert isinstance(job.console.file, io.StringIO) and "No space left on device" in job.console.file.getvalue()

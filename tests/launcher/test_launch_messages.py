@@ -24,11 +24,11 @@ from launcher.report.ending import Followed
 from launcher.report.events import EventLog
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
-from launcher.run.interrupts import Interrupts, Talking
+from launcher.run.interrupts import Interrupts, InterruptPrompt
 from launcher.run.launch import LaunchContext
-from launcher.run.lifecycle import FollowContext, View, left_alone
+from launcher.run.lifecycle import FollowContext, View, report_detached
 from launcher.run.live_state import Board
-from launcher.run.monitor import Starting
+from launcher.run.monitor import StartProgress
 from launcher.run.options import LaunchOptions
 from run_kit import make_launch, make_node
 
@@ -38,7 +38,7 @@ BROKEN = ConnectionLost("connection lost", host="host0")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.02)
-    for name, value in {"_LAST_WORDS": 0.2, "_LOOK_EVERY": 0.03, "_TURN": 0.01, "_LOST_TO_ALL": 0.2}.items():
+    for name, value in {"_LAST_RESULT": 0.2, "_CHECK_EVERY": 0.03, "_TURN": 0.01, "_LOST_TO_PEERS": 0.2}.items():
         monkeypatch.setattr(follow_module, name, value)
 
 
@@ -72,7 +72,9 @@ def supervisor_gone(folder: Path) -> str:
 
 def not_started(folder: Path) -> str:
     def refuse() -> None:
-        raise SessionError("node0 (local): tmux is not installed there; install it (apt install tmux) and launch again")
+        raise SessionError(
+            "node0 (local): tmux is not installed on the node; install it (apt install tmux) and launch again"
+        )
 
     return followed(folder, FakeNode(0), starts={0: refuse})
 
@@ -96,21 +98,21 @@ def started(folder: Path) -> str:
 def late_servers(folder: Path) -> str:
     server = Command(("server",))
     nodes = [dataclasses.replace(make_node(folder, k, []), server=server) for k in range(4)]
-    starting = Starting(make_launch(nodes))
-    starting.take(2, {"kind": "server-ready"}, 4.0)
+    starting = StartProgress(make_launch(nodes))
+    starting.add(2, {"kind": "server-ready"}, 4.0)
     said = [starting.late(5.0), starting.late(8.0)]
     reason = (
         "/home/a/.cache/gnnfleet/kernels cannot be written, so compiled kernels are kept in /tmp/gnnfleet-kernels-7"
     )
-    said += [starting.take(0, {"kind": "server-compiles", "reason": reason}, 6.0)]
+    said += [starting.add(0, {"kind": "server-compiles", "reason": reason}, 6.0)]
     for k in (0, 1):
-        starting.take(k, {"kind": "server-compiles"}, 6.1)
+        starting.add(k, {"kind": "server-compiles"}, 6.1)
     said += [starting.late(9.0), starting.late(61.0), starting.late(200.0, over={3})]
-    said += [starting.take(k, {"kind": "server-ready"}, 201.0) for k in (0, 1, 3)]
+    said += [starting.add(k, {"kind": "server-ready"}, 201.0) for k in (0, 1, 3)]
     return "".join(f"{line}\n" for line in [*said, starting.late(400.0)] if line)
 
 
-class Signals(Talking):
+class Signals(InterruptPrompt):
     """Signals that come by themselves, once the first step is known."""
 
     def __init__(self, scene: Scene, *numbers: int, can_ask: bool = False, keys: str = ""):
@@ -157,8 +159,8 @@ class Typed:
 def detaching_early(folder: Path) -> str:
     wait = threading.Event()
     scene = Scene(folder, FakeNode(0, [state(), threading.Event()]), starts={0: lambda: wait.wait(0.3)})
-    talking = Talking(scene.live, "detach", can_ask=False)
-    talking.answer = lambda: "detach" if scene.follower._leaving == "" else None  # type: ignore[method-assign]
+    talking = InterruptPrompt(scene.live, "detach", can_ask=False)
+    talking.answer = lambda: "detach" if scene.follower._detaching == "" else None  # type: ignore[method-assign]
     scene.follow(Interrupts(), talking)
     return scene.said
 
@@ -170,7 +172,7 @@ def left(folder: Path, why: str) -> str:
     board = Board.of(dataclasses.replace(scene.plan, train=TrainConfig(epochs=10)))
     board.metric({"kind": "step", "rank": 0, "epoch": 1, "step": 0, "steps": 50})
     try:
-        left_alone(going, Followed(detached=why), board)  # type: ignore[arg-type]
+        report_detached(going, Followed(detached=why), board)  # type: ignore[arg-type]
     except OutOfReach as error:
         return f"error: {error}"
     assert isinstance(console.file, io.StringIO)

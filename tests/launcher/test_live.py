@@ -74,13 +74,13 @@ def test_64_ranks_fit_a_terminal_of_80_by_24_as_one_row_per_node() -> None:
 
 def test_where_nodes_do_not_fit_either_the_ones_to_look_at_come_first() -> None:
     board = board_of(64, 1)
-    board.line_lost(40, "no route")
+    board.connection_lost(40, "no route")
     board.ended(17, "failed")
     board.finding({"kind": "straggler", "node_rank": 33, "rank": 33, "text": "rank 33 is slow", "stop": False})
     lines = shown(board, 80, 16)
     assert len(lines) <= 16
     assert [line.split()[0] for line in lines[2:6]] == ["node17", "node40", "node33", "node0"]
-    assert "line lost" in lines[3]
+    assert "unreachable" in lines[3]
     assert lines[-2] == "… 52 more nodes: training, epoch 3 step 17/50 or further"
     assert lines[-1] == "! straggler: rank 33 is slow"
 
@@ -116,9 +116,9 @@ def test_ranks_that_the_run_goes_on_without_hold_nothing_up() -> None:
     board.finding({"kind": "client-lost", "node_rank": 2, "text": "client node2 was lost"})
     for rank in (0, 1):
         board.metric(step(rank, 41, t=9.0))
-    assert board.in_one_line() == "epoch 3 step 42/50  loss 0.4512  4,068 seeds/s on 2 of 2 ranks"
+    assert board.progress_line() == "epoch 3 step 42/50  loss 0.4512  4,068 seeds/s on 2 of 2 ranks"
     assert shown(board)[0].split(" · ")[2:4] == ["epoch 3/10 step 42/50", "4,068 seeds/s"]
-    assert board.what_runs() == "2 nodes, 2 ranks; epoch 3 of 10, step 42 of 50"
+    assert board.summary() == "2 nodes, 2 ranks; epoch 3 of 10, step 42 of 50"
 
 
 def test_older_lines_do_not_overwrite_newer_ones() -> None:

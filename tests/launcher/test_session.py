@@ -133,7 +133,7 @@ def test_session_that_exists_already(make: Make) -> None:
 def test_missing_python_is_named(make: Make) -> None:
     _, plan = make("/no/such/python3")
     with pytest.raises(
-        SessionError, match=r"(?s)supervisor ended before it was up; .*start.log says:.*/no/such/python3"
+        SessionError, match=r"(?s)supervisor ended while it started; .*start.log:.*/no/such/python3"
     ):
         start_session(LOCAL, plan, start_timeout=10)
     assert sessions() == []
@@ -141,7 +141,7 @@ def test_missing_python_is_named(make: Make) -> None:
 
 def test_setup_that_takes_too_long(make: Make) -> None:
     _, plan = make(setup=("echo loading modules >&2", "sleep 60"))
-    with pytest.raises(SessionError, match=r"not up after 1 s \(run.start_timeout\); .*\nloading modules"):
+    with pytest.raises(SessionError, match=r"did not start within 1 s \(run.start_timeout\); .*\nloading modules"):
         start_session(LOCAL, plan, start_timeout=1)
     assert sessions() == []
 
@@ -149,7 +149,7 @@ def test_setup_that_takes_too_long(make: Make) -> None:
 def test_missing_tmux(make: Make, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, plan = make()
     monkeypatch.setenv("PATH", str(home))
-    with pytest.raises(SessionError, match="tmux is not installed there; install it"):
+    with pytest.raises(SessionError, match="tmux is not installed on the node; install it"):
         start_session(LOCAL, plan, start_timeout=10)
 
 
@@ -185,5 +185,5 @@ def test_environment_comes_from_start_sh_not_from_an_older_tmux_server(make: Mak
 def test_stop_without_a_run_folder(make: Make) -> None:
     folder, plan = make()
     (folder.path / "node.json").unlink()
-    with pytest.raises(SessionError, match="could not stop the run there: control: no run in"):
+    with pytest.raises(SessionError, match="could not stop the run on this node: control: no run in"):
         stop_session(LOCAL, plan, timeout=5)

@@ -61,7 +61,7 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
         ```
     """
     if target not in manifest.nodes:
-        raise SettingsError(f"no node type {target!r}; there are {', '.join(sorted(manifest.nodes))}")
+        raise SettingsError(f"no node type {target!r}; the graph has {', '.join(sorted(manifest.nodes))}")
     shapes = {of: spec.attrs["x"].shape for of, spec in manifest.nodes.items() if "x" in spec.attrs}
     if odd := [of for of, shape in shapes.items() if len(shape) != 2]:
         raise SettingsError(f"x of node type {odd[0]!r} has shape {list(shapes[odd[0]])}; models need [n, f]")

@@ -1,1 +1,1 @@
-"""Numba kernels with autograd: aggregation, dropout, activation."""
+"""Operations of layers with autograd, by Numba kernels on CPU: aggregation, GraphSAGE, dropout, activation."""

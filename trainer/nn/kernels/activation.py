@@ -1,4 +1,4 @@
-"""Bias, ReLU and dropout between two layers, in one pass over the rows."""
+"""Applies bias, ReLU and dropout between two layers in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _S15, _S16 = np.uint32(15), np.uint32(16)
 
 @dataclass(frozen=True)
 class Activation:
-    """``dropout(relu(h + bias))``; masks as ``hash_dropout`` draws them."""
+    """The function ``dropout(relu(h + bias))``, with the masks of ``hash_dropout``."""
 
-    bias: Tensor  #: float [f], of the layer that made ``h``
+    bias: Tensor  #: float [f], bias of the layer that computed ``h``
     n_id: Tensor  #: int64 [n], original ids of the rows
     p: float  #: dropout probability, 0 in evaluation
-    key: int  #: the batch's
-    layer: int
+    key: int  #: uint64 key of the batch
+    layer: int  #: number of the layer that follows
 
     @property
     def scale(self) -> float:
-        """What a row's kept elements are multiplied by."""
+        """Factor of elements that dropout keeps."""
         return 1.0 / (1.0 - self.p)
 
     def of(self, h: Tensor) -> Tensor:
-        """The activated rows, with gradients; ``h`` (float [n, f]) is used up: its memory holds the result."""
+        """The activated rows, with gradients; on CPU the result overwrites ``h`` (float [n, f])."""
         if h.device.type != "cpu":
             return hash_dropout((h + self.bias).relu().to(h.dtype), self.n_id, self.p, self.key, self.layer, self.p > 0)
         return _Activate.apply(h, self.bias, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):
-    """The result says where the gradient passes: where it is above 0."""
+    """Saves only its result: the gradient passes where the result is above 0."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, bias: Tensor, activation: Activation) -> Tensor:
@@ -61,7 +61,10 @@ class _Activate(torch.autograd.Function):
 
 
 def activate_(h: Tensor, activation: Activation) -> Tensor:
-    """``dropout(relu(h + bias))`` in the memory of ``h`` (float or bfloat16 [n, f], on CPU), without gradients."""
+    """Compute ``dropout(relu(h + bias))`` in place of ``h`` (float or bfloat16 [n, f], on CPU), without gradients.
+
+    A non-contiguous ``h`` is copied instead.
+    """
     out = h.detach()
     if not out.is_contiguous():
         out = out.contiguous()
@@ -73,7 +76,7 @@ def activate_(h: Tensor, activation: Activation) -> Tensor:
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """The sum of each column, [f]; float32 of bfloat16 rows."""
+    """Sum of each column, [f]; float32 for bfloat16 rows."""
     if rows.dtype == torch.bfloat16:
         return rows.sum(0, dtype=torch.float32)
     return torch.mv(rows.t(), rows.new_ones(len(rows)))
@@ -83,7 +86,7 @@ def column_sums(rows: Tensor) -> Tensor:
 def _activate(
     first: int, last: int, rows: Any, bias: Any, n_id: Any, stream_key: Any, threshold: Any, scale: float
 ) -> None:
-    # Compared with ``<=``, a NaN stays one: else a loss that is lost would look well.
+    # ``value <= zero`` keeps NaN, so that a diverged loss shows as NaN.
     factor = bias.dtype.type(scale)
     zero = bias.dtype.type(0)
     bits, states = np.empty(len(bias), np.uint32), np.empty(last - first, np.uint32)
@@ -96,7 +99,7 @@ def _activate(
                 value = wide(row[k]) + bias[k]
                 row[k] = narrow(zero if value <= zero else value, row[k])
             continue
-        for k in range(len(bias)):  # apart from what follows, so that each loop is vectorised
+        for k in range(len(bias)):  # a loop of its own, so that both loops are vectorised
             hashed = np.uint32(state + np.uint32(np.uint32(k) * _STRIDE))
             hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S16)) * _LOW_A)
             hashed = np.uint32(np.uint32(hashed ^ (hashed >> _S15)) * _LOW_B)

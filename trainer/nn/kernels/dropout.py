@@ -1,7 +1,7 @@
 """Dropout whose mask is a pure function of batch key, layer, original node id and column.
 
-A node is masked alike whichever rank holds it and wherever it stands in a batch, so splitting a
-global batch over ranks does not change the loss.
+A node's mask depends neither on the rank nor on its position in the batch, so dividing a global batch among ranks does
+not change the loss.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trainer.core.schema import HOMO_NODE, NodeType
 from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
 
-# A row's state comes from SplitMix64's finaliser (``rng.mix``), the bits of its columns from the
-# "lowbias32" integer hash (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
+# The state of a row is SplitMix64's finaliser (``rng.mix``). The bits of a column are the "lowbias32" integer hash
+# (Chris Wellons, "Prospecting for Hash Functions") of state + column * STRIDE.
 STRIDE = 0x9E3779B9
 
 LOW_A, LOW_B = 0x7FEB352D, 0x846CA68B
@@ -30,9 +30,9 @@ MASK32 = 0xFFFFFFFF
 
 
 def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
-    """Zero each element of ``h`` (float [n, f]) with probability ``p``, scale the others by 1/(1-p).
+    """Zero each element of ``h`` (float [n, f]) with probability ``p``, and scale the others by 1/(1-p).
 
-    n_id: int64 [n], original ids; key: the batch's uint64. Nothing happens when not training or p is 0.
+    n_id: int64 [n], original ids; key: uint64 of the batch. Returns ``h`` itself if not ``training`` or ``p`` is 0.
     """
     if not training or p == 0:
         return h
@@ -40,20 +40,20 @@ def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, traini
 
 
 def stream(key: int, layer: int) -> int:
-    """The uint64 that keeps layers of one batch apart."""
+    """Key of one layer's masks in a batch, uint64."""
     return batch_key(key, layer, 0, 0)
 
 
 @functools.cache
 def node_salt(node_type: NodeType) -> int:
-    """uint64 that, xored into a batch's key, sets the masks of node types apart; 0 for a homogeneous graph's."""
+    """uint64 to xor into a batch's key, so that masks differ between node types; 0 for a homogeneous graph."""
     if node_type == HOMO_NODE:
         return 0
     return int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
 
 
 class _HashDropout(torch.autograd.Function):
-    """The mask is drawn again in the backward pass instead of being kept."""
+    """Computes the mask again in the backward pass instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
@@ -66,7 +66,7 @@ class _HashDropout(torch.autograd.Function):
 
 
 def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """``h`` times its mask, by kernel on CPU and by torch operations elsewhere."""
+    """``h`` times its mask, by a kernel on CPU and by torch operations on other devices."""
     if h.device.type != "cpu":
         return mask_rows_torch(h, n_id, p, stream_key)
     out = torch.empty_like(h, memory_format=torch.contiguous_format)
@@ -77,7 +77,7 @@ def mask_rows(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
 
 
 def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tensor:
-    """The same mask, bit for bit, in int64 tensors (torch has no unsigned arithmetic)."""
+    """``mask_rows`` with the same mask, bit for bit, in int64 tensors (torch has no unsigned arithmetic)."""
     state = _mix_tensor(n_id ^ _signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
     bits = (state[:, None] + columns * STRIDE) & MASK32
@@ -89,7 +89,7 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
 
 
 def threshold_of(p: float) -> int:
-    """The uint32 below which an element's bits drop it."""
+    """uint32 threshold: an element is dropped if its bits are below."""
     return min(round(p * 2**32), MASK32)
 
 
@@ -98,7 +98,7 @@ def _signed(value: int) -> int:
 
 
 def _mix_tensor(value: Tensor) -> Tensor:
-    """``rng.mix`` on int64; shifting right must not drag the sign along."""
+    """``rng.mix`` on int64; masks the sign bits that an arithmetic right shift inserts."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         value = (value ^ ((value >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
     return value ^ ((value >> 31) & (2**33 - 1))

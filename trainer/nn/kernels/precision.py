@@ -1,4 +1,4 @@
-"""Precision of layers: float32, or bfloat16 with sums in float32. Weights stay float32."""
+"""Precision of layers: float32, or bfloat16 products with sums in float32; weights are always float32."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Forward = TypeVar("Forward", bound=Callable[..., Tensor])
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: of /proc/cpuinfo; the last is Arm's
+_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: bfloat16 flags in /proc/cpuinfo; the last is Arm's
 
 
 def in_own_precision(forward: Forward) -> Forward:
-    """A model's ``forward(batch)`` whose dense products are in ``self.precision``; rows come out as float32."""
+    """Decorate a model's ``forward(batch)`` to compute dense products in ``self.precision`` and return float32."""
 
     @functools.wraps(forward)
     def run(self: Any, batch: Any) -> Tensor:
@@ -33,28 +33,28 @@ def in_own_precision(forward: Forward) -> Forward:
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a dense product of ``x`` is computed in here, and its result kept in."""
+    """Dtype in which a dense product of ``x`` is computed and stored: autocast's if enabled, else that of ``x``."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What rows of ``dtype`` are added up in."""
+    """Dtype in which rows of ``dtype`` are summed: float32 for bfloat16."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def for_sums(rows: Tensor) -> Tensor:
-    """``rows`` in ``sum_dtype``, to add others to them."""
+    """Convert ``rows`` to their ``sum_dtype``, so that others can be added to them."""
     return rows.to(sum_dtype(rows.dtype))
 
 
 def why_slow(precision: str, device: torch.device, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """Why ``precision`` will not be faster than float32 on this processor; None where it may be, or nobody knows."""
+    """Why ``precision`` is probably slower than float32 on this processor; None if it is not, or unknown."""
     if precision == "float32" or device.type != "cpu" or not cpuinfo.exists():
         return None
     if _CPU_FLAGS & set(cpuinfo.read_text().split()):
         return None
     return (
         f"precision {precision}: this processor ({platform.machine()}) has no instructions for it (avx512_bf16, "
-        "amx_bf16), so that it is likely to be slower than float32"
+        "amx_bf16), so it is probably slower than float32"
     )

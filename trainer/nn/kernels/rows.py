@@ -1,4 +1,4 @@
-"""Run a compiled kernel over the rows of an output, on as many threads as torch uses."""
+"""Runs a compiled kernel over the rows of an output, on as many threads as torch uses."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from torch import Tensor
 from trainer.core import slabs
 from trainer.core.arrays import Array
 
-SMALL = 2048  #: rows below which handing over to threads costs more than it saves
+SMALL = 2048  #: number of rows below which threads cost more time than they save
 
-CHUNKS_PER_THREAD = 4  #: so that a chunk of heavy rows does not keep the others waiting
+CHUNKS_PER_THREAD = 4  #: several, so that threads stay busy when rows differ in cost
 
 
 def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
-    """Call ``kernel(first, last, *args)`` on ranges that cover ``0 … num_rows`` once.
+    """Call ``kernel(first, last, *args)`` on ranges that together cover ``0 … num_rows`` once.
 
-    The kernel must release the GIL and write only its own rows; the result then does not depend
-    on the number of threads. Numba's own thread pools are avoided: which one is there depends on
-    the machine, and the one always there may not be entered from two threads at a time.
+    The kernel must release the GIL and write only rows ``first … last``; the result then does not depend on the number
+    of threads. Numba's own thread pools are not used: the installed ones depend on the machine, and the pool that is
+    always installed (workqueue) does not allow concurrent calls from two threads.
     """
     threads = torch.get_num_threads()
     if threads == 1 or num_rows < SMALL:
@@ -43,35 +43,38 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
 
 @functools.cache
 def _pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """One pool per process: a forked child has the parent's pool object but not its threads."""
+    """The process's thread pool; keyed by pid, as a forked child inherits the pool object but not its threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix=f"rows-{pid}")
 
 
 def as_array(rows: Tensor) -> Array:
-    """The tensor's memory; uint16 for bfloat16."""
+    """The tensor's memory as an array; the bits as uint16 for bfloat16."""
     own = rows.detach()
     return (own.view(torch.uint16) if own.dtype == torch.bfloat16 else own).numpy()
 
 
 def new_rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """As ``torch.empty`` on CPU, in memory that is used again (``slabs``): such arrays come with every step."""
+    """``torch.empty((count, width), dtype=dtype)`` on CPU, in memory that ``slabs`` reuses for every step."""
     if dtype == torch.bfloat16:
         return torch.from_numpy(slabs.empty((count, width), np.int16)).view(dtype)
     return torch.from_numpy(slabs.empty((count, width), np.float64 if dtype == torch.float64 else np.float32))
 
 
 def wide(value: Any) -> Any:
-    """In a kernel: the float32 of a bfloat16's bits; any other number as it is."""
+    """In a kernel: convert the bits of a bfloat16 (uint16) to float32; return any other number unchanged."""
     raise NotImplementedError
 
 
 def narrow(value: Any, like: Any) -> Any:
-    """In a kernel: ``value`` (float32) as a bfloat16's bits, to nearest even, if ``like`` is such bits; else itself."""
+    """In a kernel: round ``value`` (float32) to the bits of a bfloat16, to nearest even, if ``like`` is uint16.
+
+    Returns ``value`` unchanged for any other type of ``like``.
+    """
     raise NotImplementedError
 
 
 @overload(wide, inline="always")
-def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations too
+def _wide(value):  # type: ignore[no-untyped-def]  # Numba compares signatures, annotations included
     if value == types.uint16:
         return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
     return lambda value: value

@@ -1,7 +1,7 @@
-"""A GraphSAGE layer on CPU as one operation: [mean | self] side by side, so one dense product serves both.
+"""A GraphSAGE layer on CPU as one autograd operation: a dense product of the concatenated rows [mean | self].
 
-Against a layer put together from torch's operations it reads and writes each large array once: bias, ReLU and
-dropout of the layer before are applied in place, and their gradient where the gradient of the rows is written.
+Unlike a layer of separate torch operations it reads and writes each large array once. Bias, ReLU and dropout of the
+previous layer are applied in place, and their gradient is computed while the gradient of the rows is written.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trainer.nn.kernels.spmm import transpose
 def sage_rows(
     block: Block, x: Tensor, of_mean: Tensor, of_self: Tensor, before: Activation | None, dtype: torch.dtype
 ) -> Tensor:
-    """``mean of neighbours @ of_mean.t() + self @ of_self.t()``, of the activated rows where ``before`` is given.
+    """``mean of neighbours @ of_mean.t() + self @ of_self.t()``, after applying ``before`` to the rows if given.
 
-    x: float or bfloat16 [num_src, f] on CPU, used up by ``before``; weights: [g, f]. Returns ``dtype`` [num_dst, g];
-    sums are in float32 where ``dtype`` is bfloat16.
+    x: float or bfloat16 [num_src, f] on CPU, overwritten if ``before`` is given; of_mean, of_self: [g, f]. Returns
+    ``dtype`` [num_dst, g]; sums are in float32 if ``dtype`` is bfloat16. With ``before``, backward can run only once.
     """
     bias = None if before is None else before.bias
     return _Sage.apply(x, of_mean, of_self, bias, block, before, dtype)  # type: ignore[no-any-return, no-untyped-call]
@@ -47,14 +47,17 @@ class _Sage(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         both, weight, activated = ctx.saved_tensors
         if ctx.spent:
-            raise RuntimeError("a GraphSAGE layer goes backward once: its gradient is written over its activations")
+            raise RuntimeError(
+                "backward was called twice on a GraphSAGE layer, whose gradient overwrites its saved activations; "
+                "run the forward pass again before the second call"
+            )
         ctx.spent = activated is not None
         grad = grad.contiguous()
         of_weight = (both.t() @ grad).t().float() if grad.dtype == torch.bfloat16 else (both.t() @ grad).t()
         of_mean, of_self = of_weight.chunk(2, 1)
         if not ctx.needs_input_grad[0]:
             return None, of_mean, of_self, None, None, None, None
-        # Once spent, nobody needs ``both`` any more.
+        # A second backward pass is refused once spent, so ``both`` can be overwritten.
         of_both = both if ctx.spent else new_rows(len(both), both.shape[1], both.dtype)
         torch.mm(grad, weight, out=of_both)
         of_rows = sources_of(ctx.block, of_both, activated, ctx.scale)
@@ -63,7 +66,10 @@ class _Sage(torch.autograd.Function):
 
 
 def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[mean of a target's sources | the target's own row], ``dtype`` [num_dst, 2 f]; x: [num_src, f], contiguous."""
+    """Concatenate [mean of a target's sources | the target's own row]: ``dtype`` [num_dst, 2 f].
+
+    x: [num_src, f], contiguous.
+    """
     out = new_rows(block.num_dst, 2 * x.shape[1], dtype)
     total = np.dtype(np.float64 if dtype == torch.float64 else np.float32)
     run_rows(
@@ -74,9 +80,10 @@ def mean_and_self(block: Block, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sources_of(block: Block, grad: Tensor, activated: Tensor | None, scale: float) -> Tensor:
-    """The gradient of ``x`` from that of ``mean_and_self`` [num_dst, 2 f]; with ``activated`` (of the same shape as the
-    result), that of the rows before their activation: 0 where it is not above 0, ``scale`` times elsewhere. It is
-    written over ``activated`` then, which nobody needs any more: an array of a step's largest kind less.
+    """Gradient of ``x`` [num_src, f] from the gradient of ``mean_and_self`` [num_dst, 2 f].
+
+    With ``activated``, the activated rows [num_src, f], returns the gradient before the activation: 0 where
+    ``activated`` is not above 0, times ``scale`` elsewhere. It overwrites ``activated`` to save memory.
     """
     indptr, targets, _ = transpose(block)
     if activated is None:
@@ -100,7 +107,7 @@ def _mean_and_self(first: int, last: int, indptr: Any, indices: Any, x: Any, out
         for k in range(width):
             total[k] = type(one)(0)
         e = begin
-        while e + 4 <= end:  # four rows at once: four loads from memory under way, a quarter of the stores
+        while e + 4 <= end:  # four rows at once: four loads in flight, a quarter of the stores
             a, b, c, d = x[indices[e]], x[indices[e + 1]], x[indices[e + 2]], x[indices[e + 3]]
             for k in range(width):
                 total[k] += (wide(a[k]) + wide(b[k])) + (wide(c[k]) + wide(d[k]))

@@ -1,11 +1,10 @@
-"""Sums over a block's edges with gradients, without a row per edge.
+"""Sums over a block's edges with gradients, without materialising a row per edge.
 
-``aggregate`` serves layers whose edge weight is a product of one factor per target and one per
-source (mean, symmetric normalisation); ``attend`` serves layers with a learnt weight per edge.
+``aggregate`` is for layers whose edge weight is the product of a factor per target and a factor per source (mean,
+symmetric normalisation). ``attend`` is for layers with a learnt weight per edge.
 
-CPU: Numba kernels that work row by row, so threads never share an output row and the order of
-additions is fixed. CUDA: torch's sparse CSR product. Backward passes run the same kernels on the
-transposed block.
+On CPU, Numba kernels work row by row, so threads never share an output row and the order of additions is fixed. On
+CUDA, torch's sparse CSR product is used. Backward passes run the same kernels on the transposed block.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ def aggregate(
     dst_scale: Tensor | None = None,
     src_scale: Tensor | None = None,
 ) -> Tensor:
-    """``out[i] = dst_scale[i] * sum over edges (j -> i) of src_scale[j] * x[j]``.
+    """Compute ``out[i] = dst_scale[i] * sum over edges (j -> i) of src_scale[j] * x[j]``, [num_dst, f].
 
-    x: float [num_src, f]; scales (constants, no gradient): [num_dst] and [num_src], 1 when None;
-    ``mean`` divides by the number of edges besides. Returns [num_dst, f]; 0 for a target without edges.
-    Here and below, rows may be bfloat16; they are added up in float32, and the result is float32.
+    x: float [num_src, f]; dst_scale [num_dst] and src_scale [num_src]: constants without gradient, None means 1.
+    ``mean`` also divides by the number of edges. The result is 0 for a target without edges. In all functions of this
+    module rows may be bfloat16; they are summed in float32, and the result is float32.
     """
     if reduce == "mean":
         per_edge = 1.0 / block.indptr.diff().clamp(min=1).to(sum_dtype(x.dtype))
@@ -44,7 +43,7 @@ def aggregate(
 
 
 def attend(block: Block, x: Tensor, weight: Tensor) -> Tensor:
-    """``out[i, h] = sum over edges e = (j -> i) of weight[e, h] * x[j, h]``, with gradients for both.
+    """Compute ``out[i, h] = sum over edges e = (j -> i) of weight[e, h] * x[j, h]``, with gradients for both inputs.
 
     x: float [num_src, heads, f]; weight: [num_edges, heads]. Returns [num_dst, heads, f].
     """
@@ -52,7 +51,7 @@ def attend(block: Block, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def edge_dots(block: Block, dst: Tensor, src: Tensor) -> Tensor:
-    """Per edge (j -> i) and head, the dot product of ``dst[i]`` and ``src[j]``, with gradients for both.
+    """Compute per edge (j -> i) and head the dot product of ``dst[i]`` and ``src[j]``, with gradients for both inputs.
 
     dst: float [num_dst, heads, f]; src: [num_src, heads, f]. Returns [num_edges, heads].
     """
@@ -111,7 +110,10 @@ class _EdgeDots(torch.autograd.Function):
 
 
 def transpose(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """The block by source: int32 indptr [num_src + 1], targets [num_edges], and each one's edge position."""
+    """Group the block's edges by source.
+
+    Returns int32 indptr [num_src + 1], targets [num_edges], and positions of these edges in the block [num_edges].
+    """
     if block.indptr.device.type != "cpu":
         return transpose_torch(block)
     arrays = _transpose(block.indptr.numpy(), block.indices.numpy(), block.num_src)
@@ -128,14 +130,14 @@ def transpose_torch(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def edge_targets(block: Block) -> Tensor:
-    """The target of each edge, int64 [num_edges]."""
+    """Target of each edge, int64 [num_edges]."""
     return torch.repeat_interleave(block.indptr.diff().long(), output_size=len(block.indices))
 
 
 def sum_rows_cpu(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """``aggregate``'s product on CSR arrays, by kernel."""
+    """``aggregate`` on CSR arrays, by a kernel."""
     out = x.new_empty(len(indptr) - 1, x.shape[1], dtype=sum_dtype(x.dtype))
     scales = (None if scale is None else scale.to(out.dtype).numpy() for scale in (row_scale, col_scale))
     source = as_array(x.contiguous())
@@ -146,7 +148,7 @@ def sum_rows_cpu(
 def sum_rows_torch(
     indptr: Tensor, indices: Tensor, x: Tensor, row_scale: Tensor | None, col_scale: Tensor | None
 ) -> Tensor:
-    """The same in torch operations, for any device: one value per edge, no row per edge."""
+    """``sum_rows_cpu`` in torch operations, for any device: one value per edge, no row per edge."""
     x = for_sums(x.detach())
     value = x.new_ones(len(indices)) if col_scale is None else col_scale.to(x.dtype)[indices.long()]
     out = _csr_product(indptr, indices, value, x)
@@ -154,7 +156,7 @@ def sum_rows_torch(
 
 
 def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """``attend``'s product on CSR arrays, by kernel; ``edges`` gives each entry's row of ``weight``."""
+    """``attend`` on CSR arrays, by a kernel; ``edges[e]`` is the row of ``weight`` of entry e (None: e itself)."""
     out = x.new_empty(len(indptr) - 1, *x.shape[1:], dtype=sum_dtype(x.dtype))
     rows = (as_array(weight.contiguous()), as_array(x.contiguous()), out.numpy())
     edges_ = None if edges is None else edges.numpy()
@@ -163,7 +165,7 @@ def weighted_rows_cpu(indptr: Tensor, indices: Tensor, edges: Tensor | None, wei
 
 
 def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
-    """The same in torch operations, for any device: one sparse product per head."""
+    """``weighted_rows_cpu`` in torch operations, for any device: one sparse product per head."""
     x = for_sums(x.detach())
     value = (weight if edges is None else weight[edges.long()]).detach().to(x.dtype)
     heads = [
@@ -174,7 +176,7 @@ def weighted_rows_torch(indptr: Tensor, indices: Tensor, edges: Tensor | None, w
 
 
 def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """Per edge (j -> i) and head, the dot product of ``grad[i]`` and ``x[j]``: [num_edges, heads]."""
+    """Dot product of ``grad[i]`` and ``x[j]`` per edge (j -> i) and head, [num_edges, heads], by a kernel."""
     out = x.new_empty(len(block.indices), x.shape[1], dtype=sum_dtype(x.dtype))
     rows = (as_array(grad.contiguous()), as_array(x.contiguous()), out.numpy())
     run_rows(_edge_dots, block.num_dst, block.indptr.numpy(), block.indices.numpy(), *rows)
@@ -182,7 +184,7 @@ def edge_dots_cpu(block: Block, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def edge_dots_torch(block: Block, grad: Tensor, x: Tensor) -> Tensor:
-    """The same in torch operations, for any device; makes a row per edge."""
+    """``edge_dots_cpu`` in torch operations, for any device; materialises a row per edge."""
     return (for_sums(grad)[edge_targets(block)] * for_sums(x)[block.indices.long()]).sum(-1)
 
 
@@ -242,7 +244,7 @@ def _edge_dots(first: int, last: int, indptr: Any, indices: Any, grad: Any, x: A
 
 @njit()
 def _transpose(indptr: Any, indices: Any, num_src: int) -> Any:
-    """Counting sort by source; targets stay ascending within a source."""
+    """Counting sort by source; targets are ascending within a source."""
     by_source = np.zeros(num_src + 1, np.int32)
     for e in range(len(indices)):
         by_source[indices[e] + 1] += 1

@@ -1,15 +1,19 @@
-"""What scripts and notebooks import: open a graph, load batches, train.
+"""Public API of gnnfleet for scripts and notebooks: open a graph, load batches, train.
 
-::
+Layers, losses and metrics are in ``gnnfleet.nn``, fabric groups of a cluster's hosts in ``gnnfleet.tasks``. The names
+are defined in ``trainer`` and ``launcher`` and imported at their first use, so ``import gnnfleet`` alone imports
+neither torch nor fabric.
 
+Example:
+    ```python
     import gnnfleet as gf
 
-    graph = gf.open("parts")                 # or gf.open() in a script that launch.py started
+    graph = gf.open("parts")  # gf.open() in a script that the launcher starts
     loader = gf.DistNeighborLoader(graph, [10, 5], "train", batch_size=512, shuffle=True)
-    graph = gf.connect("tcp://10.0.0.2:29601", key="products.key")   # the same from anywhere, of a serving cluster
+    batch = next(iter(loader))
+    ```
 
-Layers, losses and metrics are in ``gf.nn``, fabric groups of a cluster's hosts in ``gf.tasks``. All names are defined
-in ``trainer`` and ``launcher`` and imported on first use: ``import gnnfleet`` alone imports neither torch nor fabric.
+    From any machine, ``gf.connect("tcp://10.0.0.2:29601", key="products.key")`` opens the graph of a serving cluster.
 """
 
 from __future__ import annotations
@@ -95,7 +99,7 @@ __all__ = [
     "type_of",
 ]
 
-#: Modules that define the names of ``__all__``; ``trainer`` defines those not listed here.
+#: Names of ``__all__`` by the module that defines them; ``trainer`` defines the names not listed here.
 _DEFINED_IN = {
     "trainer.core.errors": (
         "CheckpointError", "DataError", "PartitionError", "ServiceError", "SettingsError", "TrainerError",
@@ -118,7 +122,7 @@ _MODULE_OF = {name: module for module, names in _DEFINED_IN.items() for name in 
 check_not_shadowed("trainer")
 
 
-if not TYPE_CHECKING:  # type checkers go by the imports above, and report names that are not there
+if not TYPE_CHECKING:  # type checkers use the imports above and report unknown names
 
     def __getattr__(name: str) -> Any:
         if name in ("nn", "tasks"):

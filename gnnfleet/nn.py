@@ -1,13 +1,15 @@
-"""Layers, models, decoders, losses and metrics for batches of this package's loaders.
+"""Layers, models, decoders, losses and metrics for batches of gnnfleet's loaders.
 
-- ``Trimmed``, ``TrimmedHetero``, ``to_hetero``, ``TrimToLayer``: torch_geometric's layers, each computing only the
+- ``Trimmed``, ``TrimmedHetero``, ``to_hetero``, ``TrimToLayer``: run torch_geometric's layers, each computing only the
   rows that later layers read.
-- ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a batch
-  (``batch.blocks``); ``build_model``: the bundled trainer's models of them.
-- ``inference``: torch_geometric's ``BasicGNN.inference`` with this package's loaders.
-- ``facts_of``, ``layer_needs``: what a model has to know of a graph, and what each of its layers has to compute.
-- ``ShardedEmbedding``: trainable rows of nodes, spread over the ranks.
-- ``DotProduct``, ``DistMult``, ``MLPDecoder``: scores of links; losses and ``LinkSums``, ``mrr``, ``hits_at``, ``auc``.
+- ``inference``: torch_geometric's ``BasicGNN.inference`` with gnnfleet's loaders.
+- ``SAGEConv``, ``GCNConv``, ``GATConv``, ``HeteroSAGEConv``, ``RGCNConv``, ``HGTConv``: layers on the blocks of a
+  ``BatchLoader`` batch (``batch.blocks``); ``build_model``: the bundled trainer's models made of these layers.
+- ``facts_of``, ``layer_needs``: describe a graph to a model, and the node and edge types that each layer needs.
+- ``ShardedEmbedding``, ``embedding_state``, ``load_embedding_state``: trainable node rows, sharded over the ranks.
+- ``DotProduct``, ``DistMult``, ``MLPDecoder``: decoders that score links, with ``score_edges``, ``score_triplets``.
+- ``softmax_loss``, ``bce_loss``, ``bpr_loss``, ``margin_loss``, ``unsupervised_loss``: losses of link scores.
+- ``LinkSums``, ``mrr``, ``hits_at``, ``auc``, ``ranks``: ranking metrics of link scores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a file or folder of the user's shadows one of our packages."""
+"""Detects a file or folder of the user that shadows a package of gnnfleet."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def check_not_shadowed(package: str) -> None:
-    """Raise ``ImportError`` where ``import package`` would find anything but the package beside this one.
+    """Raise ``ImportError`` if ``import package`` would not find the package next to this one.
 
-    What it would find is not imported: it may be the user's script itself.
+    The other module is not imported, as it may be the user's own script.
     """
     own = Path(__file__).resolve().parents[1] / package
     spec = find_spec(package)
@@ -19,5 +19,5 @@ def check_not_shadowed(package: str) -> None:
     if found.resolve() not in (own / "__init__.py", own):
         raise ImportError(
             f"{found} shadows gnnfleet's own package `{package}` ({own}): Python finds it first. Rename that file or"
-            " folder, or take its folder off sys.path"
+            " folder, or remove its parent folder from sys.path"
         )

@@ -1,4 +1,4 @@
-"""Tasks of one's own on a cluster's hosts, in fabric's terms: see :func:`cluster_group`."""
+"""Runs your own fabric tasks on the hosts of a cluster.yml, by ``cluster_group``."""
 
 from __future__ import annotations
 

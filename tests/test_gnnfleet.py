@@ -60,7 +60,7 @@ def test_a_file_that_shadows_trainer_is_named_and_not_run(script: str, tmp_path:
     assert done.returncode == 1 and done.stdout == ("run\n" if script == "trainer.py" else "")
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: {tmp_path}/trainer.py shadows gnnfleet's own package `trainer` ({REPOSITORY}/trainer):"
-        " Python finds it first. Rename that file or folder, or take its folder off sys.path"
+        " Python finds it first. Rename that file or folder, or remove its parent folder from sys.path"
     )
 
 

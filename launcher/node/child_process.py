@@ -1,4 +1,4 @@
-"""A child process in a session of its own, whose output goes into a stamped log."""
+"""Child processes with time-stamped logs, and the event loop that waits for them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _READS_AT_ONCE = 32  # more than a pipe holds, so one pump after the end reads a
 
 
 class Child:
-    """A started process. It dies (SIGKILL) with the process that started it."""
+    """A process in its own session, whose output goes to a log. The kernel kills it when its parent ends.
+
+    log: path of the log file; cwd: None for the parent's. Raises OSError when the process cannot be started.
+    """
 
     def __init__(self, name: str, argv: Sequence[str], log: str, *, env: Mapping[str, str], cwd: str | None = None):
         self.name = name
         self.log = LineLog(log)
         self.started = time.time()
         self.ended: float | None = None
-        self.asked = False  #: told to stop before it ended by itself
-        self.asked_at = 0.0  #: monotonic seconds
+        self.stop_sent = False  #: ``terminate`` was called before it ended by itself
+        self.stop_sent_at = 0.0  #: monotonic seconds
         self.process = subprocess.Popen(
             list(argv),
             env=dict(env),
@@ -47,11 +50,11 @@ class Child:
         os.set_blocking(self._pipe, False)
 
     def fileno(self) -> int:
-        """The read end of its output, for a selector."""
+        """File descriptor of the process's output, for a selector."""
         return self._pipe
 
     def pump(self) -> bool:
-        """Log what has been written so far; False once nobody holds the pipe open any more."""
+        """Log the output written so far; False once no process has the pipe open."""
         for _ in range(_READS_AT_ONCE):
             try:
                 data = os.read(self._pipe, _READ)
@@ -63,16 +66,16 @@ class Child:
         return True
 
     def running(self) -> bool:
-        """Whether it runs; notes the time when it turns out to have ended."""
+        """Whether the process runs; sets ``ended`` when it has ended."""
         if self.ended is None and self.process.poll() is not None:
             self.ended = time.time()
         return self.ended is None
 
     def terminate(self) -> None:
-        """SIGTERM to its group, unless it has ended by itself."""
+        """Send SIGTERM to the process group, unless the process has ended."""
         if self.running():
-            self.asked_at = self.asked_at if self.asked else time.monotonic()
-            self.asked = True
+            self.stop_sent_at = self.stop_sent_at if self.stop_sent else time.monotonic()
+            self.stop_sent = True
             procs.send_group(self.pid, signal.SIGTERM)
 
     def close(self) -> None:
@@ -84,18 +87,18 @@ class Child:
 
     @property
     def status(self) -> tuple[int | None, str | None]:
-        """Exit status as a shell would say it (128 + n for signal n), and the signal's name."""
+        """Exit status as in a shell (128 + n for signal n), and the signal's name; (None, None) while running."""
         return exit_status(self.process.returncode)
 
     def record(self) -> dict[str, Any]:
-        """How others find this process: name, pid, pgid, start_ticks."""
+        """{"name", "pid", "pgid", "start_ticks"}, by which other programs identify this process."""
         return {"name": self.name, "pid": self.pid, "pgid": self.pid, "start_ticks": self.start_ticks}
 
 
 class Loop:
-    """Waits in one thread for output of children, sockets, signals and time.
+    """Single-threaded event loop for output of children, sockets, signals and timeouts.
 
-    Signals only fill ``signals``; whoever turns the loop heeds them.
+    numbers: signals to catch. Received ones are appended to ``signals``, for the caller of ``turn`` to act on.
     """
 
     def __init__(self, *numbers: int) -> None:
@@ -112,29 +115,29 @@ class Loop:
             signal.signal(number, lambda received, _: self.signals.append(received))
 
     def add(self, child: Child) -> None:
-        """Log what ``child`` prints from now on."""
+        """Log the output of ``child`` from now on."""
         self._children.append(child)
         self._selector.register(child, selectors.EVENT_READ, child)
 
     def forget(self, child: Child) -> None:
-        """A child that has ended; its last output is logged."""
+        """Remove a child that has ended, and log its last output."""
         self._children.remove(child)
         if child.fileno() in self._selector.get_map():
             self._selector.unregister(child)
         child.close()
 
     def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call ``ready`` with what of ``events`` (of selectors) has come true of a socket; again: change them."""
+        """Call ``ready(events)`` whenever a socket is ready for one of ``events`` (of selectors); may be repeated."""
         known = opened in self._selector.get_map()
         (self._selector.modify if known else self._selector.register)(opened, events, ready)
 
     def unwatch(self, opened: socket.socket) -> None:
-        """Forget a watched socket."""
+        """Stop watching a socket; nothing happens when it is not watched."""
         if opened in self._selector.get_map():
             self._selector.unregister(opened)
 
     def turn(self, timeout: float) -> None:
-        """Wait until something happens, for at most ``timeout`` seconds, and take it in."""
+        """Wait for events, at most ``timeout`` seconds, and handle them."""
         for key, events in self._selector.select(timeout):
             if key.data is None:
                 os.read(self._wake, 4096)
@@ -146,10 +149,11 @@ class Loop:
         self._reap()
 
     def _watched(self, key: selectors.SelectorKey) -> bool:
-        """Whether it still is: what came before in the same turn may have closed it."""
+        """Whether the socket is still watched: an earlier event of the same turn may have closed it."""
         return self._selector.get_map().get(key.fd) == key
 
     def _reap(self) -> None:
+        """Wait for ended children, and for orphans that this process adopted."""
         own = {child.pid: child for child in self._children}
         while True:
             try:
@@ -165,14 +169,14 @@ class Loop:
 
 
 def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
-    """Popen's returncode as (shell status, signal name)."""
+    """Popen's returncode as (exit status as in a shell, signal name or None)."""
     if returncode is None or returncode >= 0:
         return returncode, None
     return 128 - returncode, signal_name(-returncode)
 
 
 def signal_name(number: int) -> str:
-    """``SIGTERM`` for 15; realtime signals have no names of their own."""
+    """``SIGTERM`` for 15, ``SIG40`` for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -180,7 +184,7 @@ def signal_name(number: int) -> str:
 
 
 def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = None, **more: Any) -> dict[str, Any]:
-    """An outcome record (see docs/ARCHITECTURE.md); ``more`` overrides what ``child`` says."""
+    """An outcome record (docs/ARCHITECTURE.md, "Node run folder"); ``more`` overrides the values from ``child``."""
     returncode, signaled = child.status if child else (None, None)
     record: dict[str, Any] = {
         "name": name,
@@ -192,7 +196,7 @@ def outcome(name: str, node_rank: int, rank: int | None, child: Child | None = N
         "started": child.started if child else None,
         "ended": child.ended if child else None,
         "failed": False,
-        "stopped": bool(child and child.asked),
+        "stopped": bool(child and child.stop_sent),
         "oom": False,
         "max_rss": None,
         "note": "",

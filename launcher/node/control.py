@@ -1,9 +1,9 @@
-"""Stops a node, or says how it is: ``control.py stop|status RUN_DIR``; prints one JSON object.
+"""Stops a node of a run, or reports its state: ``control.py stop|status RUN_DIR``. Prints one JSON object.
 
-``stop`` asks the supervisor (``control/stop``) and waits for its result. A supervisor that is dead or
-too slow is helped: its recorded groups, its descendants and all holders of the run's token are ended, its leases
-given back, and so is the tmux session ended if it lingers. Exit 0 when nothing of the run is left on this node, else 1.
-Where ``node.json`` is damaged the run's processes are known by its folder, which their environment names.
+``stop`` writes ``control/stop`` and waits until the supervisor has ended. If the supervisor is dead or too slow,
+``stop`` ends the recorded process groups, the supervisor's descendants and all processes with the run's token in
+their environment, releases the leases and closes the tmux session. Exit status: 0 when no process of the run is left
+on this node, else 1. If ``node.json`` is damaged, processes are identified by GNNFLEET_RUN_DIR in their environment.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from launcher.node.record import read_json, write_json
 
 _POLL = 0.1  # seconds
 
-_GRACE = 5.0  # seconds, when node.json does not tell
+_GRACE = 5.0  # seconds, when node.json is damaged
 
-_SLACK = 6.0  # seconds a supervisor may need beyond its grace: outcomes, leftovers, result
+_SLACK = 6.0  # seconds a supervisor may need beyond its grace, to write outcomes and result and end leftovers
 
 
 class NodeFolder:
-    """A node's run folder, as seen by a process that is not its supervisor."""
+    """A node's run folder, read by another program than its supervisor. Raises SystemExit if there is no node.json."""
 
     def __init__(self, run_dir: str) -> None:
         self.run_dir = os.path.abspath(run_dir)
-        self.damage = ""  #: what is wrong with node.json
+        self.damage = ""  #: why node.json cannot be used; '' when it can
         self.grace = _GRACE
         self.lease_key: tuple[str, int] | None = None
-        self.mark = f"GNNFLEET_RUN_DIR={self.run_dir}"  # what the run's processes have in their environment
+        self.mark = f"GNNFLEET_RUN_DIR={self.run_dir}"  #: entry in the environment of the run's processes
         try:
             self._read_spec()
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            self.damage = f"{self.path('node.json')} is damaged ({error!r}); going by the folder instead"
+            self.damage = f"{self.path('node.json')} is damaged ({error!r}); processes are found by the run folder"
 
     def _read_spec(self) -> None:
         spec = read_json(self.path("node.json"))
@@ -61,18 +61,18 @@ class NodeFolder:
         return record_in(STATE, self.path("state.json"))
 
     def supervisor(self) -> int | None:
-        """The pid of the living supervisor."""
+        """Pid of the supervisor; None when it is not running."""
         state = self.state
         return state["pid"] if state and procs.alive(state["pid"], state["start_ticks"]) else None
 
     def recorded(self) -> list[procs.Process]:
-        """Processes of the last recorded state that still run, with their groups."""
+        """Running processes in the process groups recorded in ``state.json``."""
         entries = (self.state or {}).get("processes", [])
         groups = {entry["pgid"] for entry in entries if procs.alive(entry["pid"], entry["start_ticks"])}
         return [process for process in procs.table() if process.pgid in groups]
 
     def left(self) -> list[procs.Process]:
-        """Whatever of the run still runs on this node, the supervisor included."""
+        """All running processes of the run on this node, including the supervisor."""
         root = self.supervisor()
         found = procs.run_processes(self.mark, root) + self.recorded()
         process = procs.look(root) if root else None
@@ -80,34 +80,38 @@ class NodeFolder:
 
 
 def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Stop the node within about ``timeout`` seconds, by force at the end of it."""
-    ask(folder, request)
+    """Stop the node, by SIGKILL after about ``timeout`` seconds.
+
+    session: tmux session to close, or ''. request: content of ``control/stop``. Returns {"stopped": whether no process
+    is left, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
+    """
+    request_stop(folder, request)
     deadline = time.monotonic() + timeout
     while folder.supervisor() is not None and time.monotonic() < deadline:
         time.sleep(_POLL)
     killed = describe(folder.left())
     supervisor = folder.supervisor()
-    if supervisor is not None:  # too slow: it must not see its children end and call that a failure
+    if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure
         procs.send(supervisor, signal.SIGKILL)
     left = procs.end(folder.left, 0.0 if request["now"] or not killed else min(folder.grace, 1.0))
     if session:
-        end_session(session)
-    notes = [folder.damage, "" if left else give_back(folder)]
+        close_session(session)
+    notes = [folder.damage, "" if left else release_leases(folder)]
     return {"stopped": not left, "killed": killed, "leftovers": describe(left), "notes": [*filter(None, notes)]}
 
 
-def give_back(folder: NodeFolder) -> str:
-    """Release what the node held, as its supervisor cannot any more; what stands against it."""
+def release_leases(folder: NodeFolder) -> str:
+    """Release the leases of a node without supervisor; returns why that failed, else ''."""
     try:
         if folder.lease_key is not None:
             leases.release(*folder.lease_key)
     except leases.LeaseError as error:
-        return f"leases were not given back: {error}"
+        return f"leases could not be released: {error}"
     return ""
 
 
-def ask(folder: NodeFolder, request: dict[str, Any]) -> None:
-    """Ask the supervisor to stop: by the file, an empty one if the disk is full, or else by signal."""
+def request_stop(folder: NodeFolder, request: dict[str, Any]) -> None:
+    """Write ``control/stop``; an empty file if the disk is full. If that fails too, send SIGTERM to the supervisor."""
     path = folder.path("control", "stop")
     try:
         os.makedirs(folder.path("control"), exist_ok=True)
@@ -122,19 +126,20 @@ def ask(folder: NodeFolder, request: dict[str, Any]) -> None:
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
+    """[{"pid", "command"}] of processes."""
     return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
 
 
-def end_session(name: str) -> None:
-    """Close the tmux session of that name; there is none any more when all went well."""
+def close_session(name: str) -> None:
+    """Close the tmux session of that name, if it still exists."""
     try:
         subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
-    except FileNotFoundError:  # no tmux, no session
+    except FileNotFoundError:  # tmux is not installed
         return
 
 
 def status(folder: NodeFolder) -> dict[str, Any]:
-    """State, liveness and result of the node, and all that ``state.json`` says."""
+    """The content of ``state.json`` with the node's liveness, stop request and result (docs/ARCHITECTURE.md)."""
     state = folder.state
     processes = [
         {**entry, "alive": procs.alive(entry["pid"], entry["start_ticks"])}
@@ -153,19 +158,19 @@ def status(folder: NodeFolder) -> dict[str, Any]:
 
 
 def result(folder: NodeFolder) -> dict[str, Any] | None:
-    """``result.json``; None while there is none, or it is damaged."""
+    """Content of ``result.json``; None while it does not exist, or when it is damaged."""
     return record_in(RESULT, folder.path("result.json"))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="control.py", description="Stops a node, or says how it is.")
+    parser = argparse.ArgumentParser(prog="control.py", description="Stops a node of a run, or reports its state.")
     parser.add_argument("action", choices=["stop", "status"])
-    parser.add_argument("run_dir")
-    parser.add_argument("--timeout", type=float, help="seconds until force is used; default: the run's grace and some")
-    parser.add_argument("--session", default="", help="tmux session to close if it is still there")
-    parser.add_argument("--now", action="store_true", help="give the processes no time to end by themselves")
-    parser.add_argument("--by", default="", help="who asks, as alice@laptop")
-    parser.add_argument("--why", default="", help="and by what, as `gnnfleet stop`")
+    parser.add_argument("run_dir", help="the node's run folder")
+    parser.add_argument("--timeout", type=float, help=f"seconds until SIGKILL; default: the run's grace + {_SLACK:g}")
+    parser.add_argument("--session", default="", help="tmux session to close")
+    parser.add_argument("--now", action="store_true", help="end the processes without a grace period")
+    parser.add_argument("--by", default="", help="user who requests the stop, as alice@laptop")
+    parser.add_argument("--why", default="", help="command that requests the stop, as `gnnfleet stop`")
     options = parser.parse_args()
     folder = NodeFolder(options.run_dir)
     if options.action == "status":

@@ -1,4 +1,4 @@
-"""Ends of processes, and requests to stop, in words."""
+"""Describes ends of processes and stop requests in words, for messages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def describe(record: Mapping[str, Any]) -> str:
 
 
 def ended_by(record: Mapping[str, Any]) -> str:
-    """The exception that ended the process; '' when none did. Python exits 1 then, unless torch's threads abort it
-    on its way."""
+    """The exception that ended the process, e.g. ``ValueError: no such column``; '' when none did.
+
+    Python then exits with status 1, or by SIGABRT when threads of torch abort its shutdown.
+    """
     exception = raised(record["traceback"])
     if record["signal"] == "SIGABRT":
         return exception if exception and any(line.endswith(exception) for line in record["tail"]) else ""
@@ -56,15 +58,15 @@ def signal_number(name: str) -> int:
     return int(known) if known is not None else int(name[3:])
 
 
-def asked(request: Mapping[str, Any]) -> str:
-    """Who wants the run to stop: ``alice@laptop asked for it (Ctrl-C)``."""
+def describe_stop(request: Mapping[str, Any]) -> str:
+    """``stop requested by alice@laptop (Ctrl-C)``, from the content of ``control/stop``."""
     if not request.get("by"):
-        return "somebody made the file control/stop"
-    return f"{request['by']} asked for it" + (f" ({request['why']})" if request.get("why") else "")
+        return "stop requested by the file control/stop"
+    return f"stop requested by {request['by']}" + (f" ({request['why']})" if request.get("why") else "")
 
 
 def size(count: float) -> str:
-    """Bytes for a person, e.g. ``1.5 GB``."""
+    """A number of bytes as text, e.g. ``1.5 GB`` (powers of 1000)."""
     unit = "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if count < 1000:

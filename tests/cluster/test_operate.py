@@ -78,7 +78,7 @@ def test_from_another_machine_and_resumed_where_it_was_launched(
     stopped = there.say("stop", "--config", str(config))
     assert stopped.status == 0, stopped.output
     assert (there.cwd / "runs" / told["run_id"] / "logs/node1/rank1.log").exists(), "collected there"
-    assert "asked for it (gnnfleet stop)" in here.status()["sentence"]
+    assert "stop requested by " in here.status()["sentence"]
     again = here.say("resume", told["run_id"], "--detach")
     assert again.status == 0, again.output
     newest = here.status()

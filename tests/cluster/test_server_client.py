@@ -89,7 +89,7 @@ def test_a_server_that_may_not_be_started_again_ends_the_run_which_names_it_and_
     killed = time.time()
     run.kill_server(1)
     done = run.end()
-    ended_by(done, stage, 1, "server", killed, 10, "was killed by signal 9", "nobody holds parts 2, 3 any more")
+    ended_by(done, stage, 1, "server", killed, 10, "was killed by signal 9", "no other node holds parts 2, 3")
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_a_server_whose_host_is_powered_off(stage: Stage, replicas: int) -> None
         host.power_on()
         host.wait_until_up()
     if replicas == 1:
-        return ended_by(done, stage, 1, "node", cut, 30, "no sign of life for 6 s", "nobody holds parts 2, 3 any more")
+        return ended_by(done, stage, 1, "node", cut, 30, "no sign of life for 6 s", "no other node holds parts 2, 3")
     same_curves(done, stage)
     every_seed_once(run)
     assert "parts 0, 1, 2, 3 are served by node0" in done.output and left == []
@@ -177,7 +177,7 @@ def test_without_a_killed_client_the_others_go_on_as_if_nothing_were(stage: Stag
     done = run.end()
     same_curves(done, stage)
     every_seed_once(run)
-    assert "client node3" in done.output and "the others go on without it" in done.output
+    assert "client node3" in done.output and "the other nodes continue without it" in done.output
     assert stage.left() == []
 
 

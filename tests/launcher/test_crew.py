@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.node.peers.model import Crew, Meeting, fatal, left_words, make_cause
+from launcher.node.peers.model import Crew, PeerConfig, fatal, left_words, make_cause
 
 COPIES = ((0, 1, 2, 3), (2, 3, 0, 1), (), ())
 ROLES = ("server", "server", "client", "client")
@@ -37,7 +37,7 @@ def test_clients_are_needed_unless_told_otherwise() -> None:
 
 def test_words() -> None:
     labels = ("node0 (g0)", "node1 (g1)", "node2 (c0)", "node3 (c1)")
-    meeting = Meeting("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES, go_on=True))
+    meeting = PeerConfig("t", 2, labels, "a", "b", 1, 1.0, 1.0, Crew(2, ROLES, COPIES, go_on=True))
     lost, failed = (
         make_cause(1, "node", "lost", "no sign of life", 0.0),
         make_cause(3, "rank3", "failure", "raised X", 0.0),
@@ -46,9 +46,9 @@ def test_words() -> None:
         "server node1 (g1) was lost at 00:00:00 UTC (no sign of life): parts 0, 1, 2, 3 are served by node0 (g0)"
     )
     assert left_words(failed, meeting, ()) == (
-        "client node3 (c1) failed at 00:00:00 UTC (rank 3 raised X): the others go on without it"
+        "client node3 (c1) failed at 00:00:00 UTC (rank 3 raised X): the other nodes continue without it"
     )
     assert fatal(failed, meeting, ()) == failed
     assert fatal(lost, meeting, {0})["reason"] == (
-        "no sign of life; nobody holds parts 0, 1, 2, 3 any more, as node0 (g0) was lost before"
+        "no sign of life; no other node holds parts 0, 1, 2, 3, as node0 (g0) was lost before"
     )

@@ -160,8 +160,8 @@ def test_a_log_line_that_is_too_long_comes_in_pieces(tmp_path: Path, monkeypatch
     path.parent.mkdir()
     path.write_bytes(b"a" * (3 << 20) + b"\nend\n")
     watcher, told = Watcher(str(tmp_path), {}), []
-    monkeypatch.setattr(watcher, "tell", told.append)
-    while watcher.tell_lines():
+    monkeypatch.setattr(watcher, "emit", told.append)
+    while watcher.emit_lines():
         pass
     lines = [text for message in told for text in message["lines"]]
     assert "".join(lines) == "a" * (3 << 20) + "end" and lines[-1] == "end" and max(map(len, lines)) < 2 << 20
@@ -444,8 +444,8 @@ def test_no_file_on_a_node_crashes_what_reads_it_there(place: Path, data: st.Dat
     told: list[dict[str, Any]] = []
     watcher = Watcher(str(place), {}, [""])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watcher, "tell", told.append)
-        watcher.look()
+        patch.setattr(watcher, "emit", told.append)
+        watcher.emit_once()
     assert all(json_reader.message_in(json.dumps(one)) for one in told), "what is told is whole"
     folder = NodeFolder(str(place))
     json.dumps(control.status(folder))

@@ -235,4 +235,4 @@ def test_parts_that_nobody_holds_any_more_are_named(how: str) -> None:
     made = Ending(make_launch(nodes), followed, Collected(Metrics(), dict.fromkeys(range(3), ()), ()), {})
     first = made.report(FOLDER, 1.0).first_failure
     assert first is not None and first.node_rank == 2
-    assert first.sentence.endswith("; nobody holds parts 0, 1 any more, as node1 (local) was lost before")
+    assert first.sentence.endswith("; no other node holds parts 0, 1, as node1 (local) was lost before")

@@ -24,7 +24,7 @@ from launcher.report.ending import Followed
 from launcher.report.events import EventLog
 from launcher.run import monitor as follow_module
 from launcher.run import node_stream
-from launcher.run.interrupts import Interrupts, InterruptPrompt
+from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.launch import LaunchContext
 from launcher.run.lifecycle import FollowContext, View, report_detached
 from launcher.run.live_state import Board
@@ -80,7 +80,7 @@ def not_started(folder: Path) -> str:
 
 
 def stopped_elsewhere(folder: Path) -> str:
-    reason = {"reason": "alice@laptop asked for it (gnnfleet stop)"}
+    reason = {"reason": "stop requested by alice@laptop (gnnfleet stop)"}
     return followed(folder, FakeNode(0, [state(), ended(0, "stopped", reason)]))
 
 

@@ -117,7 +117,7 @@ def test_a_server_that_keeps_dying_ends_the_run_which_names_its_parts(make: Make
     results = run.ends(since)
     assert states(results) == ["done", "failed", "stopped", "stopped"]
     why = "ended while it was needed, after 1 restart (run.server_restarts); it was killed by signal 15"
-    assert results[2]["reason"] == f"server of node1 (gpu1) {why} (SIGTERM); nobody holds part 1 any more"
+    assert results[2]["reason"] == f"server of node1 (gpu1) {why} (SIGTERM); no other node holds part 1"
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_a_server_that_never_was_ready_is_not_started_again(make: MakeRun) -> No
     since = time.monotonic()
     results = run.start(up=False).ends(since)
     assert states(results)[0] == "failed" and "server-restart" not in kinds(run, 0)
-    assert "raised OSError: port 29600 is taken; nobody holds part 0 any more" in results[2]["reason"]
+    assert "raised OSError: port 29600 is taken; no other node holds part 0" in results[2]["reason"]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_the_second_server_takes_the_last_copies_along(make: MakeRun) -> None:
     kill(run, 0)
     results = run.ends(since)
     assert states(results) == [None, None, "failed", "stopped"]
-    why = "its supervisor ended without a word; something killed it"
-    told = f"node0 (gpu0): {why}; nobody holds parts 0, 1 any more, as node1 (gpu1) was lost before"
+    why = "its supervisor ended without reporting a result; it was probably killed"
+    told = f"node0 (gpu0): {why}; no other node holds parts 0, 1, as node1 (gpu1) was lost before"
     assert results[2]["reason"] == results[3]["reason"] == told
     assert set(results[2]["gone"]) == {"1"} and set(results[2]["lost"]) == {"0"}
 
@@ -198,7 +198,7 @@ def test_a_lost_hub_stops_everybody(make: MakeRun) -> None:
     kill(run, 2)
     results = run.ends(since)
     assert states(results) == ["failed", "failed", None, "failed"]
-    assert results[3]["reason"] == "node2 (gpu2): its supervisor ended without a word; something killed it"
+    assert results[3]["reason"] == "node2 (gpu2): its supervisor ended without reporting a result; it was probably killed"
 
 
 @pytest.mark.slow

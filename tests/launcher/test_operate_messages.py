@@ -63,8 +63,8 @@ def collected(made: MadeRun, word: str, **more: Any) -> None:
 def asked_to_stop(made: MadeRun) -> None:
     made.launched("train", detached=True)
     for k in range(2):
-        cause = {"node_rank": 0, "name": "node", "kind": "stop", "reason": "bob@desk asked for it (gnnfleet stop)"}
-        result(made, k, "stopped", "bob@desk asked for it (gnnfleet stop)", cause=cause)
+        cause = {"node_rank": 0, "name": "node", "kind": "stop", "reason": "stop requested by bob@desk (gnnfleet stop)"}
+        result(made, k, "stopped", "stop requested by bob@desk (gnnfleet stop)", cause=cause)
 
 
 def failed(made: MadeRun) -> None:

@@ -19,7 +19,7 @@ from launcher.node.peers import member as member_module
 from launcher.node.peers.hub import Hub, listen
 from launcher.node.peers.link import proof
 from launcher.node.peers.member import ClockOffset, Member
-from launcher.node.peers.model import Meeting, earlier, make_cause, received_cause, sentence
+from launcher.node.peers.model import PeerConfig, earlier, make_cause, received_cause, sentence
 from peers_kit import free_port
 
 IDLE = {
@@ -49,8 +49,8 @@ class Room:
         self.hub.report(IDLE)
         self.members: list[Member] = []
 
-    def meeting(self, k: int, token: str = TOKEN) -> Meeting:
-        return Meeting(token, k, LABELS, "127.0.0.1", "127.0.0.1", self.port, **self.settings)
+    def meeting(self, k: int, token: str = TOKEN) -> PeerConfig:
+        return PeerConfig(token, k, LABELS, "127.0.0.1", "127.0.0.1", self.port, **self.settings)
 
     def member(self, k: int, *, clock: Callable[[], float] = time.time, token: str = TOKEN) -> Member:
         member = Member(self.meeting(k, token), self.loop, clock)
@@ -108,7 +108,7 @@ def test_a_member_is_heard_and_hears(room: Room) -> None:
 
 def test_the_token_never_travels_and_is_needed_on_both_sides(room: Room) -> None:
     thief = room.member(1, token="guess")
-    room.until(lambda: room.hub.dropped.get("could not prove to be of this run", 0) > 0)
+    room.until(lambda: room.hub.dropped.get("could not prove to belong to this run", 0) > 0)
     assert room.hub.members[1].link is None and room.hub.members[1].heard is None and thief.offset is None
 
 
@@ -137,20 +137,20 @@ def test_a_reflected_proof_is_none(room: Room) -> None:
     shown = proof(TOKEN, "hub", 1, nonce, "n")
     sock.sendall(json.dumps({"node_rank": 1, "nonce": "n", "proof": shown}).encode() + b"\n")
     room.until(lambda: room.hub.dropped)
-    assert set(room.hub.dropped) == {"could not prove to be of this run"}
+    assert set(room.hub.dropped) == {"could not prove to belong to this run"}
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "not understood"),
-        (b"[1]\n", "not understood"),
-        (b'{"node_rank": "x"}\n', "not understood"),
+        (b"GET / HTTP/1.1\r\n\r\n", "invalid message"),
+        (b"[1]\n", "invalid message"),
+        (b'{"node_rank": "x"}\n', "invalid message"),
         (b'{"node_rank": 7, "nonce": "", "proof": ""}\n', "could not prove"),
         (b"x" * 5000, "a line of more than 1024 bytes"),
-        (b"\x80\xff\n", "not understood"),
-        (b"[" * 900 + b"\n", "not understood"),
-        (b'{"node_rank": Infinity, "nonce": "", "proof": ""}\n', "not understood"),
+        (b"\x80\xff\n", "invalid message"),
+        (b"[" * 900 + b"\n", "invalid message"),
+        (b'{"node_rank": Infinity, "nonce": "", "proof": ""}\n', "invalid message"),
     ],
 )
 def test_strangers_are_dropped_and_counted(room: Room, line: bytes, why: str) -> None:
@@ -297,10 +297,10 @@ def test_all_trained_is_the_end(room: Room) -> None:
     assert room.hub.order is None
     room.hub.report({**IDLE, "trained": True})
     room.until(lambda: one.order is not None and two.order is not None)
-    assert one.order is not None and one.order.cause is None and not room.hub.parted()
+    assert one.order is not None and one.order.cause is None and not room.hub.may_leave()
     for member in (one, two):
         member.report({**IDLE, "trained": True, "final": "done"})
-    room.until(lambda: room.hub.parted() and one.parted() and two.parted())
+    room.until(lambda: room.hub.may_leave() and one.may_leave() and two.may_leave())
 
 
 def test_words_of_causes() -> None:
@@ -308,14 +308,16 @@ def test_words_of_causes() -> None:
         make_cause(1, "rank5", "failure", "ended with exit status 3", 0),
         make_cause(2, "server", "failure", "ended while it was needed", 0),
         make_cause(2, "node", "lost", "no sign of life", 0),
-        make_cause(0, "node", "stop", "alice@laptop asked for it (Ctrl-C)", 0, {"by": "alice@laptop", "why": "Ctrl-C"}),
+        make_cause(
+            0, "node", "stop", "stop requested by alice@laptop (Ctrl-C)", 0, {"by": "alice@laptop", "why": "Ctrl-C"}
+        ),
         make_cause(1, "rank5", "nan", "the loss of rank 5 is NaN", 0),
     ]
     assert [sentence(cause, LABELS) for cause in causes] == [
         "rank 5 on node1 (b) ended with exit status 3",
         "server of node2 (c) ended while it was needed",
         "node2 (c): no sign of life",
-        "alice@laptop asked for it (Ctrl-C), on node0 (a)",
+        "stop requested by alice@laptop (Ctrl-C), on node0 (a)",
         "the loss of rank 5 is NaN",
     ]
     assert received_cause(json.loads(json.dumps(causes[3])), 0) == causes[3]

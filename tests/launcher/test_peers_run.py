@@ -85,7 +85,7 @@ def test_killed_supervisor_is_missed(make: MakeRun) -> None:
     run.nodes[1].supervisor.kill()  # type: ignore[union-attr]
     results = run.ends(since)
     assert states(results) == ["failed", None, "stopped"]
-    why = "its supervisor ended without a word; something killed it"
+    why = "its supervisor ended without reporting a result; it was probably killed"
     assert results[0]["lost"]["1"]["why"] == why and abs(results[0]["lost"]["1"]["since"] - time.time()) < 10
     assert results[0]["reason"] == results[2]["reason"] == f"node1 (gpu1): {why}"
     assert results[2]["cause"]["kind"] == "lost" and results[2]["lost"] == {}
@@ -148,7 +148,7 @@ def test_stop_asked_of_any_node_stops_all(make: MakeRun, asked: int) -> None:
     assert states(results) == ["stopped"] * 3
     by = {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
     assert all(result["asked"] == by for result in results)
-    words = "alice@laptop asked for it (gnnfleet stop)"
+    words = "stop requested by alice@laptop (gnnfleet stop)"
     reasons = [words if k == asked else f"{words}, on node{asked} (gpu{asked})" for k in range(3)]
     assert [result["reason"] for result in results] == reasons
 

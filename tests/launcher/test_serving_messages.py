@@ -70,7 +70,7 @@ def shown(told: ServeStatus) -> str:
 
 def statuses() -> dict[str, ServeStatus]:
     """By what is the matter."""
-    asked = {"state": "done", "reason": "ann@laptop asked for it (gnnfleet stop)", "outcomes": []}
+    asked = {"state": "done", "reason": "stop requested by ann@laptop (gnnfleet stop)", "outcomes": []}
     died = {"state": "failed", "reason": "server ended while it was needed; it got SIGKILL", "outcomes": []}
     away = {"unreachable": "no route to host", "state": None}
     starting = {"state": "starting", "time": NOW}

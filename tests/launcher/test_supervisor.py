@@ -175,7 +175,7 @@ def test_stop_request(folder: MakeFolder) -> None:
     wait_until(run.says("rank0", "up"))
     stop(run)
     result = run.end()
-    assert (result["state"], result["reason"]) == ("stopped", "somebody made the file control/stop")
+    assert (result["state"], result["reason"]) == ("stopped", "stop requested by the file control/stop")
     assert result["asked"] == {"by": "", "why": "", "now": False}
     assert all(record["stopped"] and not record["failed"] for record in result["outcomes"])
 

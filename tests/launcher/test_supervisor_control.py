@@ -63,7 +63,7 @@ def test_who_asks_and_why_is_in_the_result(folder: MakeFolder) -> None:
     control("stop", run, "--by", "alice@laptop", "--why", "gnnfleet stop")
     result = run.end()
     assert result["asked"] == {"by": "alice@laptop", "why": "gnnfleet stop", "now": False}
-    assert result["reason"] == "alice@laptop asked for it (gnnfleet stop)"
+    assert result["reason"] == "stop requested by alice@laptop (gnnfleet stop)"
 
 
 def test_stop_now_gives_no_time(folder: MakeFolder) -> None:
@@ -100,7 +100,7 @@ def test_damaged_node_json_is_said_and_the_run_is_stopped_all_the_same(
     status = control("status", run)
     assert status["alive"] and "node.json is damaged" in status["damage"]
     report = control("stop", run, "--timeout", "1.5")
-    assert report["stopped"] and "going by the folder instead" in report["notes"][0]
+    assert report["stopped"] and "are found by the run folder" in report["notes"][0]
     assert run.processes() == [] and not any(one.pid in pids for one in procs.table())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
-from launcher.node.peers.model import Meeting
+from launcher.node.peers.model import PeerConfig
 from launcher.node.supervisor import stacks, stall_detector
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import Book
@@ -191,11 +191,11 @@ def test_a_rank_that_somebody_stopped_leads_wherever_it_runs(tmp_path: Path, mon
     """All ranks stand at the same step, so that places alone do not tell."""
     values = {"num_nodes": 2, "ready_file": "", "server": None, "trainer": None, "start_timeout": 9.0, "grace": 1.0}
     spec = NodeSpec("r1", "t", 0, run_dir=str(tmp_path), ranks=(0,), labels=("node0 (gnn1)", "node1 (gnn2)"), **values)
-    hub = Hub(Meeting("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
+    hub = Hub(PeerConfig("t", 0, spec.labels, "", "", 0, 9.0, 6.0), loop=cast(Loop, None))
     hub.members[1].own_ranks, hub.members[1].ahead = (1,), 300.0
     health = Health(spec, Book(Journal(str(tmp_path), 0), 0, (0,)), hub, lambda seconds: None)
     monkeypatch.setattr(health, "_stacks_of_all", lambda: {0: ["train.py:7 in step()"], 1: [stacks.STOPPED]})
     finding = {"t": 50.0, "kind": "stall", "node_rank": 0, "rank": None, "text": "no process has trained", "stop": True}
-    health._tell(finding)
+    health._add(finding)
     assert (finding["node_rank"], finding["rank"], finding["t"]) == (1, 1, 350.0)
     assert finding["text"] == "rank 1 on node1 (gnn2) is stopped (SIGSTOP or a debugger): no process has trained"

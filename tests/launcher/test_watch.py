@@ -148,9 +148,9 @@ def test_what_a_rank_said_before_its_end_is_told_before_that_end(
         (tmp_path / "logs/rank0.log").write_text("last words\n")
 
     monkeypatch.setattr(watcher, "files", a_rank_ends_meanwhile)
-    watcher.tell_lines()
+    watcher.emit_lines()
     monkeypatch.setattr(watcher, "files", scan)
-    watcher.tell_lines()
+    watcher.emit_lines()
     told = [line for each in capsys.readouterr().out.splitlines() for line in json.loads(each)["lines"]]
     assert told == ['{"kind": "first"}', "last words", '{"kind": "process-exit"}']
 

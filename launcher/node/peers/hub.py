@@ -1,4 +1,7 @@
-"""The lead node's end of the connections between supervisors: takes heartbeats and declares silent nodes lost."""
+"""The lead node's side of the connections between supervisors.
+
+Receives the heartbeats of all members, declares silent nodes lost, and decides which failures end the run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
     EOF_PATIENCE,
     Cause,
-    Meeting,
     Order,
+    PeerConfig,
     Report,
     Team,
     earlier,
@@ -28,46 +31,46 @@ from launcher.node.peers.model import (
     received_cause,
 )
 
-_MAX_STRANGERS = 64  # connections that have not proven yet who they are; the oldest goes first
+_MAX_STRANGERS = 64  # connections that are not authenticated yet; the oldest is dropped first
 
-_GREETING_TIME = 5.0  # seconds a stranger gets
+_GREETING_TIME = 5.0  # seconds a connection has to authenticate itself
 
 _ACCEPTS_AT_ONCE = 32
 
-_LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
+_LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
-_TABLE_NODES = 64  # nodes up to which all get the table of nodes with every beat
+_TABLE_NODES = 64  # up to so many nodes, every answer to a heartbeat has the table of all nodes
 
 _ENDS = ("done", "failed", "stopped")
 
 
 @dataclass
-class Known:
-    """What the hub knows of one member; times are monotonic."""
+class MemberStatus:
+    """The hub's record of one member; times are in seconds, monotonic unless noted."""
 
     node_rank: int
     link: Link | None = None
-    heard: float | None = None
-    gone: float | None = None  #: since when there is no connection any more
-    gone_wall: float = 0.0
-    state: str = "absent"
-    trained: bool | None = False
-    final: bool = False
-    lost: bool = False
-    left: Cause | None = None  #: why the run goes on without it
-    own_ranks: tuple[int, ...] | None = None
-    begun: bool = False  #: some rank of it has started
-    ranks: dict[str, Any] = field(default_factory=dict)
+    heard: float | None = None  #: time of the last message; None before the first
+    gone: float | None = None  #: time when the connection closed; None while connected
+    gone_wall: float = 0.0  #: the same, seconds since the epoch
+    state: str = "absent"  #: last reported state
+    trained: bool | None = False  #: whether all its ranks have trained; None for a node without ranks
+    final: bool = False  #: has reported its end
+    lost: bool = False  #: declared lost
+    left: Cause | None = None  #: why the run continues without this member
+    own_ranks: tuple[int, ...] | None = None  #: ranks of this node; None before the first report
+    begun: bool = False  #: one of its ranks has started
+    ranks: dict[str, Any] = field(default_factory=dict)  #: last metrics of its ranks (``Vitals.ranks``)
     findings: list[Any] = field(default_factory=list)
-    stacks: dict[str, Any] | None = None
-    ahead: float = 0.0  #: its clock minus ours, seconds
-    beats: int = 0
+    stacks: dict[str, Any] | None = None  #: stack summaries by rank; None until reported
+    ahead: float = 0.0  #: the member's clock minus this clock, seconds
+    beats: int = 0  #: reports received
 
 
 class Hub:
-    """All members as the lead node sees them; nothing it does can block."""
+    """``Peers`` of the lead node: the connections to all members. No method blocks."""
 
-    def __init__(self, meeting: Meeting, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, meeting: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.meeting = meeting
         self.order: Order | None = None
         self.cause: Cause | None = None
@@ -75,30 +78,30 @@ class Hub:
         self.gone: dict[str, dict[str, Any]] = {}
         self.team: Team | None = None
         self.offset = 0.0
-        self.dropped: dict[str, int] = {}  #: connections refused or broken off, by why
-        self.members = {k: Known(k) for k in range(len(meeting.labels)) if k != meeting.hub}
+        self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
+        self.members = {k: MemberStatus(k) for k in range(len(meeting.labels)) if k != meeting.hub}
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._own: Report = {}
         self._strangers: dict[Link, float] = {}
         self._listener: socket.socket | None = None
-        self._ordered: float | None = None  # when the order was given
+        self._ordered: float | None = None  # time of the first stop order; monotonic
         self._opened = self._looked = time.monotonic()
 
-    # As any supervisor's peers.
+    # Methods of ``Peers``.
 
     def open(self) -> None:
-        """Listen; raises OSError."""
+        """Start to listen; raises OSError."""
         self._opened = self._looked = time.monotonic()
         self._listener = listen(self.meeting.bind, self.meeting.port)
         self._loop.watch(self._listener, selectors.EVENT_READ, self._accept)
 
     def look(self) -> None:
-        """Lose members that are overdue, and strangers."""
+        """Declare overdue members lost, and drop connections that have not authenticated themselves in time."""
         now = time.monotonic()
         pause = now - self._looked
         self._looked = now
-        if pause > _LATE:  # nobody could have been heard
+        if pause > _LATE:  # this supervisor could not receive anything meanwhile
             self._excuse(pause)
         for member in self._expected():
             why, since = self._overdue(member, now)
@@ -106,7 +109,7 @@ class Hub:
                 self._lose(member, why, since)
         for link, since in list(self._strangers.items()):
             if now - since > _GREETING_TIME:
-                self._drop(link, "said nothing")
+                self._drop(link, "did not authenticate in time")
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
@@ -118,14 +121,14 @@ class Hub:
         return self.meeting.crew.spare(self._gone)
 
     def report(self, report: Report) -> None:
-        """Take the lead node's own state; what concerns the members is told at once."""
+        """Store the lead node's own report, and send its effects to the members at once."""
         self._own = report
         if report.get("cause"):
             self._stop(report["cause"])
         self._finish()
 
-    def parted(self) -> bool:
-        """Whether every member has ended, or is lost; one that never came is not waited for long."""
+    def may_leave(self) -> bool:
+        """Whether every member has ended or is lost; waits ``peer_timeout`` at most for those that never connected."""
         late = self._ordered is not None and time.monotonic() - self._ordered > self.meeting.peer_timeout
         return not any(member.heard is not None or not late for member in self._expected())
 
@@ -137,12 +140,12 @@ class Hub:
             link.close()
 
     def ask_stacks(self) -> None:
-        """Have every member collect the Python stacks of its ranks; they come as ``Known.stacks``."""
+        """Ask every member for the Python stacks of its ranks; they arrive as ``MemberStatus.stacks``."""
         self.stacks_wanted = True
         self._broadcast()
 
     def stacks_missing(self) -> list[int]:
-        """Members whose stacks can still come."""
+        """Node ranks of connected members whose stacks have not arrived."""
         return [member.node_rank for member in self._expected() if member.stacks is None and member.link]
 
     # Connections.
@@ -152,29 +155,31 @@ class Hub:
         for _ in range(_ACCEPTS_AT_ONCE):
             try:
                 sock = self._listener.accept()[0]
-            except OSError:  # nobody left, or gone again
+            except OSError:  # no connection waits, or it was closed meanwhile
                 return
-            self._welcome(sock)
+            self._greet(sock)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _greet(self, sock: socket.socket) -> None:
+        """Send a nonce to a new connection, dropping the oldest unauthenticated one if there are too many."""
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "too many at once")
-        link = Link(sock, self._loop, lambda message: self._heard(link, message), lambda why: self._closed(link, why))
+            self._drop(min(self._strangers, key=lambda one: self._strangers[one]), "too many unauthenticated")
+        link = Link(sock, self._loop, lambda message: self._receive(link, message), lambda why: self._closed(link, why))
         link.nonce = secrets.token_hex(16)
         self._strangers[link] = time.monotonic()
         link.send({"hello": link.nonce})
 
-    def _heard(self, link: Link, message: Message) -> None:
+    def _receive(self, link: Link, message: Message) -> None:
         if link.node_rank is None:
-            self._greeted(link, message)
+            self._authenticate(link, message)
         elif self.members[link.node_rank].link is link:
-            self._take(self.members[link.node_rank], message)
+            self._take_report(self.members[link.node_rank], message)
 
-    def _greeted(self, link: Link, message: Message) -> None:
+    def _authenticate(self, link: Link, message: Message) -> None:
+        """Check a member's proof, make ``link`` its connection, and answer with the hub's proof."""
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.meeting.token
         if k not in self.members or not proven(message["proof"], token, "member", k, link.nonce, nonce):
-            return self._drop(link, "could not prove to be of this run")
+            return self._drop(link, "could not prove to belong to this run")
         member = self.members[k]
         if member.link is not None:
             member.link.close()
@@ -193,12 +198,13 @@ class Hub:
     def _drop(self, link: Link, why: str) -> None:
         link.close()
         self._strangers.pop(link, None)
-        kind = why.partition(":")[0]  # the rest may be a stranger's own words, of which he has many
+        kind = why.partition(":")[0]  # the rest may be text chosen by the other end, which must not grow the table
         self.dropped[kind] = self.dropped.get(kind, 0) + 1
 
-    # Beats.
+    # Heartbeats.
 
-    def _take(self, member: Known, message: Message) -> None:
+    def _take_report(self, member: MemberStatus, message: Message) -> None:
+        """Store a member's report, act on its cause, and answer with the hub's orders."""
         if "ping" in message:
             return self._pong(member)
         got, sent = self._clock(), float(message["t"])
@@ -215,14 +221,15 @@ class Hub:
         self._finish()
         if member.link is not None and not member.link.waiting:
             often = member.beats % (1 + len(self.members) // _TABLE_NODES) == 0
-            member.link.send({"t0": sent, "t1": got, **self._news(member, with_peers=often)})
+            member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
 
-    def _pong(self, member: Known) -> None:
+    def _pong(self, member: MemberStatus) -> None:
         member.heard = time.monotonic()
         if member.link is not None and not member.link.waiting:
             member.link.send({"pong": 1})
 
-    def _news(self, member: Known, *, with_peers: bool = False) -> Message:
+    def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
+        """The hub's message to a member: cause, stop or finish order, team, and, if asked for, the table of nodes."""
         own = {str(self.meeting.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
@@ -238,12 +245,12 @@ class Hub:
     def _broadcast(self) -> None:
         for member in self.members.values():
             if member.link is not None:
-                member.link.send(self._news(member))
+                member.link.send(self._orders(member))
 
-    # What becomes of the run.
+    # Decisions about the run.
 
     def _stop(self, cause: Cause) -> None:
-        """The first cause stops everyone; one that turns out to have come before it takes its place."""
+        """Order all nodes to stop. Of several causes, the one with the earliest time is kept."""
         first = earlier(self.cause, cause)
         if first != self.cause or not self._stopping:
             self.cause, self.order = first, Order(first)
@@ -251,7 +258,7 @@ class Hub:
             self._broadcast()
 
     def _finish(self) -> None:
-        """Once all that train have trained, nobody is needed any more."""
+        """Order all nodes to finish once every remaining node with ranks has trained."""
         trained = [self._own.get("trained", False), *(member.trained for member in self._staying())]
         if self.order is None and any(trained) and False not in trained:
             self.order = Order()
@@ -261,29 +268,29 @@ class Hub:
     def _stopping(self) -> bool:
         return self.order is not None and self.order.cause is not None
 
-    def _expected(self) -> Iterator[Known]:
+    def _expected(self) -> Iterator[MemberStatus]:
         return (member for member in self.members.values() if not (member.final or member.lost))
 
-    def _overdue(self, member: Known, now: float) -> tuple[str, float]:
-        """Why a member must be taken for lost, and since when by this clock; ('', 0) while it need not."""
+    def _overdue(self, member: MemberStatus, now: float) -> tuple[str, float]:
+        """(why a member is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
         meeting = self.meeting
         if member.heard is None:
             late = now - self._opened > meeting.start_timeout
             why = f"it did not report to node{meeting.hub} within {meeting.start_timeout:g} s (run.start_timeout)"
             return (why, self._clock()) if late else ("", 0.0)
         if member.gone is not None and now - member.gone > min(EOF_PATIENCE, meeting.peer_timeout):
-            return "its supervisor ended without a word; something killed it", member.gone_wall
+            return KILLED, member.gone_wall
         if now - member.heard > meeting.peer_timeout:
             since = self._clock() - (now - member.heard)
             return f"{silence(meeting)}; its machine or its network is down", since
         return "", 0.0
 
-    def _lose(self, member: Known, why: str, since: float) -> None:
+    def _lose(self, member: MemberStatus, why: str, since: float) -> None:
         member.lost, member.state = True, "lost"
         self._end_or_leave(member, make_cause(member.node_rank, "node", "lost", why, since))
 
-    def _end_or_leave(self, member: Known, cause: Cause) -> None:
-        """What ended a member ends the run, unless the run can do without it."""
+    def _end_or_leave(self, member: MemberStatus, cause: Cause) -> None:
+        """Continue without the member if the run can, else stop the run for ``cause``."""
         if member.left is not None:
             return
         if cause["kind"] in ("failure", "lost") and cause["node_rank"] == member.node_rank and self._can_lose(member):
@@ -292,9 +299,12 @@ class Hub:
             self.lost[str(member.node_rank)] = {"since": cause["t"], "why": cause["reason"]}
         self._stop(fatal(cause, self.meeting, self._gone))
 
-    def _can_lose(self, member: Known) -> bool:
-        """Not while all stop; when all have trained no server is needed any more. Ranks that have not met yet never
-        would without the lost ones."""
+    def _can_lose(self, member: MemberStatus) -> bool:
+        """Whether the run can continue without ``member`` now.
+
+        Not while the run stops; a server always, once all have trained; else as ``Crew.can_lose``, but a client that
+        still trains only after the process group was formed, which needs all ranks.
+        """
         crew, k = self.meeting.crew, member.node_rank
         if self._stopping:
             return False
@@ -303,15 +313,15 @@ class Hub:
         return crew.can_lose(k, self._gone) and (crew.role(k) == "server" or bool(member.trained) or self._begun())
 
     def _begun(self) -> bool:
-        """Whether the ranks of all nodes have met: then some have started, and all nodes have told theirs."""
+        """Whether the process group may exist: all training nodes have reported their ranks, and one has started."""
         known = all(member.own_ranks is not None for member in self._staying() if self._trains(member))
         return known and (bool(self._own.get("begun")) or any(member.begun for member in self.members.values()))
 
-    def _trains(self, member: Known) -> bool:
+    def _trains(self, member: MemberStatus) -> bool:
         return self.meeting.crew.role(member.node_rank) != "server"
 
-    def _leave(self, member: Known, cause: Cause) -> None:
-        """The run goes on without a member, which is told to stop should it hear us."""
+    def _leave(self, member: MemberStatus, cause: Cause) -> None:
+        """Continue the run without a member; if it is still connected, it is ordered to stop."""
         self.gone[str(member.node_rank)] = {
             "since": cause["t"],
             "t": cause["t"] + member.ahead,
@@ -332,10 +342,10 @@ class Hub:
     def _gone(self) -> set[int]:
         return {member.node_rank for member in self._left()}
 
-    def _left(self) -> Iterator[Known]:
+    def _left(self) -> Iterator[MemberStatus]:
         return (member for member in self.members.values() if member.left is not None)
 
-    def _staying(self) -> Iterator[Known]:
+    def _staying(self) -> Iterator[MemberStatus]:
         return (member for member in self.members.values() if member.left is None)
 
     def _excuse(self, pause: float) -> None:
@@ -343,22 +353,25 @@ class Hub:
             member.heard = excused(member.heard, pause, self._looked)
             member.gone = excused(member.gone, pause, self._looked)
 
-    def _row(self, member: Known, now: float) -> dict[str, Any]:
+    def _row(self, member: MemberStatus, now: float) -> dict[str, Any]:
         return {"state": member.state, "age": None if member.heard is None else round(now - member.heard, 1)}
 
 
 def excused(when: float | None, pause: float, now: float) -> float | None:
-    """A time as if the pause had not been, but never one to come: what waited was read before."""
+    """``when`` moved forward by ``pause``, to ``now`` at most, so that a suspended machine loses no peer."""
     return None if when is None else min(when + pause, now)
 
 
-def silence(meeting: Meeting) -> str:
+KILLED = "its supervisor ended without reporting a result; it was probably killed"
+
+
+def silence(meeting: PeerConfig) -> str:
     """``no sign of life for 6 s (run.peer_timeout)``."""
     return f"no sign of life for {meeting.peer_timeout:g} s (run.peer_timeout)"
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket that never blocks; on all addresses when the one given is none of this machine's."""
+    """A non-blocking listening socket; on all addresses if ``address`` is not one of this machine's. Raises OSError."""
     infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, place = infos[0]
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", port)

@@ -1,6 +1,6 @@
-"""A connection between two supervisors: JSON lines over a non-blocking socket, both ends authenticated.
+"""A connection between two supervisors: JSON lines over a non-blocking TCP socket, with mutual authentication.
 
-Both ends prove that they know the run's token by HMAC-SHA256 over both ends' nonces, without showing it.
+Each end proves that it knows the run's token by an HMAC-SHA256 over both ends' nonces; the token is never sent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 from launcher.node.child_process import Loop
 
-MAX_GREETING = 1 << 10  #: bytes of a line before the other end is known
+MAX_GREETING = 1 << 10  #: bytes of a line before the other end is authenticated
 
 MAX_LINE = 1 << 18  #: bytes of a line afterwards
 
-MAX_UNSENT = 1 << 20  #: bytes that may wait for an end that does not read
+MAX_UNSENT = 1 << 20  #: bytes that may wait to be sent
 
 _READ = 1 << 16
 
@@ -29,15 +29,18 @@ Message = dict[str, Any]
 
 
 class Link:
-    """One end of a connection; ``heard`` gets each message, ``closed`` why it has ended (not after ``close``)."""
+    """One end of a connection.
+
+    ``received(message)`` is called for each message; ``closed(reason)`` when the connection ends without ``close``.
+    """
 
     def __init__(
-        self, sock: socket.socket, loop: Loop, heard: Callable[[Message], None], closed: Callable[[str], None]
+        self, sock: socket.socket, loop: Loop, received: Callable[[Message], None], closed: Callable[[str], None]
     ) -> None:
-        self.node_rank: int | None = None  #: who is at the other end, once that is proven
+        self.node_rank: int | None = None  #: of the other end, once it is authenticated
         self.nonce = ""
-        self._sock, self._loop, self._heard, self._closed = sock, loop, heard, closed
-        self._received, self._unsent = b"", b""
+        self._sock, self._loop, self._received, self._closed = sock, loop, received, closed
+        self._partial, self._unsent = b"", b""
         self._open = True
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -45,21 +48,21 @@ class Link:
 
     @property
     def waiting(self) -> bool:
-        """Whether the other end has not yet taken what was sent."""
+        """Whether messages still wait to be sent."""
         return bool(self._unsent)
 
     def send(self, message: Message) -> None:
-        """Send, or keep until the other end takes it; one that takes nothing is given up."""
+        """Send a message, later if the socket is not writable; closes when more than ``MAX_UNSENT`` bytes wait."""
         if not self._open:
             return
         self._unsent += json.dumps(message).encode() + b"\n"
         if len(self._unsent) > MAX_UNSENT:
-            self._end("it takes nothing of what is sent")
+            self._end("the other end does not read")
         else:
             self._flush()
 
     def close(self) -> None:
-        """End it from this side."""
+        """Close the connection from this end."""
         if self._open:
             self._open = False
             self._loop.unwatch(self._sock)
@@ -80,7 +83,7 @@ class Link:
         try:
             self._unsent = self._unsent[self._sock.send(self._unsent) :]
         except BlockingIOError:
-            pass  # when it can be written, the loop says so
+            pass  # the loop calls ``_ready`` once the socket is writable
         except OSError as error:
             return self._end(error.strerror or str(error))
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
@@ -101,12 +104,12 @@ class Link:
                 return
 
     def _take(self, data: bytes) -> None:
-        *lines, self._received = (self._received + data).split(b"\n")
+        *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
             if self._open and not self._too_long(line):
                 self._take_line(line)
         if self._open:
-            self._too_long(self._received)
+            self._too_long(self._partial)
 
     def _too_long(self, line: bytes) -> bool:
         limit = MAX_GREETING if self.node_rank is None else MAX_LINE
@@ -119,19 +122,19 @@ class Link:
             message = json.loads(line)
             if not isinstance(message, dict):
                 raise ValueError("no object")
-            self._heard(message)
+            self._received(message)
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            self._end(f"not understood: {error!r}")
+            self._end(f"invalid message: {error!r}")
 
 
 def proof(token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> str:
-    """What ``role`` (hub, member) shows to prove that it knows the token."""
+    """The proof, in hex, that ``role`` (hub or member) sends to show that it knows the token."""
     text = f"gnnfleet {role} {node_rank} {hub_nonce} {member_nonce}"
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def proven(shown: Any, token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> bool:
-    """Whether ``shown`` is that proof."""
+    """Whether ``shown`` equals ``proof(...)``; compared in constant time."""
     return isinstance(shown, str) and hmac.compare_digest(
         shown.encode(), proof(token, role, node_rank, hub_nonce, member_nonce).encode()
     )

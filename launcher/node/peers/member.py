@@ -1,7 +1,7 @@
-"""A node's end of its connection to the hub (see ``launcher.node.peers.model``).
+"""A member's side of its connection to the hub (see ``launcher.node.peers.model``), and the offset of their clocks.
 
-As in NTP (RFC 5905, section 8): of a round trip with times t0 (sent here), t1 (arrived there), t2 (sent there) and
-t3 (arrived here) the clocks differ by ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the time on the way.
+As in NTP (RFC 5905, section 8): for a round trip sent here at t0, received there at t1, answered there at t2 and
+received here at t3, the clock offset is ((t0 - t1) + (t3 - t2)) / 2, wrong by at most half the network time.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.peers.hub import excused, silence
+from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
-from launcher.node.peers.model import EOF_PATIENCE, Cause, Meeting, Order, Report, Team, make_cause, received_cause
+from launcher.node.peers.model import EOF_PATIENCE, Cause, Order, PeerConfig, Report, Team, make_cause, received_cause
 
-_KEPT = 32  # round trips; older ones tell of a clock that may have drifted since
+_KEPT = 32  # round trips; older ones are dropped as the clocks may have drifted since
 
-_SLACK = 0.005  # seconds by which two round trips may disagree beyond what their times on the way allow
+_SLACK = 0.005  # seconds by which the offsets of two round trips may differ beyond their maximum errors
 
 
 class ClockOffset:
-    """This clock minus the other one, in seconds, by the quickest of the last round trips."""
+    """This clock minus the hub's, in seconds, from the quickest of the last ``_KEPT`` round trips."""
 
     def __init__(self) -> None:
-        self._trips: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (time on the way, offset)
+        self._trips: deque[tuple[float, float]] = deque(maxlen=_KEPT)  # (network time, offset) in seconds
 
     @property
     def value(self) -> float | None:
-        """None before the first round trip."""
+        """The offset in seconds; None before the first round trip."""
         return min(self._trips)[1] if self._trips else None
 
     @property
     def quickest(self) -> float | None:
-        """Seconds the quickest round trip took."""
+        """Network time of the quickest round trip in seconds; None before the first."""
         return min(self._trips)[0] if self._trips else None
 
     def add(self, t0: float, t1: float, t2: float, t3: float) -> None:
-        """Take in a round trip; one that contradicts those before means that a clock was set."""
+        """Add a round trip. When it contradicts the earlier ones, a clock was set, and the earlier ones are dropped."""
         on_the_way = (t3 - t0) - (t2 - t1)
-        if on_the_way < 0:  # a clock was set in the midst of it
+        if on_the_way < 0:  # a clock was set during the round trip
             return
         offset = ((t0 - t1) + (t3 - t2)) / 2
         if self._trips:
@@ -57,25 +57,25 @@ class ClockOffset:
 
 _TRY_EVERY = 0.3  # seconds between two attempts to connect
 
-_TRY_FOR = 1.0  # seconds an attempt may take; a new one gets through a mended line sooner than TCP's later repeats
+_TRY_FOR = 1.0  # seconds per attempt; after a network cut a new attempt succeeds sooner than TCP's retransmissions
 
-_TRIPS_FOR = 3.0  # round trips an attempt gets at least
+_TRIPS_FOR = 3.0  # an attempt gets this many times the quickest round trip
 
-_PING_EVERY = 0.2  # seconds between two signs of life
+_PING_EVERY = 0.2  # seconds between two pings
 
-_PINGS = 640  # a second that the hub takes from all members
+_PINGS = 640  # pings per second that the hub receives from all members together
 
-_SILENT = 2.0  # seconds without an answer after which a new connection is made
+_SILENT = 2.0  # seconds without an answer after which a new connection is opened
 
-_LATE = 2.0  # seconds between two looks that mean: this machine itself stood still
+_LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine was suspended
 
-_QUICK_TRIPS = 4  # round trips made at once, for the clocks' offset
+_QUICK_TRIPS = 4  # round trips made without a pause at first, to measure the clock offset
 
 
 class Member:
-    """The hub as a member sees it; nothing it does can block but looking up the name of its host."""
+    """``Peers`` of a member: the connection to the hub. No method blocks, except to resolve the hub's host name."""
 
-    def __init__(self, meeting: Meeting, loop: Loop, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, meeting: PeerConfig, loop: Loop, clock: Callable[[], float] = time.time) -> None:
         self.meeting = meeting
         self.order: Order | None = None
         self.cause: Cause | None = None
@@ -88,11 +88,12 @@ class Member:
         self._offset, self._trips = ClockOffset(), 0
         self._own: Report | None = None
         self._peers: dict[str, dict[str, Any]] = {}
-        self._peers_told = 0.0
-        self._place: tuple[int, Any] | None = None  # family and address, once looked up
+        self._peers_received = 0.0
+        self._hub_address: tuple[int, Any] | None = None  # family and socket address, once resolved
         self._connecting: socket.socket | None = None
         self._link: Link | None = None
-        self._silent: Link | None = None  # kept until a new one is proven: its end would tell the hub that we died
+        # A silent connection stays open until a new one is authenticated: the hub would take its end for our death.
+        self._silent: Link | None = None
         self._heard: float | None = None
         self._gone: float | None = None
         self._known_final = False
@@ -101,7 +102,7 @@ class Member:
         self._opened = self._looked = self._tried = self._pinged = time.monotonic()
         self._ping_every = max(_PING_EVERY, len(meeting.labels) / _PINGS)
 
-    # As any supervisor's peers.
+    # Methods of ``Peers``.
 
     @property
     def offset(self) -> float | None:
@@ -109,9 +110,9 @@ class Member:
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """As the hub told last, the hub itself as heard."""
+        """The other nodes as last reported by the hub; the hub's own age is that of its last message."""
         now = time.monotonic()
-        rows = {k: {**row, "age": _add(row["age"], now - self._peers_told)} for k, row in self._peers.items()}
+        rows = {k: {**row, "age": _add(row["age"], now - self._peers_received)} for k, row in self._peers.items()}
         key = str(self.meeting.hub)
         hub = {"state": rows.get(key, {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
         rows[key] = hub if self._heard is not None else {"state": "absent", "age": None}
@@ -122,7 +123,7 @@ class Member:
         self._connect()
 
     def look(self) -> None:
-        """Keep the connection, and notice when the hub is lost."""
+        """Reconnect and ping when due, and detect the loss of the hub."""
         now = time.monotonic()
         pause = now - self._looked
         self._looked = now
@@ -136,7 +137,7 @@ class Member:
         if self._link is not None and now - self._tried > _SILENT and (silent or self._link.node_rank is None):
             self._set_aside(self._link)
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._try_for)
-        if self._link is None and late and not self.parted():
+        if self._link is None and late and not self.may_leave():
             self._connect()
         if now - self._pinged >= self._ping_every:
             self._ping(now)
@@ -145,8 +146,8 @@ class Member:
         self._own = report
         self._send()
 
-    def parted(self) -> bool:
-        """Whether the hub knows this node's end, or is lost itself."""
+    def may_leave(self) -> bool:
+        """Whether the hub has acknowledged this node's end, or is lost."""
         return self._known_final or bool(self.lost)
 
     def close(self) -> None:
@@ -160,13 +161,13 @@ class Member:
 
     @property
     def _try_for(self) -> float:
-        """Not longer than need be where the way to the hub is known: after a cut each attempt may be the first to get
-        through."""
+        """Seconds for an attempt to connect: short once the round trip is known, since after a network cut the next
+        attempt may be the first to succeed."""
         trip = self._offset.quickest
         return _TRY_FOR if trip is None else min(_TRY_FOR, max(_TRY_EVERY, _TRIPS_FOR * trip))
 
     def _ping(self, now: float) -> None:
-        """Between reports: who has been heard just before a cut bears a longer one."""
+        """Send a ping between two reports, so that a network cut is tolerated for nearly all of ``peer_timeout``."""
         self._pinged = now
         if self._proven is not None and not self._proven.waiting:
             self._proven.send({"ping": 1})
@@ -175,7 +176,7 @@ class Member:
         self._forget_attempt()
         self._tried = time.monotonic()
         try:
-            family, place = self._place or self._look_up()
+            family, place = self._hub_address or self._look_up()
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._trouble = error.strerror or str(error)
@@ -189,8 +190,8 @@ class Member:
 
     def _look_up(self) -> tuple[int, Any]:
         found = socket.getaddrinfo(self.meeting.address, self.meeting.port, type=socket.SOCK_STREAM)
-        self._place = found[0][0], found[0][4]
-        return self._place
+        self._hub_address = found[0][0], found[0][4]
+        return self._hub_address
 
     def _connected(self) -> None:
         sock = self._connecting
@@ -201,7 +202,7 @@ class Member:
         self._loop.unwatch(sock)
         self._connecting = None
         self._link = link = Link(
-            sock, self._loop, lambda message: self._take(link, message), lambda why: self._closed(link, why)
+            sock, self._loop, lambda message: self._receive(link, message), lambda why: self._closed(link, why)
         )
 
     def _failed_attempt(self, status: int) -> None:
@@ -215,7 +216,7 @@ class Member:
             self._connecting = None
 
     def _set_aside(self, link: Link) -> None:
-        """Give up a connection: one that never got anywhere at once, one gone silent when there is another."""
+        """Replace a connection: close it if it was not authenticated, else keep it open until a new one is."""
         self._link = None
         if link.node_rank is None:
             return link.close()
@@ -238,14 +239,15 @@ class Member:
 
     @property
     def _proven(self) -> Link | None:
-        """The connection to the hub."""
+        """The authenticated connection to the hub, if any."""
         return self._link if self._link is not None and self._link.node_rank is not None else self._silent
 
     # Messages.
 
-    def _take(self, link: Link, message: Message) -> None:
+    def _receive(self, link: Link, message: Message) -> None:
+        """Answer the hub's greeting, check its proof, or take its orders. Raises ValueError on a wrong proof."""
         if link.node_rank is not None:
-            return self._news(message)
+            return self._take_orders(message)
         meeting, token = self.meeting, self.meeting.token
         k = meeting.node_rank
         if "hello" in message:
@@ -258,7 +260,7 @@ class Member:
             self._heard, self._gone = time.monotonic(), None
             self._send()
         else:
-            raise ValueError(f"what listens there is not node{meeting.hub} of this run")
+            raise ValueError(f"the process that listens there is not node{meeting.hub} of this run")
 
     def _send(self) -> None:
         link = self._proven
@@ -266,7 +268,8 @@ class Member:
             return
         link.send({"t": self._clock(), "offset": self.offset, **self._own})
 
-    def _news(self, message: Message) -> None:
+    def _take_orders(self, message: Message) -> None:
+        """Store what a message of the hub says: clocks, table of nodes, team, cause and orders."""
         now = self._clock()
         self._heard = time.monotonic()
         if "pong" in message:
@@ -274,7 +277,7 @@ class Member:
         if "t0" in message:
             self._offset.add(float(message["t0"]), float(message["t1"]), float(message["t2"]), now)
         if message["peers"] is not None:
-            self._peers, self._peers_told = dict(message["peers"]), self._heard
+            self._peers, self._peers_received = dict(message["peers"]), self._heard
         self._known_final = self._known_final or bool(message["known_final"])
         self.stacks_wanted = self.stacks_wanted or bool(message["stacks"])
         self.team = message["team"] or self.team
@@ -288,9 +291,10 @@ class Member:
         if self._trips < _QUICK_TRIPS:
             self._send()
 
-    # The hub lost.
+    # Loss of the hub.
 
     def _overdue(self, now: float) -> tuple[str, float]:
+        """(why the hub is lost, since when in seconds since the epoch); ('', 0) while it is not lost."""
         meeting = self.meeting
         if self._heard is None:
             late = now - self._opened > meeting.start_timeout
@@ -301,7 +305,7 @@ class Member:
             return (why, self._clock()) if late else ("", 0.0)
         refused = self._trouble == os.strerror(errno.ECONNREFUSED)
         if self._gone is not None and refused and now - self._gone > min(EOF_PATIENCE, meeting.peer_timeout):
-            return "its supervisor ended without a word; something killed it", self._clock() - (now - self._gone)
+            return KILLED, self._clock() - (now - self._gone)
         if now - self._heard > meeting.peer_timeout:
             return f"{silence(meeting)}; its machine or the network is down", self._clock() - (now - self._heard)
         return "", 0.0

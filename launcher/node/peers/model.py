@@ -1,9 +1,9 @@
-"""What supervisors of a run exchange: reports of members, orders of the hub, causes of an end.
+"""Types exchanged by the supervisors of a run: reports of members, orders of the hub, and causes of the run's end.
 
-Each member connects to the hub and says each second how its node is; the hub answers each time. What ends the run
-travels at once: the first failure or stop anywhere becomes an order for all. Silence counts as well: who is not heard
-for ``peer_timeout`` seconds is lost, and a lost node ends the run too, unless the run can do without it (``Crew``).
-Every message repeats all that matters, so that a connection may break and be made anew without harm.
+Each member connects to the hub and reports its state once a second; the hub answers each report. A failure or stop is
+sent at once: the first one on any node becomes an order for all nodes. A node that sends nothing for ``peer_timeout``
+seconds is lost, which ends the run too, unless the run can continue without it (``Crew``). Every message contains the
+full state, so a connection may break and be replaced at any time.
 """
 
 from __future__ import annotations
@@ -16,47 +16,50 @@ from typing import Any, NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class Crew:
-    """The nodes of a run. A server may go while others hold its parts, a client if that is wanted; the lead never."""
+    """The roles and parts of a run's nodes, and which nodes the run can lose.
+
+    It can lose a server while other nodes hold its parts, a client if ``go_on`` is set, the lead node never.
+    """
 
     lead: int  #: node_rank of the hub
     roles: tuple[str, ...] = ()  #: worker, server or client, by node_rank; empty: all are workers
-    parts: tuple[tuple[int, ...], ...] = ()  #: held, by node_rank
-    go_on: bool = False  #: without lost clients
+    parts: tuple[tuple[int, ...], ...] = ()  #: part ids held by each node, by node_rank
+    go_on: bool = False  #: continue without lost clients
 
     def role(self, k: int) -> str:
         return self.roles[k] if self.roles else "worker"
 
     def can_lose(self, k: int, gone: Collection[int] = ()) -> bool:
-        """Whether the run can do without node ``k``, where ``gone`` have left already."""
+        """Whether the run can continue without node ``k`` after the nodes ``gone`` have left."""
         if self.role(k) == "server":
             return k != self.lead and not self.last_copies(k, gone) and self._clients_have_others(k, gone)
         return self.role(k) == "client" and self.go_on and k != self.lead
 
     def spare(self, gone: Collection[int] = ()) -> list[int]:
-        """All nodes of which any one could be lost next."""
+        """The nodes that the run could lose next; any one of them, not all."""
         return [k for k in range(len(self.roles)) if k not in gone and self.can_lose(k, gone)]
 
     def last_copies(self, k: int, gone: Collection[int] = ()) -> list[int]:
-        """Parts that nobody holds but ``k`` and those who are gone."""
+        """Parts held only by ``k`` and nodes in ``gone``."""
         return [part for part in self._held(k) if not self.holders([part], {*gone, k})]
 
     def holders(self, parts: Collection[int], gone: Collection[int]) -> list[int]:
-        """Nodes that hold any of ``parts``."""
+        """Nodes, not in ``gone``, that hold any of ``parts``."""
         return [j for j in range(len(self.parts)) if j not in gone and set(parts) & set(self._held(j))]
 
     def served_by(self, k: int, gone: Collection[int]) -> list[int]:
-        """Who still holds the parts of ``k``."""
+        """Other nodes, not in ``gone``, that hold any part of ``k``."""
         return self.holders(self._held(k), {*gone, k})
 
     def held(self, k: int) -> str:
-        """``parts 2, 3``."""
+        """The parts of ``k`` as text: ``parts 2, 3``."""
         return parts_words(self._held(k))
 
     def _held(self, k: int) -> tuple[int, ...]:
         return self.parts[k] if k < len(self.parts) else ()
 
     def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
-        """Clients ask server nodes only, where there are any."""
+        """Whether a server other than ``k`` is left for the clients; true when the run has no clients."""
         servers = [j for j, role in enumerate(self.roles) if role == "server" and j != k and j not in gone]
         return bool(servers) or "client" not in self.roles
 
@@ -66,35 +69,35 @@ def parts_words(parts: Collection[int]) -> str:
     return f"part{'s' if len(parts) > 1 else ''} {', '.join(map(str, sorted(parts)))}"
 
 
-EOF_PATIENCE = 2.0  #: seconds a closed connection has to come back; that of a killed supervisor never does
+EOF_PATIENCE = 2.0  #: seconds after which a closed connection that was not replaced means a killed supervisor
 
 _MAX_TEXT = 2000  # characters of a reason
 
 Cause = dict[str, Any]
 
 #: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall, "reason", "t",
-#: "asked": {"by", "why", "now"} of a stop, else null}``
+#: "asked": {"by", "why", "now"} of a stop request, else null}``; "t" in seconds since the epoch
 Report = dict[str, Any]
 
-#: ``{"state", "trained": None where nothing trains, "final": state of result.json, "cause", "ranks", "findings",
+#: ``{"state", "trained": None on a node without ranks, "final": state of result.json, "cause", "ranks", "findings",
 #: "stacks": {rank: [summary]} once asked for, "own_ranks": [ranks of the node], "begun": whether one has started}``
 Team = dict[str, Any]
 
-#: ``team.json``: {"generation": 1 and up, "ranks": [that go on], "lost": [{"node_rank", "ranks", "why"}]}
+#: ``team.json``: {"generation": counts from 1, "ranks": [remaining], "lost": [{"node_rank", "ranks", "why"}]}
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the supervisors of a run meet, and how patient they are."""
+class PeerConfig:
+    """Address and timeouts of the connections between the supervisors of a run."""
 
-    token: str
-    node_rank: int
-    labels: tuple[str, ...]  #: by node_rank
+    token: str  #: secret of the run
+    node_rank: int  #: of this node
+    labels: tuple[str, ...]  #: names of the nodes in messages, by node_rank
     address: str  #: of the hub, for members
-    bind: str  #: what the hub listens on
+    bind: str  #: address that the hub listens on
     port: int
-    start_timeout: float
-    peer_timeout: float
+    start_timeout: float  #: seconds until the first message of a node
+    peer_timeout: float  #: seconds without a message after which a node is lost
     crew: Crew = field(default_factory=lambda: Crew(0))
 
     @property
@@ -104,50 +107,50 @@ class Meeting:
 
 
 class Order(NamedTuple):
-    """What the others want of this node: to stop because of a cause, or, without one, to finish: all have trained."""
+    """An order to this node: to stop because of ``cause``, or, without a cause, to finish as all nodes have trained."""
 
     cause: Cause | None = None
 
 
 class Peers(Protocol):
-    """The other supervisors, as one of them sees them. Times are by this node's clock."""
+    """A supervisor's connection to the other supervisors. Times are by this node's clock, seconds since the epoch."""
 
-    order: Order | None
-    cause: Cause | None  #: what ended the run first, wherever that was
-    lost: dict[str, dict[str, Any]]  #: by node_rank: {"since", "why"}; which ended the run
-    gone: dict[str, dict[str, Any]]  #: the same of nodes that the run does without; also "t", "how", "kind", "text"
-    team: Team | None  #: the ranks that go on, once some do not any more
+    order: Order | None  #: None while the run continues
+    cause: Cause | None  #: first cause of the run's end, on any node
+    lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
+    gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
+    team: Team | None  #: the remaining ranks; None until some are lost
 
     def open(self) -> None:
-        """Begin; raises OSError when the hub cannot listen."""
+        """Listen (hub) or connect (member); raises OSError when the hub cannot listen."""
 
     def look(self) -> None:
-        """Take note of the time; called several times a second."""
+        """Check timeouts; called several times a second."""
 
     def report(self, report: Report) -> None:
-        """How this node is from now on; told at once, and again with each beat."""
+        """Send this node's state; called with each heartbeat and each change."""
 
-    def parted(self) -> bool:
-        """Whether this supervisor may leave: the others know its end, and need it no more."""
+    def may_leave(self) -> bool:
+        """Whether this supervisor may exit: its end is acknowledged, and no other supervisor needs it."""
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
     @property
     def offset(self) -> float | None:
-        """This clock minus the hub's, in seconds."""
+        """This clock minus the hub's, in seconds; None until measured."""
 
     @property
     def table(self) -> dict[str, dict[str, Any]]:
-        """The others by node_rank: {"state", "age": seconds since they were heard}."""
+        """The other nodes, by node_rank: {"state", "age": seconds since the last message, or None}."""
 
     @property
     def spare(self) -> list[int]:
-        """Nodes of which the run could do without any one."""
+        """Node ranks that the run could lose next (``Crew.spare``)."""
 
 
-class Alone:
-    """The only node of its run."""
+class NoPeers:
+    """``Peers`` of the only node of a run."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -168,7 +171,7 @@ class Alone:
     def report(self, report: Report) -> None:
         return
 
-    def parted(self) -> bool:
+    def may_leave(self) -> bool:
         return True
 
     def close(self) -> None:
@@ -178,7 +181,7 @@ class Alone:
 def make_cause(
     node_rank: int, name: str, kind: str, reason: str, t: float, asked: Mapping[str, Any] | None = None
 ) -> Cause:
-    """A cause, by the clock that ``t`` is of; ``asked`` is what a stop request says."""
+    """Make a cause. t: seconds since the epoch; asked: the content of a stop request."""
     rank = int(name[4:]) if name.startswith("rank") else None
     return {
         "node_rank": node_rank,
@@ -197,7 +200,10 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def received_cause(value: Any, ahead: float) -> Cause | None:
-    """A cause from another node, whose clock is ``ahead`` of this one; raises ValueError and the like."""
+    """A cause from a node whose clock is ``ahead`` seconds ahead, in this node's time.
+
+    Raises ValueError, KeyError or TypeError when ``value`` is not a cause.
+    """
     if value is None:
         return None
     node_rank, name, kind, reason = (
@@ -210,13 +216,13 @@ def received_cause(value: Any, ahead: float) -> Cause | None:
 
 
 def earlier(one: Cause | None, other: Cause | None) -> Cause | None:
-    """The cause that came first."""
+    """The cause with the earlier time; None when both are None."""
     known = [cause for cause in (one, other) if cause is not None]
     return min(known, key=lambda cause: float(cause["t"]), default=None)
 
 
 def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
-    """A cause in words: ``rank 5 on node2 (gpu3) ended with exit status 3``."""
+    """A cause as a sentence: ``rank 5 on node2 (gpu3) ended with exit status 3``."""
     label, name = labels[cause["node_rank"]], cause["name"]
     if cause["kind"] in ("nan", "stall"):
         return str(cause["reason"])
@@ -228,47 +234,50 @@ def sentence(cause: Mapping[str, Any], labels: tuple[str, ...]) -> str:
     return f"{who} {label} {cause['reason']}"
 
 
-def left_words(cause: Cause, meeting: Meeting, gone: Collection[int]) -> str:
-    """How the run goes on without a node; ``gone`` had left before."""
+def left_words(cause: Cause, meeting: PeerConfig, gone: Collection[int]) -> str:
+    """The sentence that reports the loss of a node and how the run continues; gone: nodes lost before."""
     k, crew = cause["node_rank"], meeting.crew
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
-    told = f"{crew.role(k)} {meeting.labels[k]} {verb} at {at} ({_why(cause)})"
+    loss = f"{crew.role(k)} {meeting.labels[k]} {verb} at {at} ({_why(cause)})"
     if crew.role(k) != "server":
-        return f"{told}: the others go on without it"
+        return f"{loss}: the other nodes continue without it"
     others = ", ".join(meeting.labels[j] for j in crew.served_by(k, gone))
     verb = "are" if len(crew.parts[k]) > 1 else "is"
-    return f"{told}: {crew.held(k)} {verb} served by {others}" if others else f"{told}: nobody needs it any more"
+    return f"{loss}: {crew.held(k)} {verb} served by {others}" if others else f"{loss}: it is no longer needed"
 
 
-def fatal(cause: Cause, meeting: Meeting, gone: Collection[int]) -> Cause:
-    """The cause, with the parts that nobody holds any more where a server node takes the last copies along."""
+def fatal(cause: Cause, meeting: PeerConfig, gone: Collection[int]) -> Cause:
+    """``cause``, whose reason names the parts that no remaining node holds if it is the loss of a server."""
     if cause["kind"] not in ("failure", "lost"):
         return cause
-    told = nobody_left(cause["node_rank"], meeting.crew, meeting.labels, gone)
-    return {**cause, "reason": cause["reason"] + told} if told else cause
+    addition = nobody_left(cause["node_rank"], meeting.crew, meeting.labels, gone)
+    return {**cause, "reason": cause["reason"] + addition} if addition else cause
 
 
 def nobody_left(k: int, crew: Crew, labels: Sequence[str], gone: Collection[int]) -> str:
-    """``; nobody holds part 1 any more`` where server node ``k`` takes the last copies along, else ''."""
+    """``; no other node holds part 1`` if server node ``k`` had the last copy, else ''. gone: nodes lost before."""
     missing = crew.last_copies(k, gone) if crew.role(k) == "server" else []
     if not missing:
         return ""
     before = ", ".join(labels[j] for j in sorted(gone) if set(missing) & set(crew.parts[j]))
-    return f"; nobody holds {parts_words(missing)} any more" + (f", as {before} was lost before" if before else "")
+    return f"; no other node holds {parts_words(missing)}" + (f", as {before} was lost before" if before else "")
 
 
 def next_team(before: Team | None, staying: Sequence[Sequence[int]], lost: Sequence[int], cause: Cause) -> Team:
-    """Who goes on after a node's ranks ``lost``: the ranks of those who stay and still train."""
-    told = {"node_rank": cause["node_rank"], "ranks": list(lost), "why": _why(cause)}
+    """The team after the loss of a node: the ranks ``staying`` of all remaining nodes that still train.
+
+    before: the previous team; lost: ranks of the lost node; cause: why it was lost.
+    """
+    loss = {"node_rank": cause["node_rank"], "ranks": list(lost), "why": _why(cause)}
     return {
         "generation": before["generation"] + 1 if before else 1,
         "ranks": sorted(rank for ranks in staying for rank in ranks),
-        "lost": [*(before["lost"] if before else []), told],
+        "lost": [*(before["lost"] if before else []), loss],
     }
 
 
 def _why(cause: Cause) -> str:
-    """``rank 3 was killed by signal 9 (SIGKILL)``."""
+    """The cause without its node: ``rank 3 was killed by signal 9 (SIGKILL)``."""
     name = cause["name"]
     return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

@@ -61,7 +61,7 @@ class RankRunners:
         """
         for rank, child in self.children.items():
             known = self._book.outcomes.get(f"rank{rank}", {})
-            if not child.running() and child.status[0] != 0 and not child.asked and not known.get("failed"):
+            if not child.running() and child.status[0] != 0 and not child.stop_sent and not known.get("failed"):
                 return child
         return None
 

@@ -109,11 +109,11 @@ class RankRunner:
         status, signaled = child.status
         assert status is not None
         more: dict[str, Any] = {
-            "failed": status != 0 and not child.asked,
+            "failed": status != 0 and not child.stop_sent,
             "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "note": child.log.crash.innermost if signaled else "",
         }
-        if signaled == "SIGKILL" and not child.asked:
+        if signaled == "SIGKILL" and not child.stop_sent:
             more |= watch.words(child.pid)
         if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more
             more["traceback"] = child.log.crash.lines

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from launcher.node import procs
-from launcher.node.peers.model import Crew, Meeting
+from launcher.node.peers.model import Crew, PeerConfig
 from launcher.node.record import read_json
 
 
@@ -84,11 +84,11 @@ class NodeSpec:
         return self.labels or tuple(f"node{k}" for k in range(max(self.num_nodes, self.node_rank + 1)))
 
     @property
-    def meeting(self) -> Meeting | None:
+    def meeting(self) -> PeerConfig | None:
         """How the supervisors connect; None for the only node of a run."""
         if self.control is None:
             return None
-        return Meeting(
+        return PeerConfig(
             token=self.token,
             node_rank=self.node_rank,
             labels=self.all_labels,

@@ -21,10 +21,10 @@ if not __package__:  # run as a file: make the package above importable
 
 from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
-from launcher.node.exit_description import asked, describe
+from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Alone, Cause, Order, Peers, make_cause, sentence
+from launcher.node.peers.model import Cause, NoPeers, Order, Peers, make_cause, sentence
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.oom import OomWatch
 from launcher.node.supervisor.outcomes import Book, Ended, Mailbox, describe_leases, take_leases
@@ -73,7 +73,7 @@ class Supervisor:
         """Create this node's connection to the other supervisors: hub, member, or none for a single node."""
         meeting = self.spec.meeting
         if meeting is None:
-            return Alone()
+            return NoPeers()
         return Hub(meeting, self.loop) if self.spec.node_rank == meeting.hub else Member(meeting, self.loop)
 
     # The stages of the run, in order.
@@ -209,8 +209,8 @@ class Supervisor:
             raise self.stopped(name, self.own_cause("node", "failure", why))
         request = stop_request(self.journal)
         if request is not None:
-            cause = self.own_cause("node", "stop", asked(request), request)
-            raise self.stopped(asked(request), cause)
+            cause = self.own_cause("node", "stop", describe_stop(request), request)
+            raise self.stopped(describe_stop(request), cause)
         if not self.journal.there():
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
@@ -349,7 +349,7 @@ class Supervisor:
         """Report this node's end and wait until it is acknowledged; the hub waits until all members have ended."""
         self.report()
         deadline = time.monotonic() + self.spec.grace + _LEAVING
-        while not self.peers.parted() and time.monotonic() < deadline:
+        while not self.peers.may_leave() and time.monotonic() < deadline:
             self.idle(0.05)
 
     def release(self) -> None:

@@ -83,5 +83,5 @@ def test_what_is_no_value_is_refused(data: bytes) -> None:
 
 
 def test_objects_are_not_sent() -> None:
-    with pytest.raises(TypeError, match="Path is not sent"):
+    with pytest.raises(TypeError, match="Path cannot be sent"):
         encode({"path": Path("/tmp")}, [])

@@ -113,7 +113,7 @@ def test_a_time_that_nobody_asked_for_may_be_anything(tmp_path):
     dataset = load_dataset("file", source)
     assert np.array_equal(nodes_of(dataset).attrs["time"], np.linspace(0, 1, 6))
     assert [note for note in dataset.notes if "time.npy" in note] == [
-        f"{source}/time.npy: kept as a plain attribute: times would be one integer per node, not float64 [6]"
+        f"{source}/time.npy: kept as a plain attribute: times are one integer per node, not float64 [6]"
     ]
     assert not any("time.npy" in note for note in load_dataset("file", source, {"time_attrs": "none"}).notes)
 
@@ -128,7 +128,7 @@ def test_npz_in_a_folder_and_alone(tmp_path):
 
 def test_number_of_nodes_is_never_guessed_from_edges(tmp_path):
     source = save_graph(tmp_path, x=None, y=None, val_mask=None)
-    with pytest.raises(DataError, match="neither x nor y tells the number of nodes; give option num_nodes"):
+    with pytest.raises(DataError, match="the number of nodes is unknown without x and y; give option num_nodes"):
         load_dataset("file", source)
     assert load_dataset("file", source, {"num_nodes": "9"}).num_nodes == 9
 
@@ -198,7 +198,7 @@ MISTAKES = {
     "NaN in x": ({"x": np.where(np.arange(12).reshape(6, 2) == 7, np.nan, 0.0)}, {}, r"nan at \[3, 1\]"),
     "text": ({"x": np.full((6, 2), "a")}, {}, r"x\.npy: dtype is <U1, expected numbers"),
     "no classes, but a number of them": (
-        {"y": np.zeros((6, 2), int)}, {"num_classes": 3}, r"no class labels: its shape is \[6, 2\]; leave out option",
+        {"y": np.zeros((6, 2), int)}, {"num_classes": 3}, r"not class labels: its shape is \[6, 2\]; leave out option",
     ),
     "label below -1": (
         {"y": np.array([0, 1, -2, 0, 0, 0])}, {}, "label -2 at position 2; .* num_classes=0 keeps y as a plain target",
@@ -207,7 +207,7 @@ MISTAKES = {
     "too few classes": ({}, {"num_classes": 2}, "label 2 at position 2 does not fit option num_classes=2"),
     "more classes than nodes": (
         {"y": np.array([0, 1, 10**12, 0, 1, 2])}, {},
-        r"y\.npy: label 1000000000000 at position 2, but there are only 6 nodes; classes count from 0",
+        r"y\.npy: label 1000000000000 at position 2, but the graph has only 6 nodes; renumber the classes from 0",
     ),
     "more classes than can be trained": ({}, {"num_classes": 10**12}, "option num_classes must be from 0 to 1048576"),
     "fewer classes than none": ({}, {"num_classes": -1}, "option num_classes must be from 0 to 1048576"),
@@ -220,7 +220,7 @@ MISTAKES = {
     ),
     "no such time": ({}, {"time_attrs": ["year"]}, "option time_attrs names 'year', but no node type has"),
     "a target type": ({}, {"target": "paper"}, "option target=paper, but the node types are: none, the graph is homo"),
-    "reverse types": ({}, {"undirected": 1, "reverse_types": 1}, "option reverse_types is for heterogeneous graphs"),
+    "reverse types": ({}, {"undirected": 1, "reverse_types": 1}, "option reverse_types needs a heterogeneous graph"),
     "seed outside": ({"train_idx": np.array([0, 6])}, {}, r"train_idx\.npy: 6 at position 1"),
     "seed twice": ({"train_idx": np.array([3, 0, 3])}, {}, "node 3 appears twice, at positions 0 and 2"),
     "mask of numbers": ({"val_mask": np.ones(6, np.uint8)}, {}, "val_mask.npy: a mask of uint8, expected booleans"),

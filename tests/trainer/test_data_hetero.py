@@ -79,7 +79,7 @@ def test_subfolder_beside_the_homogeneous_graph(tmp_path):
     assert not load_dataset("file", source).hetero
     dataset = load_dataset("file", source, {"hetero": "true"})
     assert sorted(dataset.nodes["paper"].attrs) == ["x", "y"] and dataset.num_edges == 5
-    assert "edge_index.npy: left out, the edges are those with a type" in dataset.notes[0]
+    assert "edge_index.npy: left out, as the graph has typed edges" in dataset.notes[0]
     before = dataset_fingerprint("file", source, {"hetero": True})
     (tmp_path / "hetero" / "num_nodes.json").write_text('{"author": 4, "paper": 3}')
     assert dataset_fingerprint("file", source, {"hetero": True}) != before
@@ -115,7 +115,7 @@ MISTAKES = {
         "4 rows, but the graph has 3 edges of type author__writes__paper",
     ),
     "labels of other nodes": ({"paper__y": np.zeros(2, int)}, {}, "y.npy: 2 rows, but the graph has 3 nodes of type"),
-    "nothing tells": ({"author__age": None}, {}, "number of nodes of type 'author'; add num_nodes.json"),
+    "nothing tells": ({"author__age": None}, {}, "number of nodes of type 'author' is unknown; add num_nodes.json"),
     "attributes, but no edges": (
         {"author__wrote__paper__time": np.ones(3)}, {}, "no edge_index of type author__wrote__paper; .* found time",
     ),
@@ -131,7 +131,7 @@ MISTAKES = {
     "a number of nodes": ({}, {"num_nodes": 3}, "option num_nodes is for homogeneous graphs; write num_nodes.json"),
     "reverse there": (
         {"paper__rev_writes__author": np.zeros((2, 1), int)}, {"undirected": True},
-        "paper__rev_writes__author is there already; leave out option undirected",
+        "paper__rev_writes__author already exists; leave out option undirected",
     ),
 }  # fmt: skip
 

@@ -112,7 +112,7 @@ def test_edges_of_a_transposed_adjacency_matrix(layout):
 def test_a_mask_that_fits_nothing_is_named():
     data = small()
     data.val_mask, data.edge_mask, data.masks = torch.ones(5).bool(), torch.ones(3).bool(), torch.ones(5).bool()
-    with pytest.warns(UserWarning, match="mine: val_mask has 5 entries, but there are 4 nodes: it is no split") as said:
+    with pytest.warns(UserWarning, match="mine: val_mask has 5 entries, but the graph has 4 nodes: it is not used") as said:
         dataset = dataset_of(data, "mine")
     assert len(said) == 1 and list(dataset.nodes[HOMO_NODE].splits) == ["train"]
 

@@ -196,7 +196,7 @@ def test_a_heterogeneous_dataset_of_torch_geometric():
 def test_public_datasets_that_cannot_be_had(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="unknown dataset 'Planetiod:Cora'; did you mean 'Planetoid'"):
         load_dataset("Planetiod:Cora")
-    with pytest.raises(DataError, match="write Planetoid:<name>"):
+    with pytest.raises(DataError, match="choose one as Planetoid:<name>"):
         load_dataset("Planetoid")
     for variable in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""Datasets: reading or making one graph with node attributes and splits."""
+"""Datasets: reads or generates one graph with attributes and splits."""
 
 from __future__ import annotations
 

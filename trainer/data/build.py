@@ -21,11 +21,11 @@ from trainer.store.manifest import NAME_PATTERN
 def both_ways(
     edges: Mapping[EdgeType, EdgeData], num_nodes: Mapping[NodeType, int], reverse_types: bool, where: str
 ) -> dict[EdgeType, EdgeData]:
-    """Every edge type with its reverse, as torch_geometric's ``ToUndirected`` has it.
+    """Add the reverse of every edge, as torch_geometric's ``ToUndirected`` does.
 
-    Between two node types ``(a, r, b)`` gets ``(b, rev_r, a)``, edge by edge. Within one node type both directions
-    come into the same edge type, unless ``reverse_types`` keeps them apart too.
-    Raises ``DataError`` when a reverse type is there already.
+    An edge type ``(a, r, b)`` between two node types gets the reverse type ``(b, rev_r, a)`` with the edges in the same
+    order. An edge type within one node type gets both directions itself, unless ``reverse_types`` is set. Raises
+    ``DataError`` when a reverse type exists already.
     """
     result = dict(edges)
     for of, data in edges.items():
@@ -35,20 +35,21 @@ def both_ways(
             continue
         back = (target, f"rev_{relation}", source)
         if back in result:
-            raise DataError(f"{where}: {type_name(back)} is there already; leave out option undirected")
+            raise DataError(f"{where}: edge type {type_name(back)} already exists; leave out option undirected")
         result[back] = reverse(data)
     return result
 
 
 def reverse(data: EdgeData) -> EdgeData:
-    """The same edges the other way round, attributes shared."""
+    """Swap sources and targets; the attributes are shared with ``data``."""
     return EdgeData(np.ascontiguousarray(data.edge_index[::-1]), data.attrs, data.bfloat16)
 
 
 def merged(data: EdgeData, num_nodes: int) -> EdgeData:
-    """Both directions of every edge, without duplicates, sorted by source then target.
+    """Return both directions of every edge, without duplicates, sorted by source then target.
 
-    Of equal edges the first keeps its attributes, those given before those turned round: nothing is added up.
+    Of duplicate edges, the first one's attributes are kept, and a given edge takes precedence over a reversed one.
+    Attributes of duplicates are not added up.
     """
     if not data.attrs:
         return EdgeData(undirected(data.edge_index, num_nodes))
@@ -57,28 +58,28 @@ def merged(data: EdgeData, num_nodes: int) -> EdgeData:
 
 
 def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Coalesced edges, and the place in ``edge_index`` each one's attributes come from."""
+    """Return the coalesced edges, and for each the position in ``edge_index`` that its attributes come from."""
     both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
-    order = np.lexsort((both[1], both[0]))  # stable, so the given direction comes first
+    order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]
     new = np.ones(both.shape[1], bool)
     new[1:] = (both[:, 1:] != both[:, :-1]).any(axis=0)
     return np.ascontiguousarray(both[:, new]), order[new] % edge_index.shape[1]
 
 
-_SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: other people's names for the same split
+_SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
 
 _MOST_CLASSES = 1 << 20
 
-_MOST_GRAPH_BYTES = 16 << 20  #: every host gets a copy of the graph's own arrays
+_MOST_GRAPH_BYTES = 16 << 20  #: largest graph attribute in bytes; every host gets a copy
 
 
 def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str) -> Dataset:
-    """Check the arrays and sort them into types, attributes and splits.
+    """Check the arrays and assign them to types, attributes and splits.
 
-    Every edge type needs ``edge_index`` [2, E]; ``<split>_idx`` and ``<split>_mask`` become splits; an array with one
-    row per node or edge becomes an attribute, what is left over an array of the graph as a whole.
-    Raises ``DataError`` for arrays that contradict each other.
+    Every edge type needs ``edge_index`` [2, E]. ``<split>_idx`` and ``<split>_mask`` become splits, an array with one
+    row per node or edge becomes an attribute of its type, and any other array an attribute of the graph. Raises
+    ``DataError`` for arrays or options that contradict each other.
     """
     _check_options(raw, options)
     if raw.hetero and not raw.edges:
@@ -104,26 +105,26 @@ def _check_options(raw: RawGraph, options: SourceOptions) -> None:
     if options.num_classes is not None and not 0 <= options.num_classes <= _MOST_CLASSES:
         raise DataError(
             f"{raw.name}: option num_classes must be from 0 to {_MOST_CLASSES}, not {options.num_classes}; "
-            "the model's last layer is as wide"
+            "it is the width of the model's last layer"
         )
     if options.hetero is not None and options.hetero != raw.hetero:
         found = "heterogeneous" if raw.hetero else "homogeneous: no array is named source__relation__target"
         raise DataError(f"{raw.name}: option hetero={str(options.hetero).lower()}, but the graph is {found}")
     if options.target is not None and options.target not in (raw.node_types if raw.hetero else ()):
-        there = ", ".join(raw.node_types) if raw.hetero else "none, the graph is homogeneous"
-        raise DataError(f"{raw.name}: option target={options.target}, but the node types are: {there}")
+        known = ", ".join(raw.node_types) if raw.hetero else "none, the graph is homogeneous"
+        raise DataError(f"{raw.name}: option target={options.target}, but the node types are: {known}")
     if raw.hetero and options.num_nodes is not None:
         raise DataError(
-            f"{raw.name}: option num_nodes is for homogeneous graphs; write num_nodes.json {{type: number}}"
+            f"{raw.name}: option num_nodes is for homogeneous graphs; write num_nodes.json {{type: number}} instead"
         )
     if options.reverse_types and not (raw.hetero and options.undirected):
-        raise DataError(f"{raw.name}: option reverse_types is for heterogeneous graphs, together with undirected")
+        raise DataError(f"{raw.name}: option reverse_types needs a heterogeneous graph and option undirected")
 
 
 def _native(raw: RawGraph) -> RawGraph:
-    """All arrays in this machine's byte order; kernels would misread another."""
+    """Convert all arrays to this machine's byte order, which the kernels assume."""
 
-    def turned(arrays: RawArrays) -> RawArrays:
+    def converted(arrays: RawArrays) -> RawArrays:
         return {
             name: array
             if array.values.dtype.isnative
@@ -131,9 +132,9 @@ def _native(raw: RawGraph) -> RawGraph:
             for name, array in arrays.items()
         }
 
-    nodes = {of: turned(arrays) for of, arrays in raw.nodes.items()}
-    edges = {of: turned(arrays) for of, arrays in raw.edges.items()}
-    return replace(raw, plain=turned(raw.plain), nodes=nodes, edges=edges)
+    nodes = {of: converted(arrays) for of, arrays in raw.nodes.items()}
+    edges = {of: converted(arrays) for of, arrays in raw.edges.items()}
+    return replace(raw, plain=converted(raw.plain), nodes=nodes, edges=edges)
 
 
 def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str]) -> NodeData:
@@ -147,22 +148,25 @@ def _node_data(of: NodeType, graph: RawGraph, options: SourceOptions, notes: lis
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
     for name in {*options.times} & {*kept}:
         kept[name] = _time(kept[name], options.time_attrs is not None, notes)
-    asked = options.num_classes if of == _classes_asked_of(graph, options) else None
-    num_classes = _classes(kept, splits, asked, notes)
+    requested = options.num_classes if of == _num_classes_type(graph, options) else None
+    num_classes = _classes(kept, splits, requested, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
 
 
-def _time(array: RawArray, asked: bool, notes: list[str]) -> RawArray:
-    """Times as one integer a node; what is none of them stays as it is unless it was ``asked`` for."""
-    if not asked and not checks.is_time(array.values, array.bfloat16):
-        notes.append(f"{array.place}: kept as a plain attribute: times would be one integer per node, not {array.what}")
+def _time(array: RawArray, required: bool, notes: list[str]) -> RawArray:
+    """Return the times as one integer per node.
+
+    An array that does not hold times raises ``DataError`` if ``required``, and is otherwise returned with a note.
+    """
+    if not required and not checks.is_time(array.values, array.bfloat16):
+        notes.append(f"{array.place}: kept as a plain attribute: times are one integer per node, not {array.what}")
         return array
     return replace(array, values=checks.check_time(array.values, array.bfloat16, array.place))
 
 
-def _classes_asked_of(graph: RawGraph, options: SourceOptions) -> NodeType | None:
-    """The node type that option num_classes is about."""
+def _num_classes_type(graph: RawGraph, options: SourceOptions) -> NodeType | None:
+    """Return the node type that option num_classes applies to."""
     if options.num_classes is None or not graph.hetero:
         return HOMO_NODE
     labelled = [of for of in graph.node_types if "y" in graph.nodes.get(of, {})]
@@ -171,21 +175,24 @@ def _classes_asked_of(graph: RawGraph, options: SourceOptions) -> NodeType | Non
     return options.target or labelled[0]
 
 
-def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], asked: int | None, notes: list[str]) -> int:
-    """Number of classes; ``y`` in ``kept`` becomes class labels, or stays a plain target with a note."""
+def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: int | None, notes: list[str]) -> int:
+    """Convert ``y`` in ``kept`` to class labels and return the number of classes.
+
+    If ``y`` cannot be class labels, it stays a plain target, with a note, and the number is 0.
+    """
     if "y" not in kept:
-        return asked or 0
+        return requested or 0
     y = kept["y"]
     reason = "it is bfloat16" if y.bfloat16 else checks.no_class_labels(y.values)
-    if asked == 0:
+    if requested == 0:
         return 0
     if reason:
-        if asked is not None:
-            raise DataError(f"{y.place}: no class labels: {reason}; leave out option num_classes to keep y as it is")
+        if requested is not None:
+            raise DataError(f"{y.place}: y is not class labels: {reason}; leave out option num_classes to keep y")
         notes.append(f"{y.place}: kept as a plain target, not as classes: {reason}")
         return 0
     labels, found = checks.class_labels(y.values, y.place)
-    num_classes = checks.check_num_classes(asked, labels, found, y.place)
+    num_classes = checks.check_num_classes(requested, labels, found, y.place)
     checks.check_labelled(labels, splits, y.place)
     kept["y"] = replace(y, values=labels)
     return num_classes
@@ -214,7 +221,10 @@ def _bfloat16(kept: RawArrays) -> frozenset[str]:
 
 
 def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes: list[str]) -> dict[str, RawArray]:
-    """Arrays with one row of numbers per node or edge; others are noted, or refused where ``needed``."""
+    """Return the arrays with one row of numbers per node or edge.
+
+    Others are left out with a note; those in ``needed`` raise ``DataError``.
+    """
     kept = {}
     for name, array in arrays.items():
         fits = array.values.ndim > 0 and len(array.values) == rows and checks.is_number(array.values)
@@ -234,7 +244,8 @@ def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
         elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
             size = f"{array.values.nbytes / 1e6:.0f} MB"
             notes.append(
-                f"{array.place}: left out, {array.what} has no row per node or edge, and {size} is much to copy"
+                f"{array.place}: left out, {array.what} has no row per node or edge, and {size} is too much to "
+                "copy to every host"
             )
         else:
             kept[name] = array.values
@@ -248,7 +259,7 @@ def _check_time_attrs(nodes: Mapping[NodeType, NodeData], options: SourceOptions
 
 
 def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:
-    """Takes the splits out of ``arrays``."""
+    """Remove the splits from ``arrays`` and return them as node ids."""
     splits: dict[str, Ids] = {}
     for key in sorted(key for key in arrays if split_prefix(key) is not None):
         prefix, array = str(split_prefix(key)), arrays.pop(key)

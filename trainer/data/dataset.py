@@ -1,4 +1,4 @@
-"""A graph in memory, and the checks every source has to pass."""
+"""``Dataset``, a graph in memory, and the checks that arrays of every source must pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
 PLAIN_TARGET = "option num_classes=0 keeps y as a plain target"
 
-_ROWS_AT_ONCE = 1 << 16  #: rows looked at in one go, so that memory-mapped arrays are never read whole
+_ROWS_AT_ONCE = 1 << 16  #: rows that are checked together, so that memory-mapped arrays are not read as a whole
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class NodeData:
     """The nodes of one type."""
 
     num_nodes: int
-    attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …]; `x` and `y` are usual
-    splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order they were given
-    num_classes: int = 0  #: of `y`, integer [num_nodes] with -1 = no label; 0 without class labels
-    bfloat16: frozenset[str] = frozenset()  #: attributes whose uint16 values are bit patterns of bfloat16
+    attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [num_nodes, …], such as `x` and `y`
+    splits: Mapping[str, Ids] = field(default_factory=dict)  #: name -> node ids, in the order of the source
+    num_classes: int = 0  #: if > 0, `y` is integer [num_nodes], -1 = no label; 0: `y` is absent or a plain target
+    bfloat16: frozenset[str] = frozenset()  #: attributes stored as uint16 with the bits of bfloat16
 
 
 @dataclass(frozen=True)
 class EdgeData:
     """The edges of one type."""
 
-    edge_index: Array  #: int32|int64 [2, E]; row 0 sources, row 1 targets: messages flow source -> target
+    edge_index: Array  #: int32|int64 [2, E]; row 0: sources, row 1: targets; messages flow from source to target
     attrs: Mapping[str, Array] = field(default_factory=dict)  #: name -> [E, …]: features, weights, times
-    bfloat16: frozenset[str] = frozenset()
+    bfloat16: frozenset[str] = frozenset()  #: attributes stored as uint16 with the bits of bfloat16
 
     @property
     def num_edges(self) -> int:
@@ -46,35 +46,38 @@ class EdgeData:
 
 @dataclass(frozen=True)
 class Dataset:
-    """One graph. Arrays may be memory-mapped and are never written to."""
+    """One graph. Its arrays may be memory-mapped and are treated as read-only."""
 
     name: str
     nodes: Mapping[NodeType, NodeData]
     edges: Mapping[EdgeType, EdgeData]
-    fingerprint: str  #: digest of name, options and source files' sizes and mtimes
-    hetero: bool = False  #: else the only types are HOMO_NODE and HOMO_EDGE
-    graph_attrs: Mapping[str, Array] = field(default_factory=dict)  #: arrays of the graph as a whole
-    time_attrs: tuple[str, ...] = ("time",)  #: integer node attributes by which neighbours may be sampled
-    notes: tuple[str, ...] = ()  #: what a user should know about how the source was read
+    fingerprint: str  #: sha256 of the name, the options, and the sizes and mtimes of the source files
+    hetero: bool = False  #: False: the only types are HOMO_NODE and HOMO_EDGE
+    graph_attrs: Mapping[str, Array] = field(default_factory=dict)  #: arrays that belong to the graph as a whole
+    time_attrs: tuple[str, ...] = ("time",)  #: node attributes with integer times, for temporal sampling
+    notes: tuple[str, ...] = ()  #: messages to the user about reading the source, such as arrays left out
 
     @classmethod
     def homogeneous(cls, name: str, nodes: NodeData, edges: EdgeData, fingerprint: str, **more: Any) -> Dataset:
-        """A graph of one node type and one edge type."""
+        """Make a graph of one node type and one edge type."""
         return cls(name, {HOMO_NODE: nodes}, {HOMO_EDGE: edges}, fingerprint, **more)
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all types."""
+        """Number of nodes of all types."""
         return sum(data.num_nodes for data in self.nodes.values())
 
     @property
     def num_edges(self) -> int:
-        """Edges of all types."""
+        """Number of edges of all types."""
         return sum(data.num_edges for data in self.edges.values())
 
 
 def check_edge_index(edge_index: Array, num_nodes: tuple[int, int], where: str) -> None:
-    """Raise ``DataError`` unless ``edge_index`` is integer [2, E] of node ids; ``num_nodes`` of sources, of targets."""
+    """Raise ``DataError`` unless ``edge_index`` is integer [2, E] and its node ids are in range.
+
+    ``num_nodes``: the number of nodes of the source type and of the target type.
+    """
     if edge_index.ndim != 2 or edge_index.shape[0] != 2:
         hint = "; transpose it" if edge_index.ndim == 2 and edge_index.shape[1] == 2 else ""
         raise DataError(f"{where}: shape is {list(edge_index.shape)}, expected [2, number of edges]{hint}")
@@ -90,7 +93,10 @@ def check_edge_index(edge_index: Array, num_nodes: tuple[int, int], where: str) 
 
 
 def check_attr(name: str, values: Array, rows: int, of: str, where: str) -> None:
-    """Raise ``DataError`` unless ``values`` has one row per node or edge (``of`` says which) and can be kept."""
+    """Raise ``DataError`` unless ``values`` has ``rows`` rows of numbers and ``name`` is a valid attribute name.
+
+    ``of`` names the rows in messages, such as `nodes of type 'paper'`.
+    """
     if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS:
         raise DataError(f"{where}: an attribute cannot be called {name!r}; rename it")
     if values.ndim == 0 or len(values) != rows:
@@ -101,12 +107,12 @@ def check_attr(name: str, values: Array, rows: int, of: str, where: str) -> None
 
 
 def is_number(values: Array) -> bool:
-    """Whether torch has the dtype too."""
+    """Return whether ``values`` are booleans or numbers of a size that torch supports as well."""
     return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
 
 
 def check_features(x: Array, bfloat16: bool, where: str) -> None:
-    """Raise ``DataError`` unless ``x`` [N, F, …] is finite."""
+    """Raise ``DataError`` unless ``x`` has at least two dimensions, [N, F, …], and is finite."""
     if x.ndim < 2:
         raise DataError(
             f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]; "
@@ -125,24 +131,24 @@ def check_features(x: Array, bfloat16: bool, where: str) -> None:
 
 
 def is_time(values: Array, bfloat16: bool) -> bool:
-    """Whether ``values`` [N] or [N, 1] are integers of 63 bits."""
+    """Return whether ``values`` are integers below 2**63 of shape [N] or [N, 1]."""
     integers = values.dtype.kind in "iu" and not bfloat16 and not (values.size and int(values.max()) >= 2**63)
     return integers and (values.ndim == 1 or values.shape[1:] == (1,))
 
 
 def check_time(values: Array, bfloat16: bool, where: str) -> Array:
-    """Times as an integer [N] array; [N, 1] is flattened. Raises ``DataError`` for others."""
+    """Return times as an integer array [N]; [N, 1] is flattened. Raises ``DataError`` unless ``is_time``."""
     if not is_time(values, bfloat16):
         found = f"{'bfloat16' if bfloat16 else values.dtype} {list(values.shape)}"
         raise DataError(
             f"{where}: {found}, but times must be one integer (of 63 bits) per node; "
-            "convert them (seconds, say), or give it another name, or leave it out of option time_attrs"
+            "convert them, for example to seconds, rename the attribute, or leave it out of option time_attrs"
         )
     return values.reshape(-1)
 
 
 def no_class_labels(y: Array) -> str:
-    """Why ``y`` cannot be one class per node; empty when it can."""
+    """Return why ``y`` cannot be one class per node; '' when it can."""
     if y.ndim != 1 and y.shape[1:] != (1,):
         return f"its shape is {list(y.shape)}"
     if y.dtype.kind == "c":
@@ -157,10 +163,10 @@ def no_class_labels(y: Array) -> str:
 
 
 def class_labels(y: Array, where: str) -> tuple[Array, int]:
-    """Labels as an integer [N] array (-1 = no label) and the number of classes.
+    """Return labels as an integer array [N] (-1 = no label), and the number of classes.
 
-    Whole-numbered floats become int64, NaN becomes -1; [N, 1] is flattened. Raises ``DataError`` for
-    classes below -1.
+    Floats become int64, NaN becomes -1, and [N, 1] is flattened. ``y`` must have passed ``no_class_labels``. Raises
+    ``DataError`` for labels below -1.
     """
     y = y.reshape(-1)
     if y.dtype.kind == "f":
@@ -170,22 +176,23 @@ def class_labels(y: Array, where: str) -> tuple[Array, int]:
     if len(y) and int(y.min()) < -1:
         position = int(np.argmax(y < -1))
         raise DataError(
-            f"{where}: label {y[position]} at position {position}; classes count from 0, -1 is no label "
+            f"{where}: label {y[position]} at position {position}; classes start at 0, -1 means no label "
             f"({PLAIN_TARGET})"
         )
     return y, int(y.max()) + 1 if len(y) else 0
 
 
 def check_num_classes(num_classes: int | None, y: Array, found: int, where: str) -> int:
-    """The number of classes: as asked, if the labels fit, else as found.
+    """Return the number of classes: ``num_classes`` if given, else ``found``.
 
-    Raises ``DataError`` for labels that do not fit, or, unless asked for, more classes than nodes.
+    Raises ``DataError`` for labels that do not fit ``num_classes``. Without ``num_classes``, raises it when more
+    classes than nodes were found.
     """
     position = int(np.argmax(y)) if len(y) else 0
     if num_classes is None and found > len(y):
         raise DataError(
-            f"{where}: label {found - 1} at position {position}, but there are only {len(y)} nodes; classes count "
-            f"from 0: number them anew, or give option num_classes if there really are so many ({PLAIN_TARGET})"
+            f"{where}: label {found - 1} at position {position}, but the graph has only {len(y)} nodes; renumber the "
+            f"classes from 0, or set option num_classes if the graph has that many classes ({PLAIN_TARGET})"
         )
     if num_classes is not None and num_classes < found:
         raise DataError(
@@ -195,7 +202,10 @@ def check_num_classes(num_classes: int | None, y: Array, found: int, where: str)
 
 
 def split_ids(values: Array, num_nodes: int, where: str) -> npt.NDArray[np.int64]:
-    """Node ids of a split given as ids or as a boolean mask, int64 [n], order kept."""
+    """Return the node ids of a split, int64 [n], from ids (order kept) or a boolean mask.
+
+    Raises ``DataError`` for other arrays, ids out of range, and repeated ids.
+    """
     if values.dtype.kind == "b":
         if values.shape != (num_nodes,):
             raise DataError(f"{where}: mask has shape {list(values.shape)}, expected [{num_nodes}]")
@@ -223,7 +233,7 @@ def _without_repeats(ids: npt.NDArray[np.int64], where: str) -> npt.NDArray[np.i
 
 
 def check_labelled(y: Array, splits: Mapping[str, npt.NDArray[np.int64]], where: str) -> None:
-    """Raise ``DataError`` when a split holds a node without a label."""
+    """Raise ``DataError`` when a split contains a node without a label."""
     for name, ids in splits.items():
         unlabelled = np.flatnonzero(y[ids] < 0)
         if len(unlabelled):

@@ -1,4 +1,4 @@
-"""Kernels over edge lists: range check, symmetric adjacency."""
+"""Compiled kernels for edge lists: range check, symmetric adjacency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.core.compiled import njit
 
 @njit()
 def first_outside(ids: Array, num_nodes: int) -> int:
-    """Position of the first id outside ``0 <= id < num_nodes``; -1 when all are inside."""
+    """Return the position of the first id outside ``0 <= id < num_nodes``, or -1."""
     for position in range(len(ids)):
         if ids[position] < 0 or ids[position] >= num_nodes:
             return position
@@ -21,10 +21,10 @@ def first_outside(ids: Array, num_nodes: int) -> int:
 
 
 def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32) -> tuple[Array, Array]:
-    """CSR of the graph with every edge in both directions, without self loops and duplicates.
+    """Build the CSR of the graph with every edge in both directions, without self loops and duplicates.
 
-    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]; order inside a row
-    follows the edge list.
+    Returns ``indptr`` int64 [num_nodes + 1] and ``neighbours`` ``dtype`` [nnz]. The order within a row is that of the
+    edge list.
     """
     return joint_adjacency([(edge_index, 0, 0)], num_nodes, dtype)
 
@@ -32,9 +32,9 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 def joint_adjacency(
     lists: Sequence[tuple[Array, int, int]], num_nodes: int, dtype: Any = np.int32
 ) -> tuple[Array, Array]:
-    """``symmetric_adjacency`` of several edge lists together: (edges [2, E], first source, first target) each.
+    """Build one ``symmetric_adjacency`` of several edge lists.
 
-    Row 0 counts from the first source, row 1 from the first target.
+    lists: (edges [2, E], source offset, target offset) each; the offsets are added to rows 0 and 1.
     """
     indptr = np.zeros(num_nodes + 1, np.int64)
     for edges, source, target in lists:
@@ -50,9 +50,9 @@ def joint_adjacency(
 
 
 def undirected(edge_index: Array, num_nodes: int) -> Array:
-    """Both directions of every edge, coalesced: no duplicates, sorted by source then target, int32|int64 [2, E'].
+    """Return both directions of every edge, without duplicates, sorted by source then target: int32|int64 [2, E'].
 
-    Self loops stay, once each.
+    Self loops are kept, once each.
     """
     loops = np.unique(edge_index[0][edge_index[0] == edge_index[1]])
     indptr, neighbours = symmetric_adjacency(edge_index, num_nodes, edge_index.dtype)
@@ -89,7 +89,7 @@ def _fill_both_ways(
 
 @njit()
 def _drop_repeats(indptr: Array, slots: Array) -> Array:
-    """Keep the first of equal neighbours in each row, closing the gaps in place; the new indptr."""
+    """Remove repeated neighbours from each row, in place, and return the new indptr."""
     num_nodes = len(indptr) - 1
     kept = np.zeros(num_nodes + 1, np.int64)
     seen_by = np.full(num_nodes, -1, np.int64)

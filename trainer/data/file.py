@@ -1,8 +1,8 @@
-"""Graphs in files: a folder of .npy/.npz, one .npz, or a PyG ``Data`` or ``HeteroData`` saved as .pt.
+"""Reads graphs from files: a folder of .npy/.npz files, one .npz file, or a PyG ``Data`` or ``HeteroData`` as .pt.
 
-Names: ``edge_index`` [2, E]; ``x`` [N, F]; ``y`` [N]; ``train_idx``/``val_idx``/``test_idx`` (ids) or
-``train_mask``/… (booleans); any other array of N or E rows is kept as an attribute of its name. Typed names are
-``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<type>__<name>``.
+Array names: ``edge_index`` [2, E], ``x`` [N, F], ``y`` [N], ``train_idx``/``val_idx``/``test_idx`` (node ids) or
+``train_mask``/… (booleans). Any other array with N or E rows becomes an attribute of that name. In a heterogeneous
+graph: ``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<type>__<name>``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, named
 
-SUBFOLDER = "hetero"  #: where option hetero finds the typed arrays of a graph that is there homogeneous as well
+SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
 
-COUNTS = "num_nodes.json"
+COUNTS = "num_nodes.json"  #: number of nodes by node type
 
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 
 
 def source_files(source: str | None, options: SourceOptions) -> list[Path]:
-    """Files that dataset `file` reads, sorted. Raises ``DataError`` when there are none."""
+    """Return the files that dataset `file` reads, sorted. Raises ``DataError`` when none is found."""
     if not source:
         raise DataError("dataset file: no source; give the folder of .npy/.npz files, or the .pt file")
     path = Path(source).expanduser()
@@ -53,10 +53,10 @@ def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
 
 
 def read_files(source: str | None, options: SourceOptions) -> RawGraph:
-    """Arrays of a folder, .npz or .pt; .npy files are memory-mapped, not read."""
+    """Load the arrays of a folder, an .npz file or a .pt file; .npy files are memory-mapped."""
     files = source_files(source, options)
     if files[0].suffix == ".pt":
-        from trainer.data.pyg import read_pt  # torch is heavy, and only .pt files need it
+        from trainer.data.pyg import read_pt  # imports torch, which takes seconds and only .pt files need
 
         return read_pt(files[0])
     arrays = named(_arrays([path for path in files if path.suffix != ".json"]))

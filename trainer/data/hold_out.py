@@ -1,4 +1,4 @@
-"""Holds out links for validation and test, and removes them from the edges."""
+"""Holds out links of one edge type for validation and test, and removes them from the edges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.core.rng import GOLDEN, hashed
 from trainer.core.schema import EdgeType, type_name
 from trainer.data.dataset import Dataset, EdgeData
 
-VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: attributes of the graph, int64 [2, n] original ids
+VAL_LINKS, TEST_LINKS = "val_links", "test_links"  #: names of graph attributes, int64 [2, n], original ids
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -23,7 +23,7 @@ _REVERSE = "rev_"
 
 
 class HoldOut(Protocol):
-    """The options that say what is held out; those of every dataset have them."""
+    """The hold-out options, which the options of every dataset have."""
 
     @property
     def hold_out(self) -> str | None: ...
@@ -34,11 +34,12 @@ class HoldOut(Protocol):
 
 
 def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
-    """``dataset`` without a share of one edge type's links, which become the graph's ``val_links`` and ``test_links``.
+    """Move a share of one edge type's links to the graph attributes ``val_links`` and ``test_links``.
 
-    A hash of its two ends decides about a link, so all copies of an edge go together, and within one node type both
-    directions. ``rev_<relation>`` (of a ``rev_<relation>`` the relation) loses the same links. Self loops stay.
-    Raises ``DataError`` for an edge type that is not there and for shares that are none.
+    Links are chosen by a hash of their two ends, so all copies of an edge are held out together, and within one node
+    type both directions. The same links are removed from the reverse edge type, ``rev_<relation>`` (or ``<relation>``
+    for an edge type ``rev_<relation>``), if it exists. Self loops are kept. Raises ``DataError`` for an unknown edge
+    type and for shares out of range.
     """
     if options.hold_out is None:
         return dataset
@@ -58,14 +59,14 @@ def hold_out_links(dataset: Dataset, options: HoldOut) -> Dataset:
 
 @dataclass(frozen=True)
 class _HeldOutLinks:
-    """Which links are held out, by their ends."""
+    """Chooses links to hold out by a hash of their ends."""
 
-    either_way: bool  #: a link and its opposite are one
-    val: float
-    test: float
+    either_way: bool  #: treat (u, v) and (v, u) as the same link
+    val: float  #: share of the links, 0 to 1
+    test: float  #: share of the links, 0 to 1
 
     def of(self, ends: Array) -> tuple[_Flags, _Flags]:
-        """bool [E] each: held out for validation, for test."""
+        """Return which edges of ``ends`` [2, E] are held out for validation and for test, bool [E] each."""
         first, second = np.asarray(ends[0], np.int64), np.asarray(ends[1], np.int64)
         loops: _Flags = np.zeros(len(first), bool)
         if self.either_way:
@@ -85,8 +86,11 @@ def _check(dataset: Dataset, options: HoldOut) -> None:
             f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
             "links, none negative, together more than 0 and less than 1"
         )
-    if taken := {VAL_LINKS, TEST_LINKS} & set(dataset.graph_attrs):
-        raise DataError(f"{dataset.name}: has {sorted(taken)[0]} already; leave out option hold_out, or rename it")
+    if existing := {VAL_LINKS, TEST_LINKS} & set(dataset.graph_attrs):
+        raise DataError(
+            f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
+            "rename it"
+        )
 
 
 def _edge_type(dataset: Dataset, name: str) -> EdgeType:
@@ -107,6 +111,6 @@ def _kept(data: EdgeData, keep: _Flags) -> EdgeData:
 
 
 def _distinct(edge_index: Array, chosen: _Flags) -> Array:
-    """The chosen links, each once, by source then target: int64 [2, n]."""
+    """Return the chosen links without duplicates, sorted by source then target: int64 [2, n]."""
     links: Array = np.unique(edge_index[:, chosen].astype(np.int64), axis=1)
     return links

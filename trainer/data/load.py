@@ -1,4 +1,4 @@
-"""Datasets by name: `synthetic`, `synthetic-hetero`, `file`, `ogbn-*`, and names of ``torch_geometric.datasets``."""
+"""Loads datasets by name: `synthetic`, `synthetic-hetero`, `file`, `ogbn-*` or one of ``torch_geometric.datasets``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ from trainer.data.synthetic import make_synthetic, make_synthetic_hetero
 
 Options: TypeAlias = SyntheticOptions | SyntheticHeteroOptions | SourceOptions
 
-_GENERATION = 2  #: raise when the same name and options begin to give another graph
+_GENERATION = 2  #: part of the fingerprint; increase it when a change gives another graph for the same name and options
 
 _KINDS = {"synthetic": SyntheticOptions, "synthetic-hetero": SyntheticHeteroOptions}
 
 
 def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> Dataset:
-    """Load or make a graph. Raises ``DataError``.
+    """Load or generate a graph.
 
-    ``source`` is the folder or .pt file (`file`), or the download folder (`ogbn-*`, `Planetoid:Cora`).
+    Args:
+        name: name of the dataset.
+        source: folder, .npz or .pt file (dataset `file`), or the download folder (`ogbn-*`, `Planetoid:Cora`).
+        options: dataset options, as text or values.
+
+    Raises:
+        DataError: when the dataset cannot be read, or an option is unknown or invalid.
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
@@ -35,7 +41,7 @@ def load_dataset(name: str, source: str | None = None, options: Mapping[str, Any
 
 
 def _whole(name: str, source: str | None, options: Options, fingerprint: str) -> Dataset:
-    """The graph with all its edges."""
+    """Load or generate the graph with all links, before any are held out."""
     if isinstance(options, SyntheticOptions):
         return make_synthetic(options, fingerprint)
     if isinstance(options, SyntheticHeteroOptions):
@@ -44,7 +50,10 @@ def _whole(name: str, source: str | None, options: Options, fingerprint: str) ->
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
-    """Digest of name, options (defaults filled in) and the source files' sizes and mtimes; reads no data."""
+    """Return the sha256 of the name, the options with defaults, and the sizes and mtimes of the source files.
+
+    Reads no data. Raises ``DataError`` for unknown or invalid options and for missing files.
+    """
     parsed = _options(name, options)
     paths = source_files(source, parsed) if name == "file" and isinstance(parsed, SourceOptions) else []
     files = [(_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -58,7 +67,7 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
 
 
 def _place(path: Path, source: str | None) -> str:
-    """The file's path inside the source folder; its name where the source is a file."""
+    """Return the path of a file relative to the source folder, or its name when the source is a file."""
     folder = Path(str(source)).expanduser()
     return path.relative_to(folder).as_posix() if folder.is_dir() else path.name
 
@@ -66,7 +75,7 @@ def _place(path: Path, source: str | None) -> str:
 def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:
     if name == "file":
         return read_files(source, options)
-    # torch is heavy, and only these need it
+    # imported here because they import torch, which takes seconds
     if name.startswith("ogbn-"):
         from trainer.data.ogb import read_ogb
 

@@ -1,4 +1,4 @@
-"""PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``: nothing is copied, nothing is checked."""
+"""Wraps PyG's ``Data`` and ``HeteroData`` in memory as a ``Dataset``, without copies and most checks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
     import torch
     from torch_geometric.data import Data, HeteroData
 
-_Arrays = tuple[dict[str, Array], frozenset[str]]  #: by name, and which of them are bits of bfloat16
+_Arrays = tuple[dict[str, Array], frozenset[str]]  #: arrays by name, and the names of those with the bits of bfloat16
 
 
 def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] = ("time",)) -> Dataset:
-    """``data`` as a ``Dataset`` that shares its tensors (those of a GPU are copied to the host).
+    """Wrap ``data`` as a ``Dataset`` that shares its tensors (CUDA tensors are copied to host memory).
 
-    PyG's own rules tell node from edge attributes; boolean ``<split>_mask`` [N] stay attributes and are splits too.
-    A mask that fits neither nodes nor edges is warned of. What is no dense tensor is left to ``data``. ``time_attrs``
-    keeps those that are one integer per node in every type that has them. Types keep PyG's names, whatever they are.
-    Edges are those of ``edge_index``, else of ``adj_t``; as in torch_geometric, what has neither has no edges. Raises
-    ``DataError`` for an edge type whose node type has no nodes, or that has attributes of edges and none.
+    PyG's own rules decide whether an attribute belongs to nodes or edges. A boolean ``<split>_mask`` [N] is both an
+    attribute and a split; a mask that fits neither nodes nor edges gives a warning. Attributes other than dense tensors
+    are ignored. Of ``time_attrs``, the result lists those that are one integer per node in every type that has them.
+    Type names are not checked. Edges come from ``edge_index``, else from ``adj_t``; without both the type has no edges,
+    as in torch_geometric. Raises ``DataError`` for an edge type that ends at a type without nodes, and for one with
+    edge attributes but no edges.
     """
     from torch_geometric.data import HeteroData
 
@@ -50,7 +51,10 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
 
 
 def shared_array(tensor: torch.Tensor) -> Array:
-    """The tensor's numpy view; bfloat16 as its bits, uint16. Raises ``TypeError`` where numpy has no such array."""
+    """Return a numpy view of a tensor; bfloat16 becomes uint16 with the same bits.
+
+    Raises ``TypeError`` when numpy has no such dtype.
+    """
     import torch
 
     tensor = tensor.detach().cpu()
@@ -61,7 +65,7 @@ def shared_array(tensor: torch.Tensor) -> Array:
 def _node_data(store: Any, name: str) -> NodeData:
     found = store.num_nodes
     if found is None:
-        raise DataError(f"{name}: nothing tells the number of nodes{_of(store)}; set num_nodes")
+        raise DataError(f"{name}: the number of nodes{_of(store)} is unknown; set num_nodes")
     num_nodes = int(found)
     _sort_attrs(store, num_nodes)
     _warn_of_masks(store, num_nodes, name)
@@ -75,19 +79,25 @@ def _edge_data(store: Any, name: str) -> EdgeData:
 
 
 def _edge_index(store: Any, name: str) -> Array:
-    """[2, E]; without edges [2, 0]. Those of ``adj_t`` come row by row, as torch_geometric counts them then."""
+    """Return the edges [2, E], or [2, 0] without edges.
+
+    Edges of ``adj_t`` are numbered row by row, as in torch_geometric.
+    """
     if "edge_index" in store:
         return shared_array(store.edge_index)
     if "adj_t" in store:
         return np.stack(targets_and_sources(store.adj_t)[::-1])
     if attrs := [key for key in store if store.is_edge_attr(key)]:
-        raise DataError(f"{name}: no edge_index{_of(store)}, but {attrs[0]} of edges")
+        raise DataError(f"{name}: no edge_index{_of(store)}, but an edge attribute {attrs[0]}")
     return np.empty((2, 0), np.int64)
 
 
 def targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
-    """The edges of a transposed adjacency matrix, row by row: a torch_sparse ``SparseTensor`` or a sparse tensor of
-    torch's, whose repeated entries are one edge unless it is a CSR tensor."""
+    """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
+
+    adj_t: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a sparse tensor are merged into
+    one edge, unless its layout is CSR.
+    """
     import torch
 
     if not isinstance(adj_t, torch.Tensor):
@@ -103,24 +113,27 @@ def _of(store: Any) -> str:
 
 
 def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
-    """Whether PyG would take rows of this attribute for sampled nodes, or edges."""
+    """Return whether PyG would index this attribute by sampled nodes (or edges)."""
     if key == "edge_index" or not _is_dense(value) or value.dim() == 0:
         return False
     along = store._parent().__cat_dim__(key, value, store)
     if not isinstance(along, int) or along % value.dim() != 0:
-        return False  # such as [2, E]
+        return False  # not indexed along its first dimension, such as [2, E]
     return bool(store.is_edge_attr(key) if edges else store.is_node_attr(key))
 
 
 def _sort_attrs(store: Any, num_nodes: int) -> None:
-    """Have PyG tell node from edge attributes, which it remembers; it warns whenever it infers ``num_nodes``."""
-    told = "num_nodes" in store
+    """Let PyG classify the attributes as node or edge attributes and cache the result.
+
+    ``num_nodes`` is set meanwhile, because PyG warns whenever it infers it.
+    """
+    had_num_nodes = "num_nodes" in store
     store.num_nodes = num_nodes
     try:
         for key in store:
             store.is_node_attr(key)
     finally:
-        if not told:
+        if not had_num_nodes:
             del store["num_nodes"]
 
 
@@ -130,7 +143,8 @@ def _warn_of_masks(store: Any, num_nodes: int, name: str) -> None:
             continue
         if not (store.is_node_attr(key) or store.is_edge_attr(key)):
             warnings.warn(
-                f"{name}: {key}{_of(store)} has {len(value)} entries, but there are {num_nodes} nodes: it is no split",
+                f"{name}: {key}{_of(store)} has {len(value)} entries, but the graph has {num_nodes} nodes: it is not "
+                "used as a split",
                 stacklevel=5,
             )
 
@@ -147,7 +161,7 @@ def _arrays(tensors: Mapping[str, torch.Tensor]) -> _Arrays:
         try:
             arrays[key] = shared_array(tensor)
         except TypeError:
-            continue  # numpy has no such dtype (float8, quantized): it stays with ``data``
+            continue  # numpy has no such dtype (float8, quantized)
     return arrays, frozenset(key for key in arrays if str(tensors[key].dtype) == "torch.bfloat16")
 
 
@@ -164,7 +178,7 @@ def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
 
 
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    """Tensors that are neither of nodes nor of edges; bfloat16 ones stay with ``data``."""
+    """Return the dense tensors that belong neither to nodes nor to edges, without bfloat16 ones."""
     own = {
         key: value
         for key, value in store.items()

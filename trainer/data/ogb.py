@@ -1,4 +1,4 @@
-"""``ogbn-*`` graphs, homogeneous ones and ogbn-mag, through the package ogb."""
+"""Reads ``ogbn-*`` graphs, homogeneous or ogbn-mag, through the package ogb."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ _NAMES = {
     "labels": "y",
     "node_year": "year",
     "edge_feat": "edge_attr",
-}  #: names in ogb's graphs -> ours
+}  #: names in ogb's graphs -> names in ``Dataset``
 
-_NUMPY_ONLY = {"_reconstruct", "ndarray", "dtype", "scalar", "encode"}  #: what a pickled numpy array names
+_NUMPY_ONLY = {
+    "_reconstruct",
+    "ndarray",
+    "dtype",
+    "scalar",
+    "encode",
+}  #: functions and classes in a pickled numpy array
 
 _NUMPY_MODULES = ("numpy", "numpy.core.multiarray", "numpy._core.multiarray", "_codecs")
 
 
 def read_ogb(name: str, source: str | None) -> RawGraph:
-    """An ``ogbn-*`` graph; ``source`` is the download folder.
+    """Download an ``ogbn-*`` graph to the folder ``source``, unless it is there, and read it.
 
     Raises ``DataError`` when ogb is not installed or the download fails.
     """
@@ -50,19 +56,19 @@ def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Type -> name -> array, from ogb's name -> type -> array."""
-    turned: dict[Any, dict[str, Any]] = {}
+    """Convert ogb's name -> type -> array to type -> name -> array."""
+    typed: dict[Any, dict[str, Any]] = {}
     for name, by_type in values.items():
         for of, array in (by_type or {}).items():
-            turned.setdefault(of, {})[name.removesuffix("_dict")] = array
-    return {of: _renamed(arrays) for of, arrays in turned.items()}
+            typed.setdefault(of, {})[name.removesuffix("_dict")] = array
+    return {of: _renamed(arrays) for of, arrays in typed.items()}
 
 
 @contextlib.contextmanager
 def _arrays_loadable() -> Iterator[None]:
-    """Let ogb's ``torch.load`` read back the arrays it caches, and nothing else.
+    """Patch ``torch.load`` so that it unpickles the numpy arrays that ogb caches, and nothing else.
 
-    ogb pickles numpy arrays with protocol 4, which torch's own safe loader cannot read.
+    ogb pickles with protocol 4, which ``torch.load(weights_only=True)`` cannot read.
     """
     import torch
 
@@ -75,7 +81,7 @@ def _arrays_loadable() -> Iterator[None]:
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Knows numpy arrays and plain containers."""
+    """Unpickles numpy arrays and plain containers only."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _NUMPY_MODULES and name in _NUMPY_ONLY:

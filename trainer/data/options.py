@@ -1,4 +1,4 @@
-"""Dataset options: from `name=value` text or YAML values to a checked dataclass."""
+"""Dataset options: parses `name=value` text or YAML values into a checked dataclass."""
 
 from __future__ import annotations
 
@@ -16,81 +16,83 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyntheticOptions:
-    """A planted-partition graph with skewed degrees."""
+    """Options of dataset `synthetic`: a planted-partition graph with skewed degrees."""
 
     num_nodes: int = 20_000
-    avg_degree: float = 20.0  #: in-edges per node; both directions of an undirected edge count
+    avg_degree: float = 20.0  #: mean number of in-edges per node; each direction of an undirected edge counts
     num_classes: int = 16
     num_features: int = 64
-    homophily: float = 0.4  #: chance that an edge is drawn inside its source's class
-    skew: float = 2.5  #: exponent of the power law of expected degrees; larger is more even
-    noise: float = 1.0  #: standard deviation of features around their class's centre
+    homophily: float = 0.4  #: probability that an edge's target is drawn from the class of its source
+    skew: float = 2.5  #: exponent of the power law of expected degrees; larger means more even degrees
+    noise: float = 1.0  #: standard deviation of features around the centre of their class
     seed: int = 0
-    train: float = 0.3  #: below 1: fraction of nodes; otherwise number of nodes
-    val: float = 0.1
-    test: float = 0.2
-    edge_weight: bool = False  #: edge attribute `edge_weight`, larger inside a class
-    time: bool = False  #: node attribute `time`, edge attribute `edge_time`, edges mostly from earlier to later nodes
-    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
-    hold_out_val: float = 0.05
-    hold_out_test: float = 0.1
+    train: float = 0.3  #: below 1: share of the nodes; otherwise number of nodes
+    val: float = 0.1  #: as ``train``
+    test: float = 0.2  #: as ``train``
+    edge_weight: bool = False  #: add the edge attribute `edge_weight`, larger within a class
+    time: bool = False  #: add node attribute `time` and edge attribute `edge_time`; most edges lead to later nodes
+    hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
+    hold_out_val: float = 0.05  #: share of the links in val_links
+    hold_out_test: float = 0.1  #: share of the links in test_links
 
 
 @dataclass(frozen=True)
 class SyntheticHeteroOptions:
-    """Papers, authors and fields with planted classes."""
+    """Options of dataset `synthetic-hetero`: papers, authors and fields with planted classes."""
 
-    num_nodes: int = 10_000  #: papers; half as many authors, a twentieth as many fields
-    avg_degree: float = 6.0  #: papers that a paper cites, as many that it disputes
+    num_nodes: int = 10_000  #: number of papers; half as many authors, a twentieth as many fields
+    avg_degree: float = 6.0  #: mean number of papers that a paper cites, and that it disputes
     num_classes: int = 8
     num_features: int = 32
-    homophily: float = 0.5  #: chance that a relation's end is drawn in the class the relation points to
-    noise: float = 2.0  #: standard deviation of features around their class's centre
-    all_features: bool = False  #: authors and fields have x too
+    homophily: float = 0.5  #: probability that an edge's other end is drawn from the class its relation points to
+    noise: float = 2.0  #: standard deviation of features around the centre of their class
+    all_features: bool = False  #: give authors and fields features `x` as well
     undirected: bool = True  #: add rev_writes, rev_cites, rev_disputes, rev_about
     seed: int = 0
-    train: float = 0.3  #: below 1: fraction of papers; otherwise number of papers
-    val: float = 0.1
-    test: float = 0.2
-    edge_weight: bool = False
-    time: bool = False
-    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
-    hold_out_val: float = 0.05
-    hold_out_test: float = 0.1
+    train: float = 0.3  #: below 1: share of the papers; otherwise number of papers
+    val: float = 0.1  #: as ``train``
+    test: float = 0.2  #: as ``train``
+    edge_weight: bool = False  #: add the edge attribute `edge_weight`, larger where classes match
+    time: bool = False  #: add `time` to papers and `edge_time` to edges
+    hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
+    hold_out_val: float = 0.05  #: share of the links in val_links
+    hold_out_test: float = 0.1  #: share of the links in test_links
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options of graphs that are read rather than made."""
+    """Options of datasets that are read from files or downloads."""
 
-    num_nodes: int | None = None  #: of a homogeneous graph, where x and y do not tell
-    num_classes: int | None = None  #: where labels do not reach the last class; 0: y is a plain target
-    undirected: bool = False  #: add the opposite of every edge, without duplicates
-    split: int | None = None  #: column, where masks have several
-    time_attrs: tuple[str, ...] | None = None  #: node attributes that are times; None: `time` where it is one integer
-    hetero: bool | None = None  #: read typed names, also those in the sub-folder hetero/; None: names tell
-    target: str | None = None  #: node type that arrays without a type belong to
-    reverse_types: bool = False  #: undirected keeps relations within one node type apart too, as rev_<relation>
-    hold_out: str | None = None  #: edge type; a share of its links is no edge, but in val_links and test_links
-    hold_out_val: float = 0.05
-    hold_out_test: float = 0.1
+    num_nodes: int | None = None  #: number of nodes of a homogeneous graph without x and y
+    num_classes: int | None = None  #: number of classes if labels do not use all of them; 0: y is a plain target
+    undirected: bool = False  #: add the reverse of every edge, without duplicates
+    split: int | None = None  #: column of the masks, if they have several
+    time_attrs: tuple[str, ...] | None = None  #: node attributes that are times; None: `time` if it is one integer
+    hetero: bool | None = (
+        None  #: read typed array names, also those in the sub-folder hetero/; None: decide by the names
+    )
+    target: str | None = None  #: node type of x, y and splits whose names have no type
+    reverse_types: bool = False  #: with undirected: add rev_<relation> also for relations within one node type
+    hold_out: str | None = None  #: edge type whose links are partly moved to val_links and test_links
+    hold_out_val: float = 0.05  #: share of the links in val_links
+    hold_out_test: float = 0.1  #: share of the links in test_links
 
     @property
     def times(self) -> tuple[str, ...]:
-        """Names that are looked for; those of ``time_attrs`` have to be times, `time` by default need not."""
+        """Names of time attributes. Those in ``time_attrs`` must hold times; the default `time` need not."""
         return ("time",) if self.time_attrs is None else self.time_attrs
 
 
 def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
-    """``options`` as a ``kind`` value; text is read as the field's type.
+    """Make a ``kind`` dataclass from ``options``; text is converted to the type of the field.
 
-    Raises ``DataError`` for an unknown name or a value that does not fit.
+    Raises ``DataError`` for an unknown name or a value of another type.
     """
     known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     for name in options:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(known)}"
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(known)}"
             raise DataError(f"dataset {dataset}: unknown option {name!r}; {hint}")
     return kind(**{name: _convert(name, value, known[name], dataset) for name, value in options.items()})
 
@@ -139,7 +141,7 @@ def _text(value: Any) -> str:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    """Names from a list, from ``a,b``, or from a list as JSON (which a cluster file's list becomes); ``none``."""
+    """Parse names from a list, from ``a,b``, from a JSON list (a list in a cluster file becomes one), or ``none``."""
     if isinstance(value, str):
         if value.strip().lower() == "none":
             return ()

@@ -1,4 +1,4 @@
-"""PyG's ``Data`` and ``HeteroData``: from a .pt file, from ``torch_geometric.datasets``."""
+"""Reads PyG's ``Data`` and ``HeteroData`` from a .pt file or from ``torch_geometric.datasets``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DOWNLOADS = "datasets"  #: default download folder
 
 
 def read_pt(path: Path) -> RawGraph:
-    """A ``Data`` or ``HeteroData`` object, its ``to_dict()``, or a one-graph ``InMemoryDataset`` file.
+    """Read a ``Data`` or ``HeteroData`` object, its ``to_dict()``, or an ``InMemoryDataset`` file of one graph.
 
-    Only tensors and PyG's own classes are unpickled (``weights_only``): anything else is a ``DataError``.
+    Only tensors and PyG's own classes are unpickled (``weights_only``). Raises ``DataError`` for anything else.
     """
     import torch
 
@@ -34,33 +34,34 @@ def read_pt(path: Path) -> RawGraph:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path} cannot be loaded safely; where you trust the file, load it yourself and re-save plain tensors: "
-            f"torch.save(data.to_dict(), path) ({_refused(error)})"
+            f"{path} cannot be loaded safely; if you trust the file, load it yourself and re-save plain tensors: "
+            f"torch.save(data.to_dict(), path) ({_unsafe_class(error)})"
         ) from error
     return raw_graph(path.stem, _mapping(loaded, path), str(path))
 
 
-def _refused(error: BaseException) -> str:
-    """The class or function that is not known to be harmless, by its whole name; else what torch says."""
+def _unsafe_class(error: BaseException) -> str:
+    """Name the class or function in the file that is not allowed; otherwise return torch's message."""
     named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-    return f"it holds {named[1]}, which is neither tensor nor graph" if named else first_line(error)
+    return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the one with torch's reason; at most 200 characters."""
     lines = [line for line in str(error).splitlines() if "Unsupported" in line] or str(error).splitlines()
     return lines[0].strip()[:200] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
 def _harmless_only() -> Iterator[None]:
-    """Unpickle what ``Data`` and ``HeteroData`` consist of.
+    """Allow ``torch.load(weights_only=True)`` to unpickle the classes that ``Data`` and ``HeteroData`` consist of.
 
-    Their cache of ``is_node_attr``, a ``defaultdict`` of ``AttrType``, becomes a plain dict: torch fills no other.
+    Their cache of ``is_node_attr`` is a ``defaultdict``, which torch cannot fill; it becomes a plain dict.
     """
     from torch import serialization
 
     own = _safe_globals()
-    before = serialization.get_safe_globals()  # torch_geometric's among them; they must be there afterwards
+    before = serialization.get_safe_globals()  # includes torch_geometric's; restored afterwards
     try:
         serialization.clear_safe_globals()
         serialization.add_safe_globals([*(known for known in before if known is not defaultdict), *own])
@@ -84,12 +85,12 @@ def _plain_dict(factory: object = None) -> dict[Any, Any]:
     return {}
 
 
-# What is looked up by torch; the pair (function, name) that says so too needs torch 2.6.
+# torch looks up safe globals by these names; passing the pair (function, name) instead needs torch 2.6.
 _plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collections", *["defaultdict"] * 2
 
 
 def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
-    """The one graph in what was loaded; ``InMemoryDataset`` saves (data, slices[, class])."""
+    """Return the one graph in a loaded object; ``InMemoryDataset`` saves (data, slices[, class])."""
     if isinstance(loaded, tuple):
         if len(loaded) < 2 or loaded[1] is not None:
             raise DataError(f"{path} holds a collection of graphs; one graph is expected")
@@ -102,7 +103,7 @@ def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
 
 
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
-    """From what ``Data.to_dict`` or ``HeteroData.to_dict`` gives: names, or types and names under them."""
+    """Make a ``RawGraph`` from the result of ``Data.to_dict`` (by name) or ``HeteroData.to_dict`` (by type, name)."""
     if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")
@@ -134,7 +135,7 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
-    """Tensors and arrays by name; notes of those numpy has no dtype for."""
+    """Return tensors and arrays by name, and notes on those without a numpy dtype."""
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
     import torch
@@ -153,9 +154,9 @@ def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArr
 
 
 def read_pyg(name: str, source: str | None) -> RawGraph:
-    """``Planetoid:Cora``, ``KarateClub``, …: class of ``torch_geometric.datasets`` and its ``name``.
+    """Read a dataset of ``torch_geometric.datasets``: ``KarateClub``, or ``Planetoid:Cora`` for a class with names.
 
-    ``source`` is the download folder. Raises ``DataError`` when it cannot be had, or is not one graph.
+    ``source`` is the download folder. Raises ``DataError`` when the dataset cannot be downloaded, or is not one graph.
     """
     from torch_geometric.data import HeteroData
 
@@ -178,17 +179,17 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     if kind is None:
         nearest = difflib.get_close_matches(class_name, catalogue.__all__, 1)
         hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
-        raise DataError(f"unknown dataset {name!r}; {hint} (also there: synthetic, synthetic-hetero, file, ogbn-…)")
+        raise DataError(f"unknown dataset {name!r}; {hint} (or synthetic, synthetic-hetero, file, ogbn-…)")
     takes = inspect.signature(kind.__init__).parameters
     if "name" in takes and not variant:
-        raise DataError(f"dataset {name}: {class_name} has several graphs; write {class_name}:<name>")
+        raise DataError(f"dataset {name}: {class_name} has several graphs; choose one as {class_name}:<name>")
     given = {"root": str(Path(source or DOWNLOADS) / class_name), "name": variant}
     return kind(**{key: value for key, value in given.items() if key in takes})
 
 
 @contextlib.contextmanager
 def reported(name: str, source: str | None) -> Iterator[None]:
-    """Whatever a download or third-party reader raises (ogb also exits, and asks on stdin), as ``DataError``."""
+    """Convert every exception of a download or third-party reader to ``DataError``; ogb also raises ``SystemExit``."""
     try:
         yield
     except DataError:
@@ -196,5 +197,5 @@ def reported(name: str, source: str | None) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         raise DataError(
             f"dataset {name} cannot be downloaded or read ({type(error).__name__}: {first_line(error)}); check the "
-            f"network, or put the files under {source or DOWNLOADS} yourself (source: names that folder)"
+            f"network, or put the files into {source or DOWNLOADS} (source: names this folder)"
         ) from error

@@ -1,4 +1,4 @@
-"""Raw arrays of a source, sorted by what they belong to: nodes, edges or the whole graph."""
+"""Raw arrays of a source, and their assignment to nodes, edges or the graph as a whole."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SPLIT_SUFFIXES = ("_idx", "_mask")
 
 @dataclass(frozen=True)
 class RawArray:
-    """One array as it was found."""
+    """One array as the source has it."""
 
     values: Array
-    place: str  #: file, or name in a file, for messages
+    place: str  #: file, or file and name within it, for messages
     bfloat16: bool = False  #: ``values`` are uint16 with the bits of bfloat16
 
     @property
@@ -35,31 +35,31 @@ RawArrays = Mapping[str, RawArray]
 
 @dataclass(frozen=True)
 class RawGraph:
-    """A graph as it was found: arrays whose names say the type, and plain ones."""
+    """A graph as the source has it: arrays with a type in their name, and plain ones."""
 
     name: str
-    plain: RawArrays = field(default_factory=dict)  #: a homogeneous graph's arrays; else those without a type
+    plain: RawArrays = field(default_factory=dict)  #: all arrays of a homogeneous graph; otherwise those without a type
     nodes: Mapping[NodeType, RawArrays] = field(default_factory=dict)
-    edges: Mapping[EdgeType, RawArrays] = field(default_factory=dict)  #: ``edge_index`` is one of them
-    num_nodes: Mapping[NodeType, int] = field(default_factory=dict)  #: where the source tells
+    edges: Mapping[EdgeType, RawArrays] = field(default_factory=dict)  #: including ``edge_index``
+    num_nodes: Mapping[NodeType, int] = field(default_factory=dict)  #: types whose number of nodes the source states
     hetero: bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: messages to the user about arrays left out
 
     @property
     def node_types(self) -> tuple[NodeType, ...]:
-        """Every type that has attributes, a count or edges, in the order found."""
+        """Every node type with attributes, a number of nodes or edges, in the order found."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
 
 
 def split_prefix(name: str) -> str | None:
-    """``train`` of ``train_idx`` and ``train_mask``; None for other names."""
+    """Return the split in an array's name (``train`` for ``train_idx`` and ``train_mask``), or None."""
     suffix = next((suffix for suffix in SPLIT_SUFFIXES if name.endswith(suffix)), None)
     return name.removesuffix(suffix) if suffix else None
 
 
 def named(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
-    """By name. Raises ``DataError`` for a name found twice."""
+    """Return the arrays by name. Raises ``DataError`` for a name found twice."""
     arrays: dict[str, RawArray] = {}
     for name, array in found:
         if name in arrays:
@@ -68,13 +68,16 @@ def named(found: Iterable[tuple[str, RawArray]]) -> dict[str, RawArray]:
     return arrays
 
 
-EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: of edges, whatever their number of rows
+EDGE_NAMES = ("edge_attr", "edge_weight", "edge_time")  #: names that always belong to edges
 
-_LINKS = "_label_index"  #: how names of T.RandomLinkSplit's links end; those of their labels lack `_index`
+_LINKS = "_label_index"  #: suffix of T.RandomLinkSplit's links; the names of their labels end in `_label`
 
 
 def link_arrays(arrays: RawArrays) -> dict[str, RawArray]:
-    """``edge_label_index`` [2, m] and ``edge_label`` [m], which have no row per edge, also where m is as large."""
+    """Return the links to predict, ``edge_label_index`` [2, m], and their labels, ``edge_label`` [m].
+
+    They are not edge attributes, even if m equals the number of edges.
+    """
     links = {name: array for name, array in arrays.items() if name.endswith(_LINKS) and _are_links(array)}
     labels = [name.removesuffix("_index") for name in links]
     return links | {name: arrays[name] for name in labels if name in arrays}
@@ -85,15 +88,15 @@ def _are_links(array: RawArray) -> bool:
 
 
 def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
-    """Every array with its type, every type with its number of nodes; ``plain`` keeps those of the graph as a whole.
+    """Assign every array to a node type, an edge type or (in ``plain``) the graph, and count the nodes of each type.
 
-    Raises ``DataError`` when something cannot be told.
+    Raises ``DataError`` when the type of an array or the number of nodes cannot be determined.
     """
     return _links_apart(_by_target(raw, options)) if raw.hetero else _homogeneous(raw, options)
 
 
 def _links_apart(raw: RawGraph) -> RawGraph:
-    """Links to predict of edge types become arrays of the graph, under the edge type's name."""
+    """Move the links to predict from edge types to ``plain``, prefixed with the name of the edge type."""
     edges, plain = {}, dict(raw.plain)
     for of, arrays in raw.edges.items():
         links = link_arrays(arrays)
@@ -133,7 +136,7 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
 
 
 def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Never guessed from the edges: that would drop isolated nodes at the end."""
+    """Return the number of nodes; the edges do not determine it, as the last nodes may be isolated."""
     if options.num_nodes is not None:
         return options.num_nodes
     if HOMO_NODE in raw.num_nodes:
@@ -141,14 +144,14 @@ def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
     for name in ("x", "y"):
         if name in raw.plain and raw.plain[name].values.ndim:
             return raw.plain[name].rows
-    raise DataError(f"{raw.name}: neither x nor y tells the number of nodes; give option num_nodes")
+    raise DataError(f"{raw.name}: the number of nodes is unknown without x and y; give option num_nodes")
 
 
 def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
     notes = list(raw.notes)
     plain = dict(raw.plain)
     if "edge_index" in plain:
-        notes.append(f"{plain.pop('edge_index').place}: left out, the edges are those with a type")
+        notes.append(f"{plain.pop('edge_index').place}: left out, as the graph has typed edges")
     counts = {of: count for of in raw.node_types if (count := _known_nodes(raw, of)) is not None}
     target = _target(plain, counts, raw, options)
     nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
@@ -168,7 +171,7 @@ def _usual(name: str) -> bool:
 
 
 def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, options: SourceOptions) -> NodeType | None:
-    """The node type that x, y and splits without a type belong to; None when there are none, and none is asked for."""
+    """Return the node type of x, y and splits without a type; None when none exist and option target is not given."""
     if options.target is not None or not any(map(_usual, plain)):
         return options.target
     if len(raw.node_types) == 1:
@@ -186,14 +189,14 @@ def _num_nodes(raw: RawGraph, of: NodeType) -> int:
     known = _known_nodes(raw, of)
     if known is None:
         raise DataError(
-            f"{raw.name}: nothing tells the number of nodes of type {of!r}; add num_nodes.json {{{of!r}: number, …}}, "
+            f"{raw.name}: the number of nodes of type {of!r} is unknown; add num_nodes.json {{{of!r}: number, …}}, "
             f"or an array {of}__x"
         )
     return known
 
 
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:
-    """As the source says, else rows of x or y, else of the attributes if they agree; never guessed from edges."""
+    """Return the number of nodes as the source states it, else by x or y, else by attributes that agree, else None."""
     if of in raw.num_nodes:
         return raw.num_nodes[of]
     arrays = {name: array for name, array in raw.nodes.get(of, {}).items() if not name.endswith("_idx")}

@@ -1,4 +1,4 @@
-"""Planted communities with skewed degrees: a degree-corrected block model, any size, seeded."""
+"""Generates graphs with planted communities and skewed degrees (degree-corrected block model) from a seed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
 
 TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
 
-_AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that stay
+_AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that are kept
 
-_LATE = 0.25  #: share of edges that appear some time after both ends
+_LATE = 0.25  #: share of the edges whose time is later than that of both ends
 
-_INSIDE = 4.0  #: how much heavier edges inside a class are
+_INSIDE = 4.0  #: factor of the weights of edges within a class
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -39,7 +39,7 @@ def check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple
 
 
 def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
-    """Centre of the class plus noise, float32 [N, F]; centres are random unit-length directions times two."""
+    """Return features, float32 [N, F]: the centre of the class, a random vector of length 2, plus noise."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
     x = np.empty((len(y), options.num_features), np.float32)
@@ -52,7 +52,10 @@ def class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) ->
 
 
 def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
-    """Train, val and test from ``shuffled`` node ids; with times the latest nodes, train before val before test."""
+    """Return train, val and test as node ids, taken in order from ``shuffled``.
+
+    With times, the splits are the latest nodes, sorted by time: train before val before test.
+    """
     sizes = {
         name: int(asked if (asked := getattr(options, name)) >= 1 else asked * options.num_nodes)
         for name in ("train", "val", "test")
@@ -74,23 +77,23 @@ def node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Arra
 
 
 def node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    """int64 [N]."""
+    """Draw node times, int64 [N]."""
     return rng.integers(TIMES, size=num_nodes)
 
 
 def mostly_forward(earlier: Array, later: Array, rng: np.random.Generator) -> Array:
-    """Which edges stay, bool [E], when most shall lead from earlier to later; given both ends' times."""
+    """Return which edges to keep, bool [E], so that most lead from earlier to later nodes; given both ends' times."""
     return (earlier <= later) | (rng.random(len(earlier)) < _AGAINST_TIME)
 
 
 def edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
-    """int64 [E]: the later of both ends' times, for some edges later still."""
+    """Draw edge times, int64 [E]: the later of both ends' times, plus a delay for some edges."""
     late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
 
 def edge_weights(inside: Array, rng: np.random.Generator) -> Array:
-    """Positive float32 [E], lognormal, larger where ``inside`` a class."""
+    """Draw positive edge weights, float32 [E], lognormal, larger where ``inside`` (bool [E]: within a class)."""
     weights = rng.lognormal(0.0, 0.5, len(inside)) * np.where(inside, _INSIDE, 1.0)
     return weights.astype(np.float32)
 
@@ -99,13 +102,11 @@ _SHARE_OF_LARGEST = 0.02  #: a hub's expected degree is at most this share of th
 
 
 def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
-    """A simple undirected graph (both directions stored, sorted by source) with x, y and splits.
+    """Generate a simple undirected graph (both directions stored, sorted by source) with x, y and splits.
 
-    Labels are the communities. An edge's source is drawn in proportion to power-law weights, its
-    target likewise, inside the source's community with probability ``homophily``. Self loops and
-    duplicates are dropped, after drawing a few edges more to make up for them.
-    With times most edges that lead from a later to an earlier node are left out.
-    Raises ``DataError`` for options out of range.
+    Labels are the communities. The source of an edge is drawn in proportion to power-law weights; so is its target,
+    from the source's community with probability ``homophily``. Self loops and duplicates are dropped. With times, most
+    edges from a later to an earlier node are left out. Raises ``DataError`` for options out of range.
     """
     _check(options)
     rng = np.random.default_rng(options.seed)
@@ -113,7 +114,7 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     edge_index = _edges(options, y, rng)
     attrs = {"x": class_features(y, options, rng), "y": y}
     shuffled = rng.permutation(options.num_nodes)
-    if options.time:  # drawn apart from the rest, which stays what it is without times
+    if options.time:  # drawn by a generator of its own, so that the rest of the graph is the same without times
         attrs["time"] = node_times(options.num_nodes, np.random.default_rng([options.seed, 1]))
     splits = node_splits("synthetic", options, shuffled, attrs.get("time"))
     edges = _edge_data(options, edge_index, y, attrs.get("time"))
@@ -132,7 +133,7 @@ def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Arr
 
 
 def _equal_both_ways(edge_index: Array, y: Array, rng: np.random.Generator) -> Array:
-    """Weights that are the same for both directions of an edge."""
+    """Draw weights that are equal for both directions of an edge."""
     pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
     pairs, place = np.unique(pairs, return_inverse=True)
     return edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
@@ -176,13 +177,17 @@ def _expected_degrees(options: SyntheticOptions, rng: np.random.Generator) -> Ar
 
 @njit()
 def _uniform(seed: np.uint64, counter: np.uint64) -> float:
-    """A number in [0, 1) that depends on seed and counter alone."""
+    """Return a number in [0, 1), a hash of seed and counter."""
     return fraction(mix(seed + (counter + np.uint64(1)) * GOLDEN))
 
 
 @njit()
 def _draw(drawn: Array, seed: np.uint64, homophily: float, cumulative: Array, bounds: Array, by_class: Array) -> None:
-    """Fill ``drawn`` [2, E]; ``bounds`` are the classes' limits on the scale of ``cumulative``."""
+    """Fill ``drawn`` [2, E] with edges.
+
+    ``by_class``: nodes sorted by class; ``cumulative``: sums of their expected degrees; ``bounds``: values of
+    ``cumulative`` where classes begin and end.
+    """
     total, last = cumulative[-1], len(by_class) - 1
     for edge in range(drawn.shape[1]):
         counter = np.uint64(3 * edge)
@@ -203,20 +208,20 @@ _AUTHORS_OF_A_PAPER, _FIELDS_OF_A_PAPER = 3, 2
 
 @dataclass(frozen=True)
 class _DrawnLinks:
-    """Drawn edges from papers to the nodes of one type."""
+    """Edges between papers and the nodes of one type."""
 
-    papers: Array
-    others: Array
-    hit: Array  #: bool; the other end has the class that the relation points to
+    papers: Array  #: int64 [E]
+    others: Array  #: int64 [E], the other ends
+    hit: Array  #: bool [E], whether the other end has the class that the relation points to
 
 
 def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> Dataset:
-    """Papers have x, y and splits; authors and fields have a class too, which nobody is told.
+    """Generate a heterogeneous graph of papers (with x, y and splits), authors and fields.
 
-    ``author writes paper``, ``paper cites paper`` and ``paper about field`` join ends of one class with probability
-    ``homophily``; ``paper disputes paper`` joins class c to class c + 1, so a model that does not tell the relations
-    apart learns less. With times a paper cites and disputes mostly earlier ones.
-    Raises ``DataError`` for options out of range.
+    Authors and fields have hidden classes. ``author writes paper``, ``paper cites paper`` and ``paper about field``
+    connect nodes of one class with probability ``homophily``; ``paper disputes paper`` connects class c to class c + 1,
+    so a model that ignores edge types learns less. With times, a paper mostly cites and disputes earlier papers. Raises
+    ``DataError`` for options out of range.
     """
     check_limits("synthetic-hetero", options, _limits(options.num_nodes))
     rng = np.random.default_rng(options.seed)
@@ -264,7 +269,7 @@ def _relations(
 def _draw_links(
     wanted: Array, classes: Array, degree: float, homophily: float, rng: np.random.Generator
 ) -> _DrawnLinks:
-    """About ``degree`` different others for each paper, of its ``wanted`` class with chance ``homophily``, else any."""
+    """Draw about ``degree`` distinct other ends per paper: of its ``wanted`` class with probability ``homophily``."""
     papers = np.repeat(np.arange(len(wanted)), rng.poisson(degree, len(wanted)))
     by_class = np.argsort(classes, kind="stable")
     bounds = np.searchsorted(classes[by_class], [wanted[papers], wanted[papers] + 1])
@@ -277,7 +282,7 @@ def _draw_links(
 
 
 def _among_papers(links: _DrawnLinks, time: Array | None, rng: np.random.Generator) -> _DrawnLinks:
-    """No self loops; with times mostly references to earlier papers."""
+    """Remove self loops and, with times, most references to later papers."""
     keep = links.papers != links.others
     if time is not None:
         keep &= mostly_forward(time[links.others], time[links.papers], rng)

@@ -145,7 +145,7 @@ class _Note:
 
     def install(self) -> None:
         self.die_at("start")
-        epoch_of, rejoin, open_places = BatchLoader.epoch, Fit.rejoin, job_module.open_places
+        epoch_of, rejoin, open_job_graph = BatchLoader.epoch, Fit.rejoin, job_module.open_job_graph
 
         def batches(loader: BatchLoader, epoch: int, first_step: int = 0) -> Iterator[Any]:
             split = loader.settings.split
@@ -165,8 +165,8 @@ class _Note:
 
         def opened(*args: Any) -> Any:
             self.die_at("open")
-            return open_places(*args)
+            return open_job_graph(*args)
 
-        job_module.open_places = opened
+        job_module.open_job_graph = opened
         BatchLoader.epoch, Fit.rejoin = batches, back  # type: ignore[method-assign]
         fit_module.SNAPSHOT_STEPS = EVERY

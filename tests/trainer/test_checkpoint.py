@@ -140,15 +140,16 @@ def test_every_difference_to_the_run_is_named() -> None:
     with pytest.raises(CheckpointError) as refused:
         check_fits(saved, TrainSettings(hidden=32, fanouts=(5, 4)), larger, "last.pt")
     message = str(refused.value)
-    for difference in ("hidden is 32, there 64", "fanouts is (5, 4), there (5, 5)", "seed is 0, there 1"):
+    differences = ("hidden is 32, in the checkpoint 64", "fanouts is (5, 4), in the checkpoint (5, 5)")
+    for difference in (*differences, "seed is 0, in the checkpoint 1"):
         assert difference in message
-    assert "num_nodes is {'author': 9, 'paper': 10}, there {'author': 9, 'paper': 9}" in message
-    assert "target is author, there paper" in message and "lr" not in message
+    assert "num_nodes is {'author': 9, 'paper': 10}, in the checkpoint {'author': 9, 'paper': 9}" in message
+    assert "target is author, in the checkpoint paper" in message and "lr" not in message
 
 
 def test_what_does_not_change_the_curve_may_differ() -> None:
     other = TrainSettings(epochs=99, eval_every=5, sampler_threads=4, timeout=5.0, resume="last.pt", layers=3)
     recut = graph_record(dataclasses.replace(MANIFEST, num_parts=4, fingerprint="g"), "paper")
     check_fits(made(), other, recut, "last.pt")  # raises for anything that counts
-    with pytest.raises(CheckpointError, match="of another run: lr is 0.5, there 0.004$"):
+    with pytest.raises(CheckpointError, match="of another run: lr is 0.5, in the checkpoint 0.004$"):
         check_fits(made(), dataclasses.replace(other, lr=0.5), recut, "last.pt")

@@ -112,14 +112,14 @@ def test_the_command_says_how_good_the_model_is(
 
 def test_a_checkpoint_of_another_graph_is_refused(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "sage" / "checkpoints" / "last.pt"
-    with pytest.raises(CheckpointError, match="graph, synthetic: .* 'node' nodes, and synthetic-hetero has none"):
+    with pytest.raises(CheckpointError, match="graph, synthetic: .* 'node' nodes; synthetic-hetero has only"):
         infer(InferJob(checkpoint, trained / "hetero", tmp_path), Ranks())
 
 
 def test_a_model_bound_by_time_is_refused(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts", 1, "synthetic-hetero", num_nodes=100, time=True)
     train(job(parts, tmp_path / "run", model="rsage", time_attr="time"), Ranks())
-    with pytest.raises(CheckpointError, match="trained with time_attr 'time', seeing no later neighbour"):
+    with pytest.raises(CheckpointError, match="trained with time_attr 'time', which leaves out neighbours later"):
         infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
 
 

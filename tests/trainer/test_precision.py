@@ -107,7 +107,7 @@ def test_a_run_trains_scores_and_goes_on_in_it(parts: Path, tmp_path: Path) -> N
     saved = load_checkpoint(results["bfloat16"].checkpoint)
     assert {weight.dtype for weight in saved.model.values()} == {torch.float32}
     again: dict[str, Any] = {"resume": str(results["bfloat16"].checkpoint), "epochs": 4}
-    with pytest.raises(CheckpointError, match="precision is float32, there bfloat16"):
+    with pytest.raises(CheckpointError, match="precision is float32, in the checkpoint bfloat16"):
         train(job(parts, tmp_path / "other", **again), Ranks())
     assert train(job(parts, tmp_path / "more", precision="bfloat16", **again), Ranks()).epochs == 4
 

@@ -173,7 +173,7 @@ def test_rows_that_went_with_a_rank_end_the_run_with_what_to_do(tmp_path: Path) 
     item = job(typed, tmp_path / "run", model="rsage", epochs=3)
     survived = run_with_losses(item, 2, [Loss(1, epoch=2)])
     assert survived.ended[0].returncode == 1
-    assert "each held a share of the rows of nodes without features" in survived.ended[0].output
+    assert "each stored a share of the embedding rows of nodes without features" in survived.ended[0].output
     assert "resume from the last checkpoint" in survived.ended[0].output
 
 

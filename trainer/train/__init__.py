@@ -1,1 +1,1 @@
-"""Training: loop, evaluation, checkpoints, metrics."""
+"""Training: loop, evaluation, checkpoints, metrics, regrouping, full-graph inference."""

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, readable with ``torch.load(weights_only=True)``."""
+"""Checkpoint files: written atomically, readable with ``torch.load(weights_only=True)``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ FORMAT = "gnnfleet-checkpoint"
 
 VERSION = 2
 
-KEPT_EPOCHS = 2  #: newest epoch files that stay, besides the best one
+KEPT_EPOCHS = 2  #: number of newest epoch files that are kept, besides the best one
 
-#: Settings that change the loss curve; a run goes on only with the same.
+#: Settings that change the loss curve; a run can be resumed only with the same values.
 BINDING = (
     "model", "hidden", "layers", "heads", "dropout", "fanouts", "replace", "weight_attr", "time_attr",
     "temporal_strategy", "disjoint", "batch_size", "lr", "embedding_lr", "weight_decay", "seed", "precision",
 )  # fmt: skip
 
-_SINCE = {"precision": "float32"}  #: settings that older files of this version lack, as they were then
+_SINCE = {"precision": "float32"}  #: values of settings that older files of this version lack
 
 
 @dataclass(frozen=True)
 class BestEpoch:
-    """The epoch with the best val accuracy so far, and its weights."""
+    """Weights of the epoch with the best val accuracy so far."""
 
     epoch: int
     val_accuracy: float
@@ -47,7 +47,7 @@ class BestEpoch:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that is needed to go on after ``epoch`` as if there had been no break."""
+    """State needed to continue a run exactly after ``epoch``."""
 
     epoch: int  #: epochs done
     model: Mapping[str, Tensor]
@@ -56,14 +56,14 @@ class Checkpoint:
     graph: Mapping[str, Any]  #: from ``graph_record``
     step_loss: tuple[Tensor, ...]  #: one float64 [steps] per epoch done
     best: BestEpoch | None  #: None before the first evaluation
-    embedding: Mapping[str, Any] | None = None  #: from ``sharded_state.embedding_state``; on rank 0 only
+    embedding: Mapping[str, Any] | None = None  #: from ``embedding_state``; on rank 0 only
 
     def without_tables(self) -> Checkpoint:
-        """What every rank needs of it; tables are handed out row by row."""
+        """The checkpoint without embedding tables, which ``scatter_tables`` sends to the ranks by row."""
         return replace(self, embedding=None, best=self.best and replace(self.best, embedding=None))
 
     def content(self) -> dict[str, Any]:
-        """Dicts, lists, tensors and numbers only, which ``weights_only`` reads and ranks send each other."""
+        """The checkpoint as dicts, lists, tensors and numbers, for ``weights_only`` and for sending to ranks."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         best = self.best
         values["best"] = best and {entry.name: getattr(best, entry.name) for entry in fields(best)}
@@ -71,7 +71,7 @@ class Checkpoint:
 
     @classmethod
     def of_content(cls, content: Mapping[str, Any]) -> Checkpoint:
-        """The checkpoint that ``content`` describes."""
+        """Inverse of ``content``."""
         values = {entry.name: content[entry.name] for entry in fields(cls)}
         best = values.pop("best")
         values["step_loss"] = tuple(values["step_loss"])
@@ -79,12 +79,12 @@ class Checkpoint:
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
-    """The settings as plain values, ``layers`` filled in."""
+    """The settings as a dict of plain values, with ``layers`` filled in."""
     return {**asdict(settings), "layers": len(settings.fanouts)}
 
 
 def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
-    """What tells one dataset and what is learnt of it from another, however it is partitioned."""
+    """Identifies a dataset and the trained target, independently of its partition."""
     return {
         "dataset": manifest.dataset,
         "num_nodes": {of: spec.num_nodes for of, spec in manifest.nodes.items()},
@@ -95,9 +95,9 @@ def graph_record(manifest: Manifest, target: NodeType) -> dict[str, Any]:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write ``epoch-0007.pt`` and ``last.pt``, then drop older epoch files; returns the former's path.
+    """Write ``epoch-0007.pt`` and ``last.pt``, then delete older epoch files; returns the path of the epoch file.
 
-    Raises ``CheckpointError`` when the folder cannot be written (disk full, no rights).
+    Raises ``CheckpointError`` if the folder cannot be written.
     """
     path = folder / f"epoch-{checkpoint.epoch:04d}.pt"
     try:
@@ -112,12 +112,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint onto the CPU. Raises ``CheckpointError`` when it is missing, damaged or no checkpoint."""
+    """Read a checkpoint onto the CPU. Raises ``CheckpointError`` if it is missing, damaged or not a checkpoint."""
     try:
         raw = torch.load(io.BytesIO(Path(path).read_bytes()), map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
-    except Exception as error:  # torch.load raises whatever its zip reader or unpickler meets
+    except Exception as error:  # torch.load passes on errors of its zip reader and unpickler
         raise CheckpointError(f"checkpoint {path} is damaged or no checkpoint: {_first_line(error)}") from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise CheckpointError(f"{path} is not a {FORMAT} of version {VERSION}; give a file from a checkpoints folder")
@@ -132,16 +132,16 @@ def check_fits(
     graph: from ``graph_record``.
     """
     ours = settings_record(settings)
-    there = {**_SINCE, **checkpoint.settings}
-    pairs = [(name, there.get(name), ours[name]) for name in BINDING]
+    saved = {**_SINCE, **checkpoint.settings}
+    pairs = [(name, saved.get(name), ours[name]) for name in BINDING]
     pairs += [(name, checkpoint.graph.get(name), value) for name, value in graph.items()]
-    problems = [f"{name} is {new}, there {old}" for name, old, new in pairs if old != new]
+    problems = [f"{name} is {new}, in the checkpoint {old}" for name, old, new in pairs if old != new]
     if problems:
         raise CheckpointError(f"checkpoint {path} is of another run: {'; '.join(problems)}")
 
 
 def _point_to(link: Path, target: Path) -> None:
-    """Make ``link`` the same file as ``target``; a copy where there are no hard links."""
+    """Make ``link`` a hard link to ``target``, or a copy if the file system has no hard links."""
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -152,7 +152,7 @@ def _point_to(link: Path, target: Path) -> None:
 
 
 def _prune(folder: Path, newest: Checkpoint) -> None:
-    """Keep the newest epochs up to this one, and the best one's."""
+    """Delete files of epochs before ``newest``, except ``KEPT_EPOCHS`` in total and the best epoch's."""
     epochs = {int(path.stem[6:]): path for path in folder.glob("epoch-*.pt") if re.fullmatch(r"epoch-\d+", path.stem)}
     older = sorted(epoch for epoch in epochs if epoch < newest.epoch)
     for epoch in older[: len(older) - (KEPT_EPOCHS - 1)]:

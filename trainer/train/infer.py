@@ -1,4 +1,4 @@
-"""``python -m trainer infer``: a checkpoint's model on every node of a partitioned graph."""
+"""``python -m trainer infer``: evaluates a checkpoint's model on every node of a partitioned graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainer.train.job import (
     find_damage,
     layout_of,
     one_host_layout,
-    open_places,
+    open_job_graph,
     read_on_first,
     trained_model,
 )
@@ -39,24 +39,25 @@ from trainer.train.settings import InferJob
 
 @dataclass(frozen=True)
 class InferResult:
-    """What was found over all ranks."""
+    """Result over all ranks."""
 
     target: NodeType
-    epoch: int  #: whose weights were used
-    accuracy: Mapping[str, float]  #: by split
+    epoch: int  #: epoch of the weights that were used
+    accuracy: Mapping[str, float]  #: by split, 0 to 1
     nodes: int
 
 
 def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
-    """Logits of all nodes of the target type, into ``out/part<p>/logits.npy`` beside ``orig_id.npy``.
+    """Write the logits of all nodes of the target type into ``out/part<p>/logits.npy``.
 
-    float32 [nodes of the part, num_classes], rows by original id. Every rank returns the same result; rank 0
-    writes it to ``out/infer.json``. Raises ``TrainerError`` for what a user can act on, on every rank.
+    float32 [nodes of the part, num_classes]; ``orig_id.npy`` in the same folder has the original id of each row. Every
+    rank returns the same result, which rank 0 also writes to ``out/infer.json``. Raises ``TrainerError`` on every rank
+    for errors that a user can fix.
     """
     ranks = ranks or Ranks.from_env(os.environ)
     damage = find_damage(job, ranks)
     with join_ranks(ranks, pick_device(ranks), "gloo", job.timeout) as group, ExitStack() as stack:
-        graph = group.agree(lambda: stack.enter_context(open_places(job, ranks, damage)))
+        graph = group.agree(lambda: stack.enter_context(open_job_graph(job, ranks, damage)))
         check_same_partition(graph, group)
         scratch = group.agree(lambda: _scratch(job.out, group.rank))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
@@ -73,7 +74,7 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
             target, epoch, _accuracy(graph, target, rows, group), graph.manifest.nodes[target].num_nodes
         )
         if group.rank == 0:
-            _tell(result, job)
+            _report(result, job)
         group.barrier()  # this node's graph server must outlive the slowest rank
     return result
 
@@ -82,17 +83,17 @@ def _check_graph(saved: Checkpoint, manifest: Manifest, path: Path) -> None:
     target = saved.graph["target"]
     if target not in manifest.nodes:
         raise CheckpointError(
-            f"checkpoint {path} is of another graph, {saved.graph['dataset']}: its model classifies {target!r} nodes,"
-            f" and {manifest.dataset} has none, only {', '.join(manifest.nodes)}"
+            f"checkpoint {path} is of another graph, {saved.graph['dataset']}: its model classifies {target!r} nodes;"
+            f" {manifest.dataset} has only {', '.join(manifest.nodes)}"
         )
     here = graph_record(manifest, target)
     if differing := [name for name, value in saved.graph.items() if here.get(name) != value]:
-        told = "; ".join(f"{name} is {here.get(name)}, there {saved.graph[name]}" for name in differing)
-        raise CheckpointError(f"checkpoint {path} is of another graph: {told}")
+        text = "; ".join(f"{name} is {here.get(name)}, in the checkpoint {saved.graph[name]}" for name in differing)
+        raise CheckpointError(f"checkpoint {path} is of another graph: {text}")
     if saved.settings["time_attr"] is not None:
         raise CheckpointError(
-            f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, seeing no later "
-            "neighbour; full-graph inference has no such bound. Score it by sampling, as training does"
+            f"checkpoint {path} is of a model trained with time_attr {saved.settings['time_attr']!r}, which leaves out "
+            "neighbours later than the seed; full-graph inference cannot. Evaluate it by sampling, as training does"
         )
 
 
@@ -107,7 +108,7 @@ def _scratch(out: Path, rank: int) -> Path:
 
 
 def _write_parts(out: Path, graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> None:
-    """Each part's file is made by the rank with its first nodes; the others beside the part write into it."""
+    """Write own rows. The rank with a part's first nodes creates its files; all ranks of the part write into them."""
     own, offsets = rows.shares.own(group.rank), graph.manifest.nodes[target].offsets
     for piece in own:
         if piece.first == offsets[piece.part_id]:
@@ -134,14 +135,14 @@ def _shared_file(out: Path, piece: NodeRange) -> np.memmap[Any, Any]:
     path = out / f"part{piece.part_id}" / "logits.npy"
     if not path.exists():
         raise SettingsError(
-            f"{path} is not there: ranks that share part {piece.part_id} must see the same --out; "
-            "give a shared folder, or each host parts of its own (--part-ids, --cluster)"
+            f"{path} does not exist: ranks that share part {piece.part_id} must see the same --out; "
+            "give a shared folder, or give each host its own parts (--part-ids, --cluster)"
         )
     return np.lib.format.open_memmap(path, mode="r+")
 
 
 def _accuracy(graph: Graph, target: NodeType, rows: LayerRows, group: RankGroup) -> dict[str, float]:
-    """Share of each split's labelled nodes that are predicted right."""
+    """Share of each split's nodes whose label is predicted. Collective."""
     spec = graph.manifest.nodes[target]
     splits = [split for split, count in spec.splits.items() if count] if "y" in spec.attrs else []
     sums = torch.zeros(len(splits), 2, dtype=torch.float64)
@@ -158,8 +159,8 @@ def _right(logits: Array, y: Array) -> int:
     return int((logits.argmax(1) == y).sum()) if len(y) else 0
 
 
-def _tell(result: InferResult, job: InferJob) -> None:
-    """The result for people, and for programs."""
+def _report(result: InferResult, job: InferJob) -> None:
+    """Write ``infer.json`` and print the result."""
     record = {
         "target": result.target, "nodes": result.nodes, "epoch": result.epoch, "accuracy": dict(result.accuracy),
         "checkpoint": str(job.checkpoint),
@@ -167,4 +168,4 @@ def _tell(result: InferResult, job: InferJob) -> None:
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
     scores = "".join(f"  {split} {accuracy:.4f}" for split, accuracy in result.accuracy.items())
     print(f"{result.nodes:,} {result.target} nodes, weights of epoch {result.epoch}:{scores}", flush=True)
-    print(f"logits are in {job.out}/part*/logits.npy, original ids beside them", flush=True)
+    print(f"logits are in {job.out}/part*/logits.npy, their original ids in orig_id.npy", flush=True)

@@ -1,4 +1,4 @@
-"""``python -m trainer train``: from a partition folder to a trained model, on every rank."""
+"""``python -m trainer train``: trains a model from a partition folder, on every rank."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from trainer.train.task import node_classification, pick_target
 
 
 def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None:
-    """What is wrong with the files that this node's ranks open; None where another process looks, or nobody is to.
+    """Compare the files that this node's ranks open with their digests; returns the first mismatch.
 
-    It may take as long as reading them. Ranks that wait for this one meanwhile do so in their first meeting.
+    Returns None without reading if another process of the node compares them or the job disables it. Reading may take
+    long; other ranks wait at the rendezvous meanwhile.
     """
     if not job.digests or job.parts is None or not compares_digests(ranks):
         return None
@@ -52,19 +53,19 @@ def find_damage(job: TrainJob | InferJob, ranks: Ranks) -> PartitionError | None
         return error
 
 
-def open_places(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
-    """The job's parts opened here, the hosts of the others connected; on a client node the graph that servers hold.
+def open_job_graph(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError | None = None) -> Graph:
+    """Open the job's parts and connect to the hosts of the others; on a client node, connect to the graph servers.
 
-    Raises ``damage`` if there is some, as ``open_graph`` and ``open_client`` do, and ``SettingsError`` without a
-    partition folder elsewhere.
+    Raises ``damage`` if given, ``SettingsError`` if a node other than a client has no partition folder, and whatever
+    ``open_graph`` and ``open_client`` raise.
     """
     if damage is not None:
         raise damage
     if job.parts is None:
         if job.cluster is None or not is_client(job.cluster, ranks.node_rank):
             raise SettingsError(
-                f"no partition folder: give --parts (GNNFLEET_PARTS); only a client node of a run, and node"
-                f" {ranks.node_rank} is none, can do without"
+                f"no partition folder: give --parts (GNNFLEET_PARTS); only client nodes of a run need none, and node"
+                f" {ranks.node_rank} is not a client"
             )
         return open_client(
             read_cluster(job.cluster), ranks, key_file=job.key_file, deadline=job.timeout,
@@ -77,42 +78,46 @@ def open_places(job: TrainJob | InferJob, ranks: Ranks, damage: PartitionError |
 
 
 def check_same_partition(graph: Graph, group: RankGroup) -> None:
-    """Refuse, naming the hosts, when a rank holds another manifest than rank 0, or asks servers that do."""
+    """Check that all ranks, or the servers they are clients of, have the same manifest. Collective.
+
+    Raises ``PartitionError`` with the ranks whose manifest differs from rank 0's.
+    """
     digests = group.gather((str(group.ranks), group.agree(lambda: graph.digest)))
-    others = [f"{who}: {digest[:12]}" for who, digest in digests if digest != digests[0][1]]
+    others = [f"{rank}: {digest[:12]}" for rank, digest in digests if digest != digests[0][1]]
     if others:
         group.settle()
         raise PartitionError(
             f"manifest.json in {graph.store.folder} differs between ranks; {digests[0][0]}: {digests[0][1][:12]}, "
-            f"{', '.join(others)}. Bring all nodes the same partition"
+            f"{', '.join(others)}. Copy the same partition to all nodes"
         )
 
 
 def layout_of(graph: Graph, group: RankGroup) -> RankLayout:
-    """Which ranks sit beside which part: those that read it from their own disk, and clients whose home server does."""
+    """The ranks near each part: those that read it from disk, and clients whose home server does. Collective."""
     owned = group.gather(graph.near_parts)
     parts = range(graph.manifest.num_parts)
     return RankLayout(group.size, tuple(tuple(r for r, own in enumerate(owned) if part in own) for part in parts))
 
 
 def one_host_layout(graph: Graph, group: RankGroup) -> RankLayout:
-    """As ``layout_of``, but each part beside the ranks of a single node, since those share a disk.
+    """As ``layout_of``, but with each part assigned to the ranks of a single node, which share a disk. Collective.
 
-    Of the nodes that have a part at hand, or of all where none has, it falls to the one with the fewest so far.
+    A part goes to the node with the fewest parts so far, among the nodes near it, or among all if none is.
     """
-    told = group.gather((group.ranks.node_rank, graph.near_parts))
-    nodes = sorted({node for node, _ in told})
-    given = dict.fromkeys(nodes, 0)
+    near_by_rank = group.gather((group.ranks.node_rank, graph.near_parts))
+    nodes = sorted({node for node, _ in near_by_rank})
+    counts = dict.fromkeys(nodes, 0)
     chosen = []
     for part in range(graph.manifest.num_parts):
-        near = sorted({node for node, parts in told if part in parts}) or nodes
-        chosen.append(min(near, key=lambda node: given[node]))
-        given[chosen[-1]] += 1
-    return RankLayout(group.size, tuple(tuple(r for r, (node, _) in enumerate(told) if node == of) for of in chosen))
+        near = sorted({node for node, parts in near_by_rank if part in parts}) or nodes
+        chosen.append(min(near, key=lambda node: counts[node]))
+        counts[chosen[-1]] += 1
+    ranks = [tuple(rank for rank, (node, _) in enumerate(near_by_rank) if node == of) for of in chosen]
+    return RankLayout(group.size, tuple(ranks))
 
 
 def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
-    """The loader's batches."""
+    """The rows that the loader's batches request, for ``fill_cache`` and ``device_rows``."""
     attrs = columns_of(graph, loader.settings)
     columns = {of: ("orig_id", *attrs.get(of, ())) for of in graph.manifest.nodes}
     return BatchPlan(loader.order, columns, loader.requests, loader.settings.threads)
@@ -121,7 +126,7 @@ def batch_plan(graph: Graph, loader: BatchLoader) -> BatchPlan:
 def fill_host_cache(
     graph: Graph, loader: BatchLoader, remote_access: RemoteAccess, run_dir: Path, group: RankGroup
 ) -> FilledCache | None:
-    """Cache rows of other hosts for the loader's batches. Collective; see ``fill_cache``."""
+    """Cache rows of other hosts for the loader's batches; see ``fill_cache``. Collective."""
     node = f"{group.ranks.node_rank} {group.ranks.host}"
     plan = batch_plan(graph, loader)
     return fill_cache(graph.access, graph.store, plan, node, remote_access.cache, run_dir / "cache", group)
@@ -130,7 +135,7 @@ def fill_host_cache(
 def fill_device_cache(
     graph: Graph, loaders: Mapping[str, BatchLoader], settings: TrainSettings, group: RankGroup
 ) -> None:
-    """Keep the rows on this rank's device that its train batches request most. Raises as ``device_rows`` does."""
+    """Cache on this rank's device the rows that its train batches request most. Raises as ``device_rows`` does."""
     size, loader = CacheSize.parse(settings.device_cache), loaders["train"]
     if size == CacheSize():
         return
@@ -142,7 +147,7 @@ def fill_device_cache(
 def make_model(
     settings: TrainSettings, manifest: Manifest, target: NodeType, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """The model as it begins, and rows, as wide as its layers, of the node types that reach it without features."""
+    """The initial model, and embedding rows [nodes, ``hidden``] of the reached node types that have no features."""
     facts = facts_of(manifest, target)
     reached = layer_needs(facts.node_types, facts.edge_types, target, len(settings.fanouts))[0].sources
     bare = {of: manifest.nodes[of].num_nodes for of in reached if of not in facts.in_dims}
@@ -153,9 +158,9 @@ def make_model(
 def trained_model(
     saved: Checkpoint, manifest: Manifest, device: torch.device | None = None
 ) -> tuple[nn.Module, ShardedEmbedding | None]:
-    """A checkpoint's best model, or its last where none was scored, in evaluation; and the rows it looks up.
+    """A checkpoint's best model, or the last if none was evaluated, in evaluation mode; and its embedding rows.
 
-    Under torch.distributed all ranks call this; ``saved`` holds embedding tables on rank 0.
+    Collective under torch.distributed; ``saved`` has embedding tables on rank 0 only.
     """
     settings, best = TrainSettings(**saved.settings), saved.best
     model, embedding = make_model(settings, manifest, saved.graph["target"], device)
@@ -167,9 +172,9 @@ def trained_model(
 
 
 def read_on_first(path: str | Path, check: Callable[[Checkpoint], None], group: RankGroup) -> Checkpoint:
-    """The checkpoint that rank 0 reads and checks, on every rank; embedding tables stay on rank 0.
+    """Read and check a checkpoint on rank 0, and send it to all ranks without embedding tables. Collective.
 
-    Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` that says so.
+    Raises ``CheckpointError`` on rank 0, and on the others a ``PeerError`` with its message.
     """
 
     def read() -> Checkpoint | None:
@@ -191,12 +196,12 @@ SPLITS = ("train", "val", "test")
 def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     """Train one model on all ranks; every rank returns the same result.
 
-    Raises ``TrainerError`` for what a user can act on, on every rank.
+    Raises ``TrainerError`` on every rank for errors that a user can fix.
     """
     ranks = ranks or Ranks.from_env(os.environ)
     settings, device = job.settings, pick_device(ranks)
     keep_freed_memory()
-    await_own_server()  # it started together with this process
+    await_own_server()  # it starts at the same time as this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
     regroups = RegroupOptions.from_env(os.environ, job.run_dir)
@@ -205,7 +210,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
 
 
 class _RunResources(ExitStack):
-    """What one process opens and makes for a run, once, whoever leaves it; closed at the end."""
+    """Resources of one process for a run, opened once, also when other ranks are lost; closed at the end."""
 
     def __init__(self, job: TrainJob, ranks: Ranks, regroups: bool, damage: PartitionError | None):
         super().__init__()
@@ -213,9 +218,9 @@ class _RunResources(ExitStack):
         self._made: tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]] | None = None
 
     def train(self, group: RankGroup) -> FitResult:
-        """From the beginning, or with the ranks that are left from where all of them were."""
+        """Train from the beginning, or, after a loss, with the remaining ranks from a common snapshot."""
         if self._made is None:
-            self.close()  # what an attempt has opened that ended with the loss of a rank
+            self.close()  # resources of an attempt that ended with the loss of a rank during preparation
             self._made = self._prepare(group)
         else:
             fit, loaders = self._made
@@ -223,7 +228,7 @@ class _RunResources(ExitStack):
         return self._made[0].run()
 
     def _prepare(self, group: RankGroup) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
-        graph = group.agree(lambda: self.enter_context(open_places(self.job, self.ranks, self.damage)))
+        graph = group.agree(lambda: self.enter_context(open_job_graph(self.job, self.ranks, self.damage)))
         check_same_partition(graph, group)
         metrics = group.agree(
             lambda: self.enter_context(MetricsLog(self.job.run_dir, self.ranks.rank, self.job.settings.tensorboard))
@@ -234,7 +239,10 @@ class _RunResources(ExitStack):
 def _prepare(
     job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog, regroups: bool
 ) -> tuple[Fit, Callable[[RankGroup], dict[str, BatchLoader]]]:
-    """Task, model, loaders and, when resuming, the state they go on from; and how loaders are made for fewer ranks."""
+    """Make task, model and loaders, and restore the checkpoint when resuming.
+
+    Returns the run, and a function that makes the loaders anew for fewer ranks.
+    """
     settings, manifest = job.settings, graph.manifest
     target = group.agree(lambda: pick_target(manifest, settings.target))
     splits = tuple(split for split in SPLITS if manifest.nodes[target].splits.get(split))
@@ -261,7 +269,7 @@ def _prepare(
 
 
 def loader_settings(settings: TrainSettings, target: NodeType, split: str, want_degree: bool) -> LoaderSettings:
-    """How a split is loaded to be trained on, if it is the train split, or else to be scored."""
+    """Loader settings of a split: for training if it is the train split, else for evaluation."""
     training = split == "train"
     return LoaderSettings(
         split=split,

@@ -1,8 +1,8 @@
-"""Full-graph inference: layer by layer for all nodes with all their neighbours.
+"""Full-graph inference: computes each layer for all nodes, with all their neighbours.
 
-Sampled inference computes a node's row once for every seed that reaches it; here each layer computes it
-once. A layer's rows stay on the disk of the rank that computed them, and who needs some asks that rank over
-torch.distributed: hosts share no disk, and graph servers serve what a partition holds, not what a run makes.
+Sampled inference computes a node's row once for every seed that reaches it; here each layer computes it once. A
+layer's rows are stored on the disk of the rank that computed them, and other ranks request them over
+torch.distributed: hosts need not share a disk, and graph servers only serve rows of the partition.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 
 @dataclass(frozen=True)
 class NodeRange:
-    """Neighbouring nodes of one part that one rank computes."""
+    """A contiguous range of nodes of one part that one rank computes."""
 
     part_id: int
     rank: int
     first: int  #: global ids first … last - 1
     last: int
-    row: int  #: of ``first`` among the rank's own rows
+    row: int  #: position of ``first`` in the rank's own rows
 
 
 class NodeShares:
-    """The nodes of one type, shared out: each part's evenly over the ranks beside it."""
+    """Assignment of the nodes of one type to ranks: those of a part evenly to the ranks near the part."""
 
     def __init__(self, offsets: Sequence[int], layout: RankLayout):
         self.ranges = tuple(_ranges(offsets, layout))
@@ -54,11 +54,11 @@ class NodeShares:
         self._rows = np.array([of.row for of in self.ranges], np.int64)
 
     def own(self, rank: int) -> tuple[NodeRange, ...]:
-        """A rank's ranges, by global id."""
+        """The ranges of a rank, ascending."""
         return tuple(of for of in self.ranges if of.rank == rank)
 
     def owned(self, rank: int) -> int:
-        """Nodes of a rank."""
+        """Number of nodes of a rank."""
         return sum(of.last - of.first for of in self.own(rank))
 
     def owners(self, ids: Ids) -> Ids:
@@ -66,7 +66,7 @@ class NodeShares:
         return self._ranks[self._at(ids)]
 
     def rows(self, ids: Ids) -> Ids:
-        """Each global id's place among its owner's rows, int64."""
+        """Position of each global id in its owner's rows, int64."""
         at = self._at(ids)
         return self._rows[at] + ids - self._starts[at]
 
@@ -75,26 +75,26 @@ class NodeShares:
 
 
 def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
-    """No range is empty, so that starts are distinct."""
-    held = [0] * layout.world_size
+    """Yield the ranges, ascending. Empty ones are left out, so that starts are distinct."""
+    counts = [0] * layout.world_size
     for part_id, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # a host may serve and not train
+        ranks = layout.ranks_of_part[part_id] or (part_id % layout.world_size,)  # the part's host may only serve
         bounds = [first + (last - first) * place // len(ranks) for place in range(len(ranks) + 1)]
         for rank, begin, end in zip(ranks, bounds, bounds[1:], strict=False):
             if begin < end:
-                yield NodeRange(part_id, rank, begin, end, held[rank])
-                held[rank] += end - begin
+                yield NodeRange(part_id, rank, begin, end, counts[rank])
+                counts[rank] += end - begin
 
 
 @dataclass(frozen=True)
 class LayerRows:
-    """One layer's result for the nodes of one type, each rank's own on its own disk."""
+    """Result of one layer for the nodes of one type; each rank stores its own rows."""
 
     shares: NodeShares
     values: Array  #: float32 [own nodes, f]
 
     def fetch(self, ids: Ids) -> Tensor:
-        """Rows of any nodes, float32 [n, f]; all ranks take part."""
+        """Rows of any nodes by global id, float32 [n, f]. Collective."""
         owners = torch.from_numpy(self.shares.owners(ids))
         return exchange_rows(torch.from_numpy(ids), owners, self._answer)
 
@@ -108,27 +108,27 @@ Blocks = Mapping[EdgeType, Block]
 
 
 class LayerStack(Protocol):
-    """The layers of a model in evaluation. Give your own model one to infer with it over a whole graph."""
+    """Interface for the layers of a model in evaluation mode; implement it for your own model to use ``WholeGraph``."""
 
     @property
     def needs(self) -> tuple[LayerNeed, ...]:
-        """What each layer reads and writes, first layer first."""
+        """Node and edge types that each layer reads and writes, first layer first."""
 
     @property
     def needs_degree(self) -> bool:
-        """Whether layers want whole-graph in-degrees."""
+        """Whether layers need the in-degrees of the whole graph."""
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
-        """What the first layer reads, of each of its source types: [n, f], from features and ids."""
+        """Compute the input of the first layer, [n, f] for each of its source types, from features and ids."""
 
     def layer(
         self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int], degree: Tensor | None
     ) -> TypeRows:
-        """What the layer after ``number`` (from 0) reads of each target type; logits after the last one."""
+        """Compute layer ``number`` (from 0): its output for each target type, or logits after the last layer."""
 
 
 class BlockStack:
-    """A model of a homogeneous graph."""
+    """The layers of a ``BlockModel``, for homogeneous graphs."""
 
     def __init__(self, model: BlockModel):
         self.model, self.needs_degree = model, model.needs_degree
@@ -145,14 +145,14 @@ class BlockStack:
 
 
 class HeteroStack:
-    """A ``HeteroModel``."""
+    """The layers of a ``HeteroModel``."""
 
     needs_degree = False
 
     def __init__(self, model: HeteroModel, facts: GraphFacts):
         self.model = model
         needs = layer_needs(facts.node_types, facts.edge_types, facts.target, model.shape.num_layers)
-        alone = LayerNeed((facts.target,), (facts.target,), ())  # where no edge type ends in the target
+        alone = LayerNeed((facts.target,), (facts.target,), ())  # for a target without in-edges
         self.needs = tuple(need for need in needs if need.edge_types) or (alone,)
 
     def begin(self, batch: HeteroBatch) -> TypeRows:
@@ -176,34 +176,35 @@ def stack_of(model: nn.Module, facts: GraphFacts) -> LayerStack:
     if isinstance(model, HeteroModel):
         return HeteroStack(model, facts)
     raise SettingsError(
-        f"{type(model).__name__} is no bundled model; give a LayerStack of it (trainer/train/layerwise_inference.py)"
+        f"{type(model).__name__} is not a bundled model; implement a LayerStack for it, see"
+        " trainer/train/layerwise_inference.py"
     )
 
 
-EDGES_PER_NODE = 64  #: a chunk of n nodes has about this many times n edges at most, or a single node
+EDGES_PER_NODE = 64  #: a chunk has at most about ``nodes_at_once`` times this number of edges, or a single node
 
 LayerResults = dict[NodeType, LayerRows]
 
 
 @dataclass(frozen=True)
 class NodeChunk:
-    """Some nodes of one type with all their neighbours, by one layer's edge types."""
+    """Some nodes of one type, with all their neighbours by the edge types of one layer."""
 
     ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
     blocks: Mapping[EdgeType, Block]
-    num_dst: Mapping[NodeType, int]  #: of every type; 0 but for one
+    num_dst: Mapping[NodeType, int]  #: by type; 0 for all types but one
 
 
 @dataclass
 class WholeGraph:
-    """All nodes of an opened graph, shared out over the ranks. ``nodes_at_once`` bounds memory."""
+    """Runs a ``LayerStack`` on all nodes of a graph, distributed over the ranks."""
 
     graph: Graph
     layout: RankLayout
     group: RankGroup
-    scratch: Path  #: folder for the rows of layers; 4 bytes * own nodes * width for each of two layers
-    nodes_at_once: int = 4096
-    weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in sampling by it
+    scratch: Path  #: folder for rows of layers; needs 4 bytes * own nodes * width for each of two layers
+    nodes_at_once: int = 4096  #: nodes computed at a time; bounds memory
+    weight: str | None = None  #: edge attribute; edges of weight 0 are left out, as in weighted sampling
     shares: dict[NodeType, NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
@@ -214,14 +215,14 @@ class WholeGraph:
 
     @torch.no_grad()
     def run(self, stack: LayerStack) -> LayerResults:
-        """What the last layer gives for every node of its target types; all ranks take part."""
+        """Compute the last layer's output for every node of its target types. Collective."""
         before: LayerResults = {}
         for number, need in enumerate(stack.needs):
             before = {of: self._layer(stack, number, need, of, before) for of in need.targets}
         return before
 
     def _layer(self, stack: LayerStack, number: int, need: LayerNeed, of: NodeType, before: LayerResults) -> LayerRows:
-        """One layer for all own nodes of one type; ranks with fewer chunks go on with empty ones."""
+        """Compute one layer for all own nodes of one type; ranks with fewer chunks add empty ones."""
         chunks = list(self._chunks(of, need))
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
@@ -264,7 +265,7 @@ class WholeGraph:
         return self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
-        """A chunk's original ids and features."""
+        """Fetch a chunk's original ids and features."""
         specs = self.graph.manifest.nodes
         wanted = [
             RowRequest(of, ids, ("orig_id", "x") if "x" in specs[of].attrs else ("orig_id",))
@@ -286,7 +287,7 @@ class WholeGraph:
         return torch.from_numpy(np.asarray(rows["in_degree"]))
 
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
-        """Own nodes in pieces that fit into memory, in the order of own rows."""
+        """Cut own nodes into chunks of bounded size, in the order of own rows."""
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
             cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
@@ -295,7 +296,7 @@ class WholeGraph:
             yield from np.split(np.arange(piece.first, piece.last), cuts)
 
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
-        """In-edges of own nodes: those by ``ending`` where the part is here, else all, as its server knows them."""
+        """Number of in-edges of own nodes: by ``ending`` if the part is open here, else all, from its server."""
         part = self.graph.store.parts.get(piece.part_id)
         degrees = np.zeros(piece.last - piece.first, np.int64)
         if part is None and ending:
@@ -310,7 +311,7 @@ class WholeGraph:
         return degrees
 
     def _file(self, name: str, count: int, width: int) -> Array:
-        """A new array on disk: the page cache holds what fits of it."""
+        """A new array in a memory-mapped file, of which the page cache stores what fits into memory."""
         if count * width == 0:
             return np.empty((count, width), np.float32)
         return np.lib.format.open_memmap(

@@ -1,4 +1,4 @@
-"""Metrics as JSON lines, one file per rank; docs/ARCHITECTURE.md lists the kinds."""
+"""Writes metrics as JSON lines, one file per rank; docs/ARCHITECTURE.md lists the kinds of lines."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from trainer.core.errors import SettingsError
 
 STEP_INTERVAL = 1.0  #: seconds between ``step`` lines
 
-PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is at
+PHASES = ("load", "compute", "reduce", "evaluate")  #: what a rank is doing, as in the progress file
 
-LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the work on it
+LOADING = ("sample", "remote", "gather")  #: parts of the wait for a batch, and of the sampler threads' work on it
 
-#: What a step's time goes to.
+#: Kinds of work and waiting that a step's time is split into.
 KINDS = (*LOADING, "copy", "forward", "backward", "reduce", "optimizer", "other")
 
-_WIDTH = 40  # bytes of the progress file, so that it is always overwritten whole
+_WIDTH = 40  # bytes of the progress file; its size is fixed so that a write replaces the whole text
 
 
 class MetricsLog:
-    """Appends to ``metrics-rank<r>.jsonl`` and keeps ``progress-rank<r>``; a context manager.
+    """Appends to ``metrics-rank<r>.jsonl`` and updates ``progress-rank<r>``; a context manager.
 
-    Raises ``SettingsError`` when it cannot.
+    Raises ``SettingsError`` if the metrics file cannot be opened.
     """
 
     def __init__(self, run_dir: Path, rank: int, tensorboard: bool = False):
-        """tensorboard: also write scalars below ``run_dir``/tensorboard."""
+        """tensorboard: also write scalars into ``run_dir``/tensorboard."""
         path = run_dir / f"metrics-rank{rank}.jsonl"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ class MetricsLog:
         self.write("start")
 
     def write(self, kind: str, **values: Any) -> None:
-        """Append one line and flush it."""
+        """Append a line, with time and rank, and flush it."""
         line = {"t": round(time.time(), 3), "kind": kind, "rank": self.rank, **values}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -56,7 +56,7 @@ class MetricsLog:
             self._tensorboard.add(line)
 
     def at(self, epoch: int, step: int, phase: str) -> None:
-        """Overwrite the progress file; as cheap as a system call, so it may be done several times a step.
+        """Overwrite the progress file; costs one system call, so it may be called several times per step.
 
         phase: one of ``PHASES``.
         """
@@ -64,11 +64,11 @@ class MetricsLog:
         try:
             self._progress = self._progress or io.FileIO(self._progress_path, "w")
             os.pwrite(self._progress.fileno(), text.encode(), 0)
-        except OSError:  # a disk that is gone does not matter here; what has to be written says so
+        except OSError:  # progress is optional: writing metrics or checkpoints reports a failed disk
             pass
 
     def step_due(self) -> bool:
-        """Whether a ``step`` line may be written now; at most one a second."""
+        """Whether a ``step`` line may be written now; True at most once per ``STEP_INTERVAL``."""
         now = time.monotonic()
         if now < self._next_step:
             return False
@@ -86,22 +86,23 @@ class MetricsLog:
             self._progress.close()
 
 
-FOLDER = "tensorboard"  #: below the run folder
+FOLDER = "tensorboard"  #: in the run folder
 
 _FLUSH = 10  # seconds that a scalar may wait to be written
 
-_PLACES = ("t", "kind", "rank", "epoch", "step", "steps")  # which are no figures
+_POSITION = ("t", "kind", "rank", "epoch", "step", "steps")  # fields that are not scalars
 
-_RUN_WIDE = ("loss", "step_loss")  # of an epoch line; every rank has the same
+_RUN_WIDE = ("loss", "step_loss")  # fields of an epoch line that are equal on all ranks
 
 MetricsLine = Mapping[str, Any]
 
 
 class TensorBoard:
-    """Writes ``tensorboard/rank<r>/`` of a rank's own figures and, as rank 0, ``tensorboard/all/`` of the run's.
+    """Writes a rank's scalars into ``tensorboard/rank<r>/``, and on rank 0 the run's into ``tensorboard/all/``.
 
-    A tag is a figure's path in its line, as ``epoch/spent/sample``. Steps count over all epochs; of ``epoch/`` and
-    ``eval/`` tags the step is the epoch. Raises ``SettingsError`` where the package tensorboard is not installed.
+    A tag is the path of a value in its metrics line, such as ``epoch/spent/sample``. The step of ``epoch/`` and
+    ``eval/`` tags is the epoch; other steps count over all epochs. Raises ``SettingsError`` if the package tensorboard
+    is not installed.
     """
 
     def __init__(self, run_dir: Path, rank: int):
@@ -119,45 +120,45 @@ class TensorBoard:
         self._own, self._all = self._writers[names[0]], self._writers.get("all")
 
     def add(self, line: MetricsLine) -> None:
-        """Write the figures of a ``step``, ``epoch`` or ``eval`` line; others have none."""
+        """Write the scalars of a ``step``, ``epoch`` or ``eval`` line; other kinds have none."""
         kind, epoch, t = line["kind"], line.get("epoch"), float(line["t"])
         if kind == "step":
             done = (line["epoch"] - 1) * line["steps"] + line["step"] + 1
-            _write(self._own, _figures(line, "step"), done, t)
+            _write(self._own, _scalars(line, "step"), done, t)
         elif kind == "epoch" and epoch is not None:
             own = {name: value for name, value in line.items() if name not in _RUN_WIDE}
-            _write(self._own, _figures(own, "epoch"), epoch, t)
+            _write(self._own, _scalars(own, "epoch"), epoch, t)
             if self._all is not None:
                 _write(self._all, [(f"epoch/{name}", line[name]) for name in ("loss", "seconds")], epoch, t)
                 _write_steps(self._all, line)
         elif kind == "eval" and self._all is not None and epoch is not None:
-            _write(self._all, _figures(line, f"eval/{line['split']}"), epoch, t)
+            _write(self._all, _scalars(line, f"eval/{line['split']}"), epoch, t)
 
     def close(self) -> None:
-        """Write what is left and close the files."""
+        """Flush and close the files."""
         for writer in self._writers.values():
             writer.close()
 
 
 def _write_steps(writer: Any, line: MetricsLine) -> None:
-    """The loss of each step over all ranks, which an epoch line of rank 0 lists; times are spread evenly over it."""
+    """Write ``step_loss`` of rank 0's epoch line; the steps' times are spread evenly over the epoch."""
     losses, seconds = line.get("step_loss", ()), float(line["seconds"])
     for i, loss in enumerate(losses, start=1):
         t = float(line["t"]) - seconds * (1 - i / len(losses))
         _write(writer, [("step/loss", loss)], (line["epoch"] - 1) * len(losses) + i, t)
 
 
-def _write(writer: Any, figures: Iterable[tuple[str, float]], step: int, t: float) -> None:
-    for tag, value in figures:
+def _write(writer: Any, scalars: Iterable[tuple[str, float]], step: int, t: float) -> None:
+    for tag, value in scalars:
         writer.add_scalar(tag, value, step, walltime=t)
 
 
-def _figures(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
-    """Every number of a line by its path, but what came from each host."""
+def _scalars(tree: MetricsLine, above: str) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line with their paths, without those in ``by_host``."""
     for key, value in tree.items():
-        if key in _PLACES or key == "by_host":
+        if key in _POSITION or key == "by_host":
             continue
         if isinstance(value, Mapping):
-            yield from _figures(value, f"{above}/{key}")
+            yield from _scalars(value, f"{above}/{key}")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{above}/{key}", float(value)

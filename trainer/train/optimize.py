@@ -1,4 +1,4 @@
-"""One optimizer step: the model's weights and the rows of nodes without features; gradients as means over ranks."""
+"""Optimizers of the model's weights and of embedding rows, with gradients averaged over ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainer.core.ranks import RankGroup
 from trainer.nn.sharded_embedding import ShardedEmbedding
 from trainer.train.settings import TrainSettings
 
-_HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # from torch.compile, by a decorator
+_HIDDEN = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")  # decorated by torch for torch.compile
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """An optimizer of torch's without what hides it from torch.compile, which is never used here.
+    """A torch optimizer class without the decorators for torch.compile.
 
-    Making one and stepping it would import torch._dynamo, which takes as long again as importing torch.
+    The decorated methods import torch._dynamo, which takes as long as importing torch.
     """
     members = {name: inspect.unwrap(getattr(kind, name)) for name in _HIDDEN}
     return type(kind.__name__, (kind,), {**members, "step": torch.no_grad()(inspect.unwrap(kind.step))})
@@ -31,7 +31,7 @@ Adam, SparseAdam = eager(torch.optim.Adam), eager(torch.optim.SparseAdam)
 
 @dataclass(frozen=True)
 class RowTable:
-    """Sharded rows with the optimizer that changes those looked up."""
+    """Sharded embedding rows, with the optimizer that updates the rows a batch has used."""
 
     embedding: ShardedEmbedding
     optimizer: torch.optim.Optimizer
@@ -39,15 +39,15 @@ class RowTable:
 
 @dataclass(frozen=True)
 class Optimizers:
-    """All of a run's optimizers; every rank steps equally often."""
+    """The optimizers of a run. ``step`` is collective."""
 
     model: torch.optim.Optimizer
-    rows: RowTable | None = None  #: None when every node that counts has features
-    average: Callable[[], None] | None = None  #: makes gradients means over ranks; None: the backward pass does
+    rows: RowTable | None = None  #: None when all reached node types have features
+    average: Callable[[], None] | None = None  #: averages gradients over ranks; None: the backward pass does
 
     @classmethod
     def of(cls, settings: TrainSettings, model: nn.Module, embedding: ShardedEmbedding | None) -> Optimizers:
-        """Adam for the model, SparseAdam for rows."""
+        """Adam for the model, SparseAdam for embedding rows."""
         adam = Adam(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)  # type: ignore[call-arg]
         if embedding is None:
             return cls(adam)
@@ -55,7 +55,7 @@ class Optimizers:
         return cls(adam, RowTable(embedding, SparseAdam([embedding.weight], lr=lr)))  # type: ignore[call-arg]
 
     def step(self, loss: Tensor) -> None:
-        """One update downhill of ``loss``, whose mean over ranks counts."""
+        """Compute gradients of the mean of ``loss`` over ranks, and update weights and rows."""
         self.model.zero_grad()
         if self.rows is not None:
             self.rows.optimizer.zero_grad()
@@ -68,16 +68,16 @@ class Optimizers:
             self.rows.optimizer.step()
 
 
-#: Values of a model up to which DistributedDataParallel exchanges its gradients in one go at the end of the backward
-#: pass: its first bucket is one MiB.
+#: Largest number of weights for which DistributedDataParallel uses a single all-reduce, at the end of the backward
+#: pass: its first bucket is 1 MiB.
 SMALL = (1 << 20) // 4
 
 
 class MeanGradients:
-    """A small model's gradients made means over ranks in one exchange, after each backward pass.
+    """Averages a small model's gradients over ranks, in one all-reduce after each backward pass.
 
-    DistributedDataParallel does the same with such a model, in the same order of sums where there are two ranks, and
-    imports torch._dynamo for it, which takes as long again as importing torch. Every rank begins with rank 0's weights.
+    DistributedDataParallel does the same with such a model, with two ranks also in the same order of sums, but imports
+    torch._dynamo, which takes as long as importing torch. The constructor copies rank 0's weights to all ranks.
     """
 
     def __init__(self, model: nn.Module, size: int):
@@ -89,7 +89,7 @@ class MeanGradients:
                 weight.copy_(first)
 
     def __call__(self) -> None:
-        """After ``backward``; raises ``RuntimeError`` when another rank is lost."""
+        """Call after ``backward``. Raises ``RuntimeError`` when another rank is lost. Collective."""
         own = [torch.zeros_like(w) if w.grad is None else w.grad for w in self._weights]
         flat = torch.cat([gradient.reshape(-1) for gradient in own]).mul_(1 / self._size)
         dist.all_reduce(flat)
@@ -97,28 +97,28 @@ class MeanGradients:
             weight.grad = mean
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """By weight, in its shape."""
+        """Cut ``flat`` into tensors with the shapes of the weights."""
         parts = flat.split([weight.numel() for weight in self._weights])
         return [part.view_as(weight) for part, weight in zip(parts, self._weights, strict=True)]
 
 
 def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[], None] | None]:
-    """The model to train, and what makes its gradients means over ranks after each backward pass; None: that pass does.
+    """The model to train, and a function to call after each backward pass, which averages its gradients over ranks.
 
-    All ranks call this.
+    The function is None if the backward pass averages them. Collective.
     """
     if group.size == 1:
         return model, None
-    looks = group.gather(_look(model))
-    if looks[0] and looks == [looks[0]] * group.size:
+    shapes = group.gather(_small_shapes(model))
+    if shapes[0] and shapes == [shapes[0]] * group.size:
         return model, MeanGradients(model, group.size)
-    from torch.nn.parallel import DistributedDataParallel  # says what differs between ranks
+    from torch.nn.parallel import DistributedDataParallel  # it also reports differences between ranks
 
     return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=False), None
 
 
-def _look(model: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes of the weights; [] of a model that is large, has buffers, or is not float32 on the CPU."""
+def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the weights; [] if the model is large, has buffers or frozen weights, or is not float32 on the CPU."""
     weights = list(model.parameters())
     small = sum(weight.numel() for weight in weights) <= SMALL and not list(model.buffers())
     plain = all(w.requires_grad and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)

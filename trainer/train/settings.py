@@ -1,4 +1,4 @@
-"""Settings of ``python -m trainer train``: one frozen dataclass, one flag per field."""
+"""Settings of ``python -m trainer train``: a frozen dataclass with one command-line option per field."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ _LIMITS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def setting(help: str, default: Any, **limits: float) -> Any:
-    """A settings field: its one-line help, its default, its limits (``at_least``, ``above``, ``below``)."""
+    """A settings field. help: text for ``--help``; limits: ``at_least``, ``above``, ``below``."""
     return field(default=default, metadata={"help": help, "limits": limits})
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What is trained, and how. Raises ``SettingsError`` with every mistake when made."""
+    """Model, data and optimisation of a run. Creating one raises ``SettingsError`` that lists all invalid values."""
 
     model: Literal["sage", "gcn", "gat", "rgcn", "hgt", "rsage"] = setting(
-        "Model; rgcn, hgt and rsage take heterogeneous graphs.", "sage"
+        "Model; rgcn, hgt and rsage are for heterogeneous graphs.", "sage"
     )
     target: str | None = setting("Node type to classify; default: the only one with labels and train seeds.", None)
     hidden: int = setting("Width of hidden layers.", 256, at_least=1)
-    layers: int | None = setting("Number of layers; default: length of fanouts, and must equal it.", None, at_least=1)
+    layers: int | None = setting("Number of layers; default, and only valid: the number of fanouts.", None, at_least=1)
     heads: int = setting("Attention heads (gat, hgt).", 4, at_least=1)
     dropout: float = setting("Dropout probability.", 0.3, at_least=0, below=1)
-    fanouts: tuple[int, ...] = setting("Neighbours per hop, seeds outward; -1 takes all.", (15, 10, 5))
+    fanouts: tuple[int, ...] = setting("Neighbours per hop, from the seeds outward; -1: all.", (15, 10, 5))
     eval_fanouts: tuple[int, ...] | None = setting("Fanouts for evaluation; default: fanouts.", None)
     replace: bool = setting("Sample neighbours with replacement.", False)
-    weight_attr: str | None = setting("Edge attribute: a neighbour's chance goes with it.", None)
-    time_attr: str | None = setting("Integer node attribute: no neighbour later than its seed.", None)
+    weight_attr: str | None = setting("Edge attribute; neighbours are drawn with probability proportional to it.", None)
+    time_attr: str | None = setting("Integer node attribute; neighbours later than their seed are left out.", None)
     temporal_strategy: Literal["uniform", "last"] = setting(
-        "With time_attr: draw neighbours, or the latest.", "uniform"
+        "With time_attr: draw neighbours uniformly, or take the latest.", "uniform"
     )
-    disjoint: bool = setting("A subgraph for each seed that shares no node with the others.", False)
+    disjoint: bool = setting("Sample a separate subgraph for each seed.", False)
     batch_size: int = setting("Global batch: seeds per step over all processes.", 1024, at_least=1)
     eval_batch_size: int = setting("Global batch for evaluation.", 4096, at_least=1)
-    epochs: int = setting("Passes over the train seeds in all, those before resume included.", 10, at_least=1)
+    epochs: int = setting("Total passes over the train seeds, including those before resume.", 10, at_least=1)
     lr: float = setting("Learning rate (Adam).", 0.004, above=0)
     embedding_lr: float | None = setting(
-        "Learning rate of the rows of featureless nodes (SparseAdam); default: lr.", None, above=0
+        "Learning rate of embedding rows of nodes without features (SparseAdam); default: lr.", None, above=0
     )
     weight_decay: float = setting("Weight decay (Adam).", 0.0, at_least=0)
-    seed: int = setting("Seed of order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
-    eval_every: int = setting("Evaluate on val every so many epochs; 0: only at the end.", 1, at_least=0)
-    checkpoint_every: int = setting("Checkpoint every so many epochs; 0: only at the end.", 1, at_least=0)
+    seed: int = setting("Random seed of seed order, samples, dropout and initial weights.", 0, at_least=0, below=2**32)
+    eval_every: int = setting("Epochs between evaluations on val; 0: only at the end.", 1, at_least=0)
+    checkpoint_every: int = setting("Epochs between checkpoints; 0: only at the end.", 1, at_least=0)
     tensorboard: bool = setting("Write scalars for TensorBoard; needs the package tensorboard.", False)
     sampler_threads: int = setting("Sampler threads per process.", 1, at_least=1)
-    prefetch: int = setting("Batches alive per process; at least one more than sampler_threads.", 2, at_least=1)
+    prefetch: int = setting("Batches in memory per process; at least sampler_threads + 1 are used.", 2, at_least=1)
     device_cache: str = setting(
-        "Rows of features kept on the GPU, those asked for most: a share of all, a size (512MB), or 0.", "0"
+        "Feature rows cached on each GPU, the most requested first: a share of all (10%), a size (512MB), or 0.", "0"
     )
     backend: Literal["auto", "gloo", "nccl"] = setting("torch.distributed backend.", "auto")
     precision: Literal["float32", "bfloat16"] = setting(
-        "What layers compute in; bfloat16 adds up in float32, and changes results.", "float32"
+        "Precision of the layers; bfloat16 accumulates in float32, and changes results.", "float32"
     )
-    timeout: float = setting("Deadline in seconds of every wait between processes.", 120.0, above=0, below=1_000_000)
-    resume: str | None = setting("Checkpoint file to go on from; rank 0 reads it.", None)
+    timeout: float = setting("Seconds that a wait for another process may take.", 120.0, above=0, below=1_000_000)
+    resume: str | None = setting("Checkpoint file to resume from; rank 0 reads it.", None)
 
     def __post_init__(self) -> None:
         problems = [*_beyond_limits(self), *_bad_fanouts(self), *_bad_cache(self)]
@@ -82,41 +82,41 @@ class TrainSettings:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A training run as one process sees it: the settings, and where things are."""
+    """A training run of one process: settings, files and folders."""
 
     settings: TrainSettings
-    parts: Path | None  #: partition folder; None on a client node, which holds no part
-    run_dir: Path  #: metrics and checkpoints go here
+    parts: Path | None  #: partition folder; None on a client node, which has no parts
+    run_dir: Path  #: folder for metrics and checkpoints
     part_ids: tuple[int, ...] | None = None  #: parts opened here; None: all
-    cluster: Path | None = None  #: cluster.json, when other hosts serve the other parts
-    key_file: Path | None = None  #: service.key, when the graph service is encrypted
+    cluster: Path | None = None  #: cluster.json; None unless other hosts serve the other parts
+    key_file: Path | None = None  #: service.key; None unless the graph service is encrypted
     remote_access: RemoteAccess = RemoteAccess()
-    digests: bool = True  #: whether files are compared with their digests, where no graph server of this node does
+    digests: bool = True  #: compare files with their digests, unless a graph server of this node does
 
     @property
     def timeout(self) -> float:
-        """Seconds any wait may take."""
+        """Seconds that a wait for another process may take."""
         return self.settings.timeout
 
 
 @dataclass(frozen=True)
 class InferJob:
-    """Full-graph inference as one process sees it."""
+    """Full-graph inference of one process."""
 
     checkpoint: Path  #: rank 0 reads it
-    parts: Path | None  #: partition folder; None on a client node, which holds no part
-    out: Path  #: results go here
-    part_ids: tuple[int, ...] | None = None  #: as in ``TrainJob``, like the following
+    parts: Path | None  #: partition folder; None on a client node, which has no parts
+    out: Path  #: folder for results
+    part_ids: tuple[int, ...] | None = None  #: this and fields without a comment: as in ``TrainJob``
     cluster: Path | None = None
     key_file: Path | None = None
     remote_access: RemoteAccess = RemoteAccess()
-    nodes_at_once: int = 4096  #: nodes computed together; bounds memory
-    timeout: float = 120.0  #: seconds any wait may take
+    nodes_at_once: int = 4096  #: nodes computed at a time; bounds memory
+    timeout: float = 120.0  #: seconds that a wait for another process may take
     digests: bool = True
 
 
 class IntList(click.ParamType):
-    """Whole numbers with commas: ``15,10,5``."""
+    """Comma-separated whole numbers: ``15,10,5``."""
 
     name = "n,n,…"
 

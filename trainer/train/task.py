@@ -1,4 +1,4 @@
-"""The task of the bundled trainer: loss of a batch, and how well it was predicted."""
+"""The bundled trainer's task, node classification: loss and number of correct predictions of a batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainer.store.manifest import Manifest, NodeSpec
 
 
 class Task(Protocol):
-    """A model's output becomes sums over the batch's own seeds; sums of ranks add up to the global batch."""
+    """Computes sums over a batch's own seeds from a model's output; summed over ranks they cover the global batch."""
 
     def loss_sum(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
         """Loss summed over the seeds, differentiable; 0 for a batch without seeds."""
 
     def correct(self, out: Tensor, batch: Batch | HeteroBatch) -> Tensor:
-        """Seeds predicted right, int64 []."""
+        """Number of seeds predicted correctly, int64 []."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,9 @@ class NodeClassification:
 
 
 def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
-    """The node type to classify: the one asked for, or else the only one with labels, classes and train seeds.
+    """The node type to classify: ``wanted``, or else the only one with labels, classes and train seeds.
 
-    Raises ``SettingsError`` for a type that is not there, and when there is a choice, ``DataError`` when
-    there is none.
+    Raises ``SettingsError`` if ``wanted`` does not exist or several types qualify, ``DataError`` if none does.
     """
     if wanted is not None:
         if wanted not in manifest.nodes:
@@ -67,10 +66,10 @@ def pick_target(manifest: Manifest, wanted: str | None = None) -> NodeType:
 def node_classification(
     graph: Graph, target: NodeType, splits: tuple[str, ...], group: RankGroup
 ) -> NodeClassification:  # fmt: skip
-    """The task of a graph whose seeds all have a label; each rank looks through its share of them.
+    """Make the task, after checking the labels of all seeds; each rank checks its share. Collective.
 
-    Raises ``DataError`` for a target without labels or train seeds, a seed without a label, or a
-    homogeneous graph without features.
+    Raises ``DataError`` if the target has no labels or train seeds, a seed has no label, or a homogeneous graph has no
+    features.
     """
     manifest = graph.manifest
     spec, nodes = manifest.nodes[target], f"nodes of type {target}" if manifest.hetero else "nodes"
@@ -106,5 +105,5 @@ def _check_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) 
         raise DataError(
             f"{graph.manifest.dataset}: {len(bad)} seeds of the {split} split{_of(graph.manifest, target)} have no "
             f"class in 0 … {classes - 1}, for instance node {node} with y = {label:g}; "
-            "take them out of the split, or label them"
+            "remove them from the split, or label them"
         )

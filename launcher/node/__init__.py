@@ -1,1 +1,1 @@
-"""Programs that run on a node: Python 3.8 or newer, standard library only."""
+"""Programs that run on the nodes: Python 3.8 or newer, standard library only."""

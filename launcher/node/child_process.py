@@ -127,7 +127,10 @@ class Loop:
         child.close()
 
     def watch(self, opened: socket.socket, events: int, ready: Callable[[int], None]) -> None:
-        """Call ``ready(events)`` whenever a socket is ready for one of ``events`` (of selectors); may be repeated."""
+        """Call ``ready(events)`` whenever a socket is ready for one of ``events`` (of selectors).
+
+        A further call for the same socket replaces ``events`` and ``ready``.
+        """
         known = opened in self._selector.get_map()
         (self._selector.modify if known else self._selector.register)(opened, events, ready)
 

@@ -1,8 +1,8 @@
-"""Reads JSON that somebody else wrote: a node, a peer, a script, another version, a disk that was full.
+"""Validates JSON from untrusted or damaged sources: nodes, peers, user scripts, other versions, full disks.
 
-A line that is no JSON object counts for nothing; a field of another kind than it should be counts as one that is not
-there. What comes out has the kinds that the ``Record``s below state, so that nobody behind this module has to check.
-Fields that a record does not name stay as they are. Python 3.8, standard library only.
+A line that is not a JSON object is ignored; a field of the wrong type is treated as missing. The results have the
+types declared by the ``Record`` objects below, so callers need no further checks. Fields that a record does not
+declare are kept unchecked. Python 3.8, standard library only.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    Kind = Callable[[Any], Any]  #: gives a value back as it should be; raises ValueError for one of another kind
+    Kind = Callable[[Any], Any]  #: validates a value: returns it, normalised, or raises ValueError
 
-MAX_LINE = 1 << 26  #: characters of a line of JSON; a longer one is damaged
+MAX_LINE = 1 << 26  #: characters of a line of JSON; a longer one counts as damaged
 
-_LARGEST = 1 << 63  # of an integer
+_LARGEST = 1 << 63  # integers are in -_LARGEST .. _LARGEST - 1
 
-_LATEST = 1e11  # seconds since the epoch; what is later, no calendar can show
+_LATEST = 1e11  # seconds since the epoch, year 5138; far larger values overflow in ``time``
 
-_TOP = re.compile(
-    r'\{"(?:file|state|quiet|result|lost|now|stopped)": '
-)  # how an answer of watch.py or control.py begins
+# How a message of watch.py or control.py begins.
+_TOP = re.compile(r'\{"(?:file|state|quiet|result|lost|now|stopped)": ')
 
 
 class Damaged(ValueError):
-    """What came is not what it should be."""
+    """A message of a node that is cut off, not JSON, or has fields missing or of the wrong type."""
 
 
 # -- kinds -----------------------------------------------------------------
 
 
 def text(value: Any) -> str:
-    """Characters that can be written as UTF-8, none of them NUL."""
+    """A string; characters that UTF-8 cannot encode, and NUL, are replaced."""
     if not isinstance(value, str):
         raise ValueError
     if not value.isascii():
@@ -46,7 +45,7 @@ def text(value: Any) -> str:
 
 
 def real(value: Any) -> float:
-    """A number, NaN and infinities too."""
+    """A number, including NaN and infinities."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, int) and not _fits(value)):
         raise ValueError
     return value
@@ -60,33 +59,33 @@ def number(value: Any) -> float:
 
 
 def moment(value: Any) -> float:
-    """Seconds since the epoch."""
+    """A time in seconds since the epoch."""
     if not 0 <= number(value) < _LATEST:
         raise ValueError
     return value  # type: ignore[no-any-return]
 
 
 def whole(value: Any) -> int:
-    """An integer of 64 bits."""
+    """A signed 64-bit integer."""
     if type(value) is not int or not _fits(value):
         raise ValueError
     return value
 
 
 def place(value: Any) -> int:
-    """A rank, a node_rank, a pid: an integer from 0 on."""
+    """An integer >= 0: a rank, a node_rank, a pid, a count."""
     if whole(value) < 0:
         raise ValueError
     return int(value)
 
 
 def flag(value: Any) -> bool:
-    """True or false."""
+    """True or false; any other value counts as false."""
     return value is True
 
 
 def one_of(*words: str) -> Kind:
-    """One of ``words``."""
+    """A kind: one of the strings ``words``."""
 
     def kind(value: Any) -> str:
         if not isinstance(value, str) or value not in words:
@@ -97,7 +96,7 @@ def one_of(*words: str) -> Kind:
 
 
 def matching(pattern: str) -> Kind:
-    """A text that ``pattern`` describes whole."""
+    """A kind: a string that matches the regular expression ``pattern`` completely."""
     compiled = re.compile(pattern)
 
     def kind(value: Any) -> str:
@@ -109,12 +108,12 @@ def matching(pattern: str) -> Kind:
 
 
 def none_or(kind: Kind) -> Kind:
-    """None, too."""
+    """A kind: None or a value of ``kind``."""
     return lambda value: None if value is None else kind(value)
 
 
 def items(kind: Kind) -> Kind:
-    """A list; what is not of ``kind`` in it is left out."""
+    """A kind: a list, from which values that are not of ``kind`` are removed."""
 
     def listed(value: Any) -> list[Any]:
         if not isinstance(value, (list, tuple)):
@@ -125,7 +124,8 @@ def items(kind: Kind) -> Kind:
 
 
 def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
-    """An object whose keys ``key`` describes; what is not of ``kind`` in it is left out."""
+    """A kind: an object, from which entries are removed whose key does not match ``key`` or whose value is not of
+    ``kind``."""
     known = re.compile(key)
 
     def kept(value: Any) -> dict[str, Any]:
@@ -138,13 +138,17 @@ def table(kind: Kind, key: str = r"\d{1,9}") -> Kind:
 
 
 class Record:
-    """An object: fields it must have, fields with a default, fields that are left out where their kind is another."""
+    """A kind: an object with declared fields.
+
+    need: required fields. default: fields with (kind, default), which replaces a missing or wrong value; a callable
+    default is called. may: optional fields, removed when they are not of their kind.
+    """
 
     def __init__(self, need: dict[str, Kind], default: dict[str, tuple[Kind, Any]], may: dict[str, Kind]) -> None:
         self._need, self._default, self._may = need, default, may
 
     def __call__(self, value: Any) -> dict[str, Any]:
-        """A copy of ``value`` with the right kinds; raises ValueError when it lacks what it must have."""
+        """Return a validated copy of ``value``; raises ValueError if a required field is missing or wrong."""
         if not isinstance(value, dict):
             raise ValueError
         found = dict(value)
@@ -178,8 +182,10 @@ def _fits(value: int) -> bool:
 
 
 def json_object(line: str | bytes) -> dict[str, Any] | None:
-    """The object that a line of JSON holds; of a line that a full disk has cut and the next writer went on, the last
-    that is whole. None where there is none."""
+    """The object in a line of JSON; None if there is none.
+
+    A full disk may have cut off a line, so that the next one follows in the same line: then the last complete object.
+    """
     if len(line) > MAX_LINE:
         return None
     value = _parsed(line)
@@ -199,40 +205,42 @@ def _parsed(line: str | bytes) -> Any:
 
 
 def records(kind: Record, lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
-    """Those of ``lines`` that are of ``kind``."""
+    """The records of ``kind`` in lines of JSON; other lines are skipped."""
     tried = (_tried(kind, json_object(line)) for line in lines)
     return [one for ok, one in tried if ok]
 
 
 def record_in(kind: Record, file: str) -> dict[str, Any] | None:
-    """What a file holds; None where it is not there, or does not hold a record of ``kind``."""
+    """The record in a file; None if the file does not exist or does not contain a record of ``kind``."""
     try:
         with open(file, "rb") as opened:
             data = opened.read(MAX_LINE + 1)
-    except (OSError, ValueError):  # a NUL in the name
+    except (OSError, ValueError):  # ValueError: the name contains a NUL
         return None
     return checked(kind, json_object(data))
 
 
 def checked(kind: Record, value: Any) -> dict[str, Any] | None:
-    """``value`` as a record of ``kind``; None where it is none."""
+    """``value`` as a record of ``kind``; None if it is not one."""
     ok, one = _tried(kind, value)
     return one if ok else None
 
 
 def message_in(line: str) -> dict[str, Any] | None:
-    """The message of watch.py or the answer of control.py in a line of a node's output, wherever it begins: a profile
-    may have printed before it. None where the line is somebody else's; raises Damaged when the message is."""
+    """The message of watch.py or control.py in a line of a node's output; None if the line has none.
+
+    A login profile may have printed text before the message in the same line. Raises Damaged.
+    """
     found = _TOP.search(line)
     if found is None:
         return None
     value = _parsed(line[found.start() :]) if len(line) <= MAX_LINE else None
     if not isinstance(value, dict):
-        raise Damaged(f"a damaged line of {len(line):,} characters came")
+        raise Damaged(f"received a damaged JSON line of {len(line):,} characters")
     try:
         return _message(value)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"`{found[0]}…` came with something else than it should hold ({error})") from None
+        raise Damaged(f"received `{found[0]}…` with a field missing or of the wrong type ({error})") from None
 
 
 # -- records ---------------------------------------------------------------
@@ -247,28 +255,28 @@ _RANK_OR_NONE = none_or(place)
 
 _ASKED = Record({}, {"by": (text, ""), "why": (text, ""), "now": (flag, False)}, {})
 
-#: What a supervisor noticed.
+#: A finding of a supervisor.
 FINDING = Record(
     {"kind": text, "text": text, "node_rank": place},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "stop": (flag, False)},
     {"stacks": _TEXTS},
 )
 
-#: What ended a run.
+#: The cause of a run's end.
 CAUSE = Record(
     {"node_rank": place, "name": _NAME, "kind": text, "reason": text},
     {"t": (moment, 0.0), "rank": (_RANK_OR_NONE, None), "asked": (none_or(_ASKED), None)},
     {},
 )
 
-#: A node that others do without, or have lost.
+#: A lost node, or a node that the run continues without.
 LOST_NODE = Record(
     {},
     {"since": (moment, 0.0), "why": (text, ""), "how": (text, "lost")},
     {"t": moment, "kind": text, "text": text},
 )
 
-#: How a process ended.
+#: The outcome of a process.
 OUTCOME = Record(
     {"name": _NAME, "node_rank": place},
     {
@@ -418,7 +426,7 @@ _ENDED_PROCESS = Record({"pid": place}, {"command": (text, "")}, {})
 
 _LOST = Record({"reason": text}, {"state": (none_or(Record({"time": moment}, {}, {})), None)}, {})
 
-#: What watch.py tells in a line, and what control.py answers to ``stop``; every field must be of its kind.
+#: Fields of the messages of watch.py, and of control.py's answer to ``stop``; each must be of its kind.
 _MESSAGE_FIELDS: dict[str, Kind] = {
     "file": matching(r"[^/\0][^\0]*"),
     "offset": place,
@@ -436,7 +444,7 @@ _MESSAGE_FIELDS: dict[str, Kind] = {
 def _message(value: dict[str, Any]) -> dict[str, Any]:
     found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
     if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("lines without their place")
+        raise ValueError("no offset or lines")
     if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("an answer without what was killed")
+        raise ValueError("no killed or leftovers")
     return found

@@ -1,11 +1,11 @@
-"""Leases on CUDA devices and ports of this machine: one small file for each, shared by all its users.
+"""Leases on CUDA devices and ports of this machine, so that runs of all users do not use the same ones.
 
-Files ``<resource>.<uid>.json`` lie in ``/tmp/gnnfleet-leases`` (``GNNFLEET_LEASES`` names another folder, mode 1777).
-A lease holds while its process lives: pid, start time and boot must all be the same. Runs use leases to keep out of
-each other's way. They are no protection from a user who means harm; no link is followed, though, and no file believed
-that the user in its name did not write, so that the worst he can do is to hold a resource.
+One small file per lease, ``<resource>.<uid>.json``, in ``/tmp/gnnfleet-leases`` (or the folder in ``GNNFLEET_LEASES``),
+mode 1777. A lease is valid while its process lives, identified by pid, start time and boot id. Leases are advisory: a
+malicious user can at most claim resources, since links are not followed and a file counts only if it is owned by the
+user in its name.
 
-Python 3.8, standard library only, and no import of ours: preflight runs this file's source on nodes.
+Python 3.8, standard library only, without imports from this package: preflight runs this source on nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Iterable, Iterator, NamedTuple
 
 FOLDER = "/tmp/gnnfleet-leases"
 
-_PATIENCE = 5.0  # seconds to wait for others who look at the folder
+_PATIENCE = 5.0  # seconds to wait for the lock on the folder
 
-_SIZE = 4096  # bytes; a longer file is none of ours
+_SIZE = 4096  # bytes; a longer file is not a lease
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+\.(\d+)\.json")
 
@@ -43,7 +43,7 @@ class Lease(NamedTuple):
     start_ticks: int  #: clock ticks between boot and the process's start
     boot_id: str
     since: float  #: seconds since 1970 by this machine's clock
-    host: str  #: who launched the run from where, ``alice@laptop``; '' when not told
+    host: str  #: user and machine that launched the run, ``alice@laptop``; '' when unknown
 
 
 class Holder(NamedTuple):
@@ -60,17 +60,20 @@ class Holder(NamedTuple):
 
 
 class LeaseError(OSError):
-    """Leases cannot be read or written here; the text says why. A run then goes on without them, and says so."""
+    """Leases cannot be read or written on this machine. A run then continues without leases and logs the reason."""
 
 
 def this_process(run_id: str, node_rank: int, host: str = "") -> Holder:
-    """The calling process as a holder."""
+    """The calling process as a holder. host: as in ``Lease``."""
     pid = os.getpid()
     return Holder(run_id, node_rank, _user(os.geteuid()), pid, _start_ticks(pid) or 0, _boot_id(), time.time(), host)
 
 
 def held(resources: Iterable[str] | None = None) -> list[Lease]:
-    """Leases of living processes, of ``resources`` or all, by name. Raises LeaseError."""
+    """Valid leases on ``resources`` (None: on any), sorted by file name. Raises LeaseError.
+
+    Removes this user's files of dead processes.
+    """
     wanted = None if resources is None else set(resources)
     with _folder(create=False) as folder:
         found = [] if folder is None else _living(folder)
@@ -78,9 +81,9 @@ def held(resources: Iterable[str] | None = None) -> list[Lease]:
 
 
 def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
-    """Take all of ``resources``, or none; returns what others hold of them ([]: taken).
+    """Take leases on all of ``resources``, or on none; returns the conflicting leases of other holders ([]: success).
 
-    Raises LeaseError when nobody else holds any, but the leases cannot be written.
+    Raises LeaseError when there is no conflict but the leases cannot be written.
     """
     wanted = sorted(set(resources))
     with _folder(create=True) as folder:
@@ -92,7 +95,7 @@ def take(resources: Iterable[str], holder: Holder) -> list[Lease]:
 
 
 def release(run_id: str, node_rank: int) -> None:
-    """Give back all that this user's run holds on behalf of this node. Raises LeaseError."""
+    """Remove all leases of a node of this user's run. Raises LeaseError."""
     with _folder(create=False) as folder:
         for lease in _living(folder) if folder is not None else ():
             if (lease.run_id, lease.node_rank) == (run_id, node_rank):
@@ -115,7 +118,7 @@ def resource_label(resource: str) -> str:
 
 @contextmanager
 def _folder(create: bool) -> Iterator[Any]:
-    """Descriptor of the folder, locked against all other users of it; None when it is not there."""
+    """File descriptor of the folder, exclusively locked; None if it does not exist and ``create`` is false."""
     path = os.environ.get("GNNFLEET_LEASES") or FOLDER
     descriptor = None
     try:
@@ -133,19 +136,19 @@ def _folder(create: bool) -> Iterator[Any]:
 
 
 def _not_ours(path: str, name: str | None) -> str:
-    """What stands in the way, whose it is, and what to do."""
-    place = os.path.join(path, name or "")
-    if name and place != path and os.path.lexists(place):
-        return "%s belongs to %s, who did not get it from gnnfleet; have it removed" % (place, _owner(place))
+    """Message for a permission error: the file or folder, its owner, and the remedy."""
+    file = os.path.join(path, name or "")
+    if name and file != path and os.path.lexists(file):
+        return "%s belongs to %s and was not created by gnnfleet; have it removed" % (file, _owner(file))
     if os.path.lexists(path):
         mode = stat.S_IMODE(os.lstat(path).st_mode)
-        words = "%s belongs to %s and has mode %o; have it removed or opened to all (chmod 1777)"
+        words = "%s belongs to %s and has mode %o; have it removed or made writable for all users (chmod 1777)"
         return words % (path, _owner(path), mode)
-    return "%s cannot be made: permission denied" % path
+    return "%s cannot be created: permission denied" % path
 
 
 def _locked(path: str, create: bool) -> int | None:
-    """Opened and locked. A cleaner of /tmp may remove the folder while we wait: then once more."""
+    """Open and lock the folder; again if a cleaner of /tmp removed it meanwhile. Raises OSError."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         descriptor = _opened(path, create)
@@ -172,7 +175,7 @@ def _opened(path: str, create: bool) -> int | None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise LeaseError("%s, where runs note what they hold, is not a folder; remove it" % path) from None
+        raise LeaseError("%s, the folder of leases on devices and ports, is not a folder; remove it" % path) from None
     status = os.fstat(descriptor)
     if status.st_uid == os.geteuid() and status.st_mode & 0o1777 != 0o1777:
         os.fchmod(descriptor, 0o1777)
@@ -180,7 +183,7 @@ def _opened(path: str, create: bool) -> int | None:
 
 
 def _make(path: str) -> None:
-    """A folder like /tmp: everyone may add to it, and remove only what is his."""
+    """Create the folder with the mode of /tmp: all users may add files, and remove only their own."""
     mask = os.umask(0)
     try:
         with suppress(FileExistsError):  # another process was faster
@@ -190,7 +193,7 @@ def _make(path: str) -> None:
 
 
 def _lock(descriptor: int, path: str, deadline: float) -> None:
-    """The folder itself is the lock: no file that could be lost, or be another user's."""
+    """Lock the folder itself: a lock file could be removed, or belong to another user."""
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,7 +204,7 @@ def _lock(descriptor: int, path: str, deadline: float) -> None:
 
 
 def _living(folder: int) -> list[Lease]:
-    """Leases that hold; those of this user that hold no more are removed."""
+    """Valid leases; removes invalid ones of this user."""
     found = []
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
@@ -209,13 +212,13 @@ def _living(folder: int) -> list[Lease]:
         if lease is not None and _alive(lease):
             found.append(lease)
         elif match and int(match[1]) == os.geteuid():
-            with suppress(OSError):  # another user's, under our name: it cannot be removed, and means nothing
+            with suppress(OSError):  # owned by another user despite its name: cannot be removed, and is ignored
                 _remove(folder, name)
     return found
 
 
 def _read(folder: int, name: str, uid: int) -> Lease | None:
-    """The lease in a file that its named user wrote; None when it is anything else."""
+    """The lease in a file owned by the user ``uid`` of its name; None if it is not a regular file with a lease."""
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:  # a link, unreadable, or gone
@@ -232,7 +235,7 @@ def _read(folder: int, name: str, uid: int) -> Lease | None:
 
 
 def _sound(lease: Lease) -> bool:
-    """Whether each value is of its kind, and may be shown on a terminal."""
+    """Whether each value has its type, and each text is printable."""
     texts = (lease.resource, lease.run_id, lease.user, lease.boot_id, lease.host)
     numbers = (lease.node_rank, lease.pid, lease.start_ticks)
     return (
@@ -246,7 +249,7 @@ def _sound(lease: Lease) -> bool:
 
 
 def _alive(lease: Lease) -> bool:
-    """Whether the very process that took it still runs."""
+    """Whether the process that took the lease still runs."""
     if lease.boot_id != _boot_id():
         return False
     ticks = _start_ticks(lease.pid)
@@ -262,7 +265,7 @@ def _alive(lease: Lease) -> bool:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started; None when there is none, it is a zombie, or it may not be seen."""
+    """Start time of a process in clock ticks since boot; None if it does not exist, is a zombie, or is hidden."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -292,11 +295,11 @@ def _write(folder: int, name: str, content: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
-        os.fchmod(descriptor, 0o1644)  # sticky: cleaners of /tmp leave it alone, however long the run
+        os.fchmod(descriptor, 0o1644)  # cleaners of /tmp spare files with the sticky bit
 
 
 def _remove(folder: int, name: str) -> None:
-    with suppress(FileNotFoundError):  # a cleaner was faster
+    with suppress(FileNotFoundError):  # removed by a cleaner meanwhile
         os.unlink(name, dir_fd=folder)
 
 

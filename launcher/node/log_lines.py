@@ -1,4 +1,4 @@
-"""Splits process output into time-stamped log lines; keeps the tail and the first traceback."""
+"""Writes process output as time-stamped log lines, and keeps its tail and its first traceback."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections import deque
 
 from launcher.node.record import stamp
 
-MAX_LINE = 64 * 1024  #: bytes; a longer line goes on in the next one
+MAX_LINE = 64 * 1024  #: bytes; a longer line is split
 
-SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar that has not ended
+SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar
 
-TAIL = 40  #: lines
+TAIL = 40  #: last lines kept in memory
 
-_MAX_TAIL = 2000  # characters of a line of the tail, which is for people to read and travels with each outcome
+_MAX_TAIL = 2000  # characters kept of a line of the tail, which is part of each outcome
 
 _HEADER = re.compile(r"^[ |+]*(Exception Group )?Traceback \(most recent call last\):")
 
 _CHAIN = re.compile(r"^[ |+]*(During handling of the above exception|The above exception was the direct cause)")
 
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # what torch.distributed's excepthook puts before each line
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")  # added to each line by torch.distributed's excepthook
 
 _FATAL = re.compile(r"^Fatal Python error: ")
 
@@ -29,13 +29,13 @@ _CRASHED_THREAD = re.compile(r"^Current thread .*\(most recent call first\):")
 
 _CRASH_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
-_MAX_TRACEBACK = 400
+_MAX_TRACEBACK = 400  # lines
 
-_MAX_MESSAGE = 10  # further lines of an exception's text, indented ones not counted
+_MAX_MESSAGE = 10  # lines of an exception's message after the first, indented ones not counted
 
 
 class TracebackFinder:
-    """Keeps the first Python traceback of a stream of lines, with the exceptions chained to it."""
+    """Keeps the first Python traceback in a stream of lines, including chained exceptions."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -43,7 +43,7 @@ class TracebackFinder:
         self._message_lines = 0
 
     def feed(self, line: str) -> None:
-        """Look at the next line of output."""
+        """Process the next line of output."""
         if self._state == "after":
             return
         line = _RANK_PREFIX.sub("", line)
@@ -85,14 +85,14 @@ class TracebackFinder:
 
 
 class CrashFinder:
-    """Keeps what faulthandler printed of the thread that crashed (PYTHONFAULTHANDLER is set for ranks)."""
+    """Keeps faulthandler's stack of the crashed thread (ranks run with PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._inside = False
 
     def feed(self, line: str) -> None:
-        """Look at the next line of output."""
+        """Process the next line of output."""
         if _FATAL.match(line):
             self.lines, self._inside = [line], False
         elif self.lines and _CRASHED_THREAD.match(line):
@@ -104,16 +104,16 @@ class CrashFinder:
 
     @property
     def innermost(self) -> str:
-        """``in load() at data.py:17``: where it crashed; '' when that was not printed."""
+        """Where the process crashed, ``in load() at data.py:17``; '' when it printed no frame."""
         frame = next(filter(None, map(_CRASH_FRAME.match, self.lines)), None)
         return f"in {frame[3]}() at {frame[1]}:{frame[2]}" if frame else ""
 
 
 class LineLog:
-    """A log file fed with raw bytes: each line is stamped and written at once.
+    """A log file that is fed raw bytes; each line is written at once with a time stamp.
 
-    Of a line redrawn with carriage returns only the last state is kept. Bytes that are not
-    UTF-8 become U+FFFD. When the disk is full the output goes on unlogged, and the log says so later.
+    Of a line redrawn with carriage returns only the last state is kept. Invalid UTF-8 is replaced by U+FFFD. Lines
+    that cannot be written (full disk) are dropped, and their number is logged once the disk has room again.
     """
 
     def __init__(self, path: str) -> None:
@@ -127,7 +127,7 @@ class LineLog:
         self._unwritten = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of output."""
+        """Process the next bytes of output."""
         *whole, rest = (self._partial + data).split(b"\n")
         self._redrawn = b"\r" in rest or (self._redrawn and not whole)
         *over, self._partial = _pieces(_last_state(rest))
@@ -135,7 +135,7 @@ class LineLog:
         self._snapshot()
 
     def close(self) -> None:
-        """Write what is left without a line end."""
+        """Write the last line, if it has no line end, and close the file."""
         if self._partial:
             self._emit([self._partial.rstrip(b"\r")])
             self._partial = b""
@@ -165,17 +165,17 @@ class LineLog:
             while data:
                 data = data[os.write(self._file, data) :]
             self._unwritten = 0
-        except OSError:  # a full disk must not stop the process whose output this is
+        except OSError:  # a full disk must not block the process that writes the output
             self._unwritten += count
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal shows of a line redrawn with carriage returns; a trailing one is kept."""
+    """The last state of a line redrawn with carriage returns; trailing carriage returns are kept."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 def _pieces(line: bytes) -> list[bytes]:
-    """``line`` cut into at most MAX_LINE bytes each, between characters."""
+    """``line`` split into pieces of at most MAX_LINE bytes, not inside a UTF-8 character."""
     pieces = []
     while len(line) > MAX_LINE:
         cut = MAX_LINE

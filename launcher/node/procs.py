@@ -1,6 +1,6 @@
-"""Processes as the kernel knows them: identity, ancestry, and how they are ended.
+"""Finds and ends processes by /proc: identity, descendants, environment, signals.
 
-A process is named by pid and start time together, because pids are used again.
+A process is identified by its pid and start time, because pids are reused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Process:
-    """One line of the process table."""
+    """One entry of the process table."""
 
     pid: int
     ppid: int
@@ -33,7 +33,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """The process with this pid now; None when there is none, or it is not for us to see (/proc with hidepid)."""
+    """The process with this pid; None if it does not exist, or /proc hides it (hidepid)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -44,29 +44,29 @@ def look(pid: int) -> Process | None:
 
 
 def alive(pid: int, start_ticks: int) -> bool:
-    """Whether this very process still runs; a zombie does not."""
+    """Whether the process with this pid and start time runs; false for a zombie."""
     process = look(pid)
     return process is not None and process.start_ticks == start_ticks and not process.zombie
 
 
 def table() -> list[Process]:
-    """All running processes, zombies left out."""
+    """All running processes, without zombies."""
     found = (look(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [process for process in found if process is not None and not process.zombie]
 
 
 def ancestors(pid: int) -> set[int]:
-    """``pid``, its parent, and so on up."""
-    line: set[int] = set()
+    """``pid`` and the pids of its parent and all further ancestors."""
+    found: set[int] = set()
     process = look(pid)
-    while process is not None and process.pid not in line:
-        line.add(process.pid)
+    while process is not None and process.pid not in found:
+        found.add(process.pid)
         process = look(process.ppid)
-    return line
+    return found
 
 
 def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Process]:
-    """Children of ``pid``, their children, and so on down."""
+    """Children of ``pid`` and all further descendants. processes: the process table, read if not given."""
     children: dict[int, list[Process]] = {}
     for process in table() if processes is None else processes:
         children.setdefault(process.ppid, []).append(process)
@@ -80,7 +80,7 @@ def descendants(pid: int, processes: Iterable[Process] | None = None) -> list[Pr
 
 
 def node_token(token: str, node_rank: int) -> str:
-    """What a run's processes on one node carry; nodes differ, since two may share a machine."""
+    """Value of GNNFLEET_TOKEN for a run's processes on one node; differs by node, as two may share a machine."""
     return f"{token}-node{node_rank}"
 
 
@@ -99,12 +99,14 @@ def _holds(pid: int, entry: str) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return entry.encode() in file.read().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return False  # ended meanwhile, or another user's
+        return False  # the process has ended, or belongs to another user
 
 
 def run_processes(entry: str, root: int | None = None) -> list[Process]:
-    """All of a run on this machine but the caller and its ancestors: with ``entry`` in their environment, or below
-    ``root``."""
+    """Processes of a run on this machine: with ``entry`` in their environment, or descendants of the pid ``root``.
+
+    Without the calling process and its ancestors.
+    """
     processes = table()
     spared = ancestors(os.getpid())
     found = with_variable(entry, processes) + (descendants(root, processes) if root else [])
@@ -112,7 +114,7 @@ def run_processes(entry: str, root: int | None = None) -> list[Process]:
 
 
 def command_line(pid: int) -> str:
-    """The first 120 characters of a process's command; '' when it is gone."""
+    """The first 120 characters of a process's command line; '' when it has ended."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip()[:120]
@@ -121,7 +123,7 @@ def command_line(pid: int) -> str:
 
 
 def send(pid: int, number: int) -> None:
-    """Signal one process; nothing happens when it is gone already, or runs as another user (sudo in a script)."""
+    """Send a signal to a process; does nothing when it has ended or runs as another user (sudo in a script)."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -129,7 +131,7 @@ def send(pid: int, number: int) -> None:
 
 
 def send_group(pgid: int, number: int) -> None:
-    """Signal a process group; nothing happens when it is empty already, or all of another user's."""
+    """Send a signal to a process group; does nothing when it is empty or belongs to another user."""
     try:
         os.killpg(pgid, number)
     except (ProcessLookupError, PermissionError):
@@ -137,10 +139,10 @@ def send_group(pgid: int, number: int) -> None:
 
 
 def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], object] | None = None) -> list[Process]:
-    """TERM what ``find`` finds, KILL what is left after ``grace`` seconds; returns what outlived even that.
+    """Send SIGTERM to the processes of ``find``, and SIGKILL after ``grace`` seconds; returns the survivors.
 
-    ``find`` is asked again and again, so that what is started meanwhile is ended too.
-    ``wait`` is called between two looks; by default it sleeps 50 ms.
+    ``find`` is called repeatedly, so that processes started meanwhile are ended too. Gives up 5 s after the grace.
+    ``wait`` is called between two calls of ``find``; by default it sleeps 50 ms.
     """
     pause = wait or (lambda: time.sleep(0.05))
     termed: set[int] = set()
@@ -161,12 +163,12 @@ def end(find: Callable[[], list[Process]], grace: float, wait: Callable[[], obje
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send this process ``number`` when the thread that started it ends."""
+    """Let the kernel send the signal ``number`` to this process when the thread that started it ends (Linux)."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends, so that none gets out of sight."""
+    """Become the parent of descendants whose parent ends (subreaper), so that ``descendants`` finds them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -96,7 +96,7 @@ def test_a_damaged_line_is_a_broken_line_that_is_taken_up_again(tmp_path: Path, 
     assert followed.results[0]["state"] == "done" and not followed.lost
     assert node.offsets == [{}, {"logs/rank0.log": 40}], "from the last line that was whole"
     assert node.stops == 1 and "told twice" not in scene.said and "second" in scene.said
-    assert "disconnected (a damaged line" in scene.said or "came with something else" in scene.said
+    assert "disconnected (received a damaged JSON line" in scene.said or "with a field missing" in scene.said
 
 
 def test_a_line_after_what_a_profile_prints_without_a_line_end_is_heard(tmp_path: Path) -> None:

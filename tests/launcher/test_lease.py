@@ -214,7 +214,7 @@ def test_a_link_in_place_of_the_folder_is_refused(folder: Path, tmp_path: Path) 
     for work in (held, lambda: take(["cuda:0"], this_process("run-a", 0)), lambda: release("run-a", 0)):
         with pytest.raises(LeaseError) as caught:
             work()
-        assert str(caught.value) == f"{folder}, where runs note what they hold, is not a folder; remove it"
+        assert str(caught.value) == f"{folder}, the folder of leases on devices and ports, is not a folder; remove it"
     assert [path.name for path in tmp_path.iterdir()] == ["leases"]
 
 
@@ -293,7 +293,7 @@ def test_a_name_of_ours_in_another_users_hands_is_told(folder: Path) -> None:
     assert as_user(NOBODY, (folder / "cuda-0.1.json").touch) == "None"
     said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
     assert said == (
-        f"LeaseError: {folder}/cuda-0.1.json belongs to nobody, who did not get it from gnnfleet; have it removed"
+        f"LeaseError: {folder}/cuda-0.1.json belongs to nobody and was not created by gnnfleet; have it removed"
     )
 
 
@@ -302,7 +302,7 @@ def test_a_folder_that_another_user_made_for_himself_is_told(folder: Path) -> No
     folder.mkdir(mode=0o755)
     os.chown(folder, NOBODY, NOBODY)
     said = as_user(1, lambda: (held(), take(["cuda:0"], this_process("run-a", 0))))
-    remedy = "have it removed or opened to all (chmod 1777)"
+    remedy = "have it removed or made writable for all users (chmod 1777)"
     assert said == f"LeaseError: {folder} belongs to nobody and has mode 755; {remedy}"
     folder.chmod(0o700)
     assert as_user(1, held) == f"LeaseError: {folder} belongs to nobody and has mode 700; {remedy}"

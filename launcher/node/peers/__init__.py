@@ -1,1 +1,1 @@
-"""The supervisors of one run, connected: the lead node is the hub, the others are its members."""
+"""Connections between the supervisors of a run: the lead node is the hub, the other nodes are members."""

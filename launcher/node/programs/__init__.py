@@ -1,1 +1,1 @@
-"""Programs that are sent over and run once on a node, in Python 3.8 and with the standard library only."""
+"""Programs sent to a node and run once: Python 3.8 or newer, standard library only."""

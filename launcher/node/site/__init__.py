@@ -1,1 +1,1 @@
-"""First on PYTHONPATH of the ranks, for the module that Python imports at its start."""
+"""First folder on the PYTHONPATH of ranks, so that Python imports its ``sitecustomize`` at startup."""

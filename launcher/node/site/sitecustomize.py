@@ -1,8 +1,8 @@
-"""Lets every Python process of a rank show its stacks: imported by Python itself at its start.
+"""Makes every Python process of a rank write its stacks on a signal. Imported by Python at startup.
 
-On ``SIGNAL`` the interpreter writes the stacks of all threads to ``procs/stacks-rank<r>`` of the run
-folder, also while it is stuck in C. A real-time signal, since scripts have uses of their own for
-SIGUSR1. Then the ``sitecustomize`` that this one hides is run, as if it were not there.
+On SIGRTMAX-4, faulthandler writes the stacks of all threads to ``procs/stacks-rank<r>`` of the run folder, even while
+the process blocks in C code. A real-time signal is used because scripts may handle SIGUSR1 themselves. Afterwards the
+``sitecustomize`` that this module hides, if any, is run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 def _register() -> None:
     run_dir, rank = os.environ.get("GNNFLEET_RUN_DIR"), os.environ.get("RANK", "")
     if run_dir and rank.isdigit():
-        with suppress(Exception):  # a script must not fail, nor print, for want of a diagnosis
+        with suppress(Exception):  # a script must neither fail nor print because of this module
             _write_stacks_to(os.path.join(run_dir, "procs", f"stacks-rank{rank}"))
 
 
@@ -38,7 +38,7 @@ def _run_hidden() -> None:
         return
     module = module_from_spec(spec)
     sys.modules["sitecustomize"] = module
-    spec.loader.exec_module(module)  # what it raises is Python's to report, as without us
+    spec.loader.exec_module(module)  # Python reports its exceptions
 
 
 if __name__ == "sitecustomize":

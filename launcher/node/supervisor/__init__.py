@@ -1,1 +1,1 @@
-"""Runs one node of a run: ranks, graph server, logs, outcomes."""
+"""Runs one node of a run: ranks, graph server, logs and outcomes."""

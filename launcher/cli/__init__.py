@@ -1,1 +1,1 @@
-"""Command-line words → calls."""
+"""Command-line interface: parses arguments and calls the packages below."""

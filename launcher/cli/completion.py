@@ -1,6 +1,6 @@
-"""``gnnfleet completion``: shell completion of commands, options, runs, hosts and config keys.
+"""``gnnfleet completion``, and shell completion of commands, options, runs, hosts and config keys.
 
-Each takes what click gives its ``shell_complete``: context, parameter, and what has been typed of the word.
+The completion functions have the signature of click's ``shell_complete``: context, parameter, and the incomplete word.
 """
 
 from __future__ import annotations
@@ -18,72 +18,72 @@ from click.shell_completion import CompletionItem
 
 PROGRAM = "gnnfleet"
 
-VARIABLE = "_GNNFLEET_COMPLETE"  # by which the shell asks the program, as click makes it of the name
+VARIABLE = "_GNNFLEET_COMPLETE"  # environment variable of click's completion protocol, derived from PROGRAM
 
 Shell = Literal["bash", "zsh", "fish"]
 
 _EPILOG = """\b
-Example:
-  gnnfleet completion bash
+To enable completion in every new shell (gnnfleet must be on the PATH):
+  bash  echo 'eval "$(gnnfleet completion bash)"' >> ~/.bashrc
+  zsh   echo 'eval "$(gnnfleet completion zsh)"' >> ~/.zshrc  (after compinit)
+  fish  gnnfleet completion fish > ~/.config/fish/completions/gnnfleet.fish
 
 \b
-To have it in every new shell (gnnfleet must be on the PATH):
-  bash  echo 'eval "$(gnnfleet completion bash)"' >> ~/.bashrc
-  zsh   echo 'eval "$(gnnfleet completion zsh)"' >> ~/.zshrc    (after compinit)
-  fish  gnnfleet completion fish > ~/.config/fish/completions/gnnfleet.fish"""
+Example:
+  gnnfleet completion bash"""
 
 
-@click.command(epilog=_EPILOG, short_help="Print what makes bash, zsh or fish complete.")
+@click.command(epilog=_EPILOG, short_help="Print the completion script for bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), required=False)
 def completion(shell: Shell | None) -> None:
-    """Print the code by which SHELL completes commands, options, run ids, hosts and config keys.
+    """Print a script that makes the shell complete commands, options, run ids, hosts and config keys.
 
-    Without SHELL: for the one that you log in with.
+    The default is your login shell ($SHELL).
     """
     from click.shell_completion import get_completion_class
 
     gnnfleet = click.get_current_context().find_root().command
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
-    made = get_completion_class(name) if name in ("bash", "zsh", "fish") else None
-    if made is None:
-        raise click.UsageError(f"`{name}` cannot be completed for; name one: gnnfleet completion bash|zsh|fish")
-    source = made(gnnfleet, {}, PROGRAM, VARIABLE).source()
-    click.echo(source.replace('string split ","', 'string split --max 1 ","'))  # in fish: a value may have commas
+    completer = get_completion_class(name) if name in ("bash", "zsh", "fish") else None
+    if completer is None:
+        raise click.UsageError(f"no completion for shell `{name}`; name a shell: gnnfleet completion bash|zsh|fish")
+    source = completer(gnnfleet, {}, PROGRAM, VARIABLE).source()
+    click.echo(source.replace('string split ","', 'string split --max 1 ","'))  # fish: values may contain commas
 
 
-_MOST = 200  # runs; each is looked into
+_MAX_RUNS = 200  # the folder of each is read
 
-_HOSTS_LISTED = 500
+_MAX_HOSTS = 500
 
 
 def run_ids(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Ids of the runs known here, the newest first, with when they began; paths where one is being typed."""
+    """Complete ids of the runs known on this machine, newest first, with their start times; or a path."""
     if "/" in typed:
         return [CompletionItem(typed, type="dir")]
     from launcher.report.run_folder import began, known_runs
 
     given = ctx.params.get(parameter.name or "")
-    taken = set(given) if isinstance(given, tuple | list) else set()
+    used = set(given) if isinstance(given, tuple | list) else set()
     with suppress(OSError):
-        folders = [each for each in known_runs([Path(_given(ctx, "runs_dir") or "runs")]) if each.name not in taken]
-        found = [folder for folder in folders if folder.name.startswith(typed)][:_MOST]
-        return [CompletionItem(folder.name, help=_when(began(folder))) for folder in found]
+        folders = [each for each in known_runs([Path(_given(ctx, "runs_dir") or "runs")]) if each.name not in used]
+        found = [folder for folder in folders if folder.name.startswith(typed)][:_MAX_RUNS]
+        return [CompletionItem(folder.name, help=_time_text(began(folder))) for folder in found]
     return []
 
 
 def runs_or_files(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Of ``--resume``: a run, else a checkpoint."""
+    """Complete ``--resume``: a run id, or the path of a checkpoint."""
     return run_ids(ctx, parameter, typed) if "/" not in typed else [CompletionItem(typed, type="file")]
 
 
 def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Names of the serving clusters known here."""
+    """Complete names of the serving clusters known on this machine."""
     from launcher.errors import FleetError
     from launcher.report.run_folder import known_runs, read_plan
 
     found = []
     with suppress(OSError):
-        for folder in known_runs([Path(_given(ctx, "runs_dir") or "runs")])[:_MOST]:
+        for folder in known_runs([Path(_given(ctx, "runs_dir") or "runs")])[:_MAX_RUNS]:
             with suppress(FleetError, OSError):
                 plan = read_plan(folder) if folder.name.startswith(typed) else None
                 found += [CompletionItem(folder.name)] if plan is not None and plan.serve_only else []
@@ -91,17 +91,17 @@ def serving_names(ctx: click.Context, parameter: click.Parameter, typed: str) ->
 
 
 def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Hosts of the config given before, else those that ~/.ssh/config names; the last of several after commas."""
+    """Complete hosts of the config given before, else those in ~/.ssh/config. Of a list, complete the last host."""
     before, comma, begun = typed.rpartition(",")
     config = _given(ctx, "config")
     names = _hosts_of(Path(config)) if config else _hosts_of_ssh()
-    taken = set(before.split(","))
-    offered = (name for name in dict.fromkeys(names) if name.startswith(begun) and name not in taken)
-    return [CompletionItem(f"{before}{comma}{name}") for name, _ in zip(offered, range(_HOSTS_LISTED), strict=False)]
+    used = set(before.split(","))
+    offered = (name for name in dict.fromkeys(names) if name.startswith(begun) and name not in used)
+    return [CompletionItem(f"{before}{comma}{name}") for name, _ in zip(offered, range(_MAX_HOSTS), strict=False)]
 
 
 def template_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Of ``gnnfleet init``, with what they are for."""
+    """Complete names of ``gnnfleet init --template``, with their descriptions."""
     from launcher.init.templates import templates
 
     found = templates()
@@ -109,13 +109,13 @@ def template_names(ctx: click.Context, parameter: click.Parameter, typed: str) -
 
 
 def config_keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """``train.lr=`` and the like, with what they mean."""
+    """Complete config keys of ``--set``, as ``train.lr=``, with their help texts."""
     from launcher.config.validation import sections
 
     found = []
-    for section, made in sections().items():
-        above = {"": "", "nodes": "nodes.*."}.get(section, f"{section}.")
-        found += [(f"{above}{each.name}", str(each.metadata["help"])) for each in fields(made)]
+    for section, config_class in sections().items():
+        prefix = {"": "", "nodes": "nodes.*."}.get(section, f"{section}.")
+        found += [(f"{prefix}{each.name}", str(each.metadata["help"])) for each in fields(config_class)]
     keys = [(key, help) for key, help in found if key not in sections()]
     return [CompletionItem(f"{key}=", help=help) for key, help in keys if key.startswith(typed)]
 
@@ -140,14 +140,14 @@ def _hosts_of_ssh() -> Iterator[str]:
 
 
 def _given(ctx: click.Context, name: str) -> Any:
-    """An option as given to this command or one before it; click keeps those of groups in the contexts above."""
-    above: click.Context | None = ctx
-    while above is not None:
-        if above.params.get(name):
-            return os.fspath(above.params[name])
-        above = above.parent
+    """Return the value of an option given to this command or to a group before it; None if not given."""
+    context: click.Context | None = ctx
+    while context is not None:
+        if context.params.get(name):
+            return os.fspath(context.params[name])
+        context = context.parent
     return None
 
 
-def _when(began: float) -> str:
+def _time_text(began: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(began))

@@ -1,4 +1,4 @@
-"""``gnnfleet init``: a first cluster.yml from a few host names, or a copy of a template."""
+"""``gnnfleet init``: writes a cluster.yml for given hosts, or copies a template."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.completion import host_names, template_names
-from launcher.cli.options import console_of
+from launcher.cli.options import GroupedOptions, console_of
 from launcher.errors import UsageError
 
 if TYPE_CHECKING:
     from launcher.init.request import InitRequest
 
-_EPILOG = """\b
-Examples:
-  gnnfleet init
-  gnnfleet init gnn1 alice@gnn2 --dataset graph.pt -o cluster.yml
-  gnnfleet init 'node[01-04].lab' --user alice --yes
-  gnnfleet init --template server_client -o servers.yml
+_EPILOG = """Exit status: 0 written and checked; 2 bad usage; 3 a host was left out, or `check` found a problem.
 
-Exit status: 0 written and checked; 2 bad usage; 3 a host was left out, or `check` found something in the way."""
+\b
+Example:
+  gnnfleet init gnn1 alice@gnn2 --dataset ogbn-products -o cluster.yml"""
 
 _OPTIONS = (
     click.argument("hosts", nargs=-1, shell_complete=host_names),
     click.option("--output", "-o", type=click.Path(path_type=Path), default="cluster.yml", metavar="FILE",
                  help="File to write; default: cluster.yml."),
     click.option("--hosts", "more_hosts", multiple=True, metavar="A,B", shell_complete=host_names,
-                 help="The same, separated by commas."),
-    click.option("--user", metavar="NAME", help="SSH user, where ~/.ssh/config does not say."),
+                 help="More hosts, separated by commas."),
+    click.option("--user", metavar="NAME", help="SSH user, unless ~/.ssh/config names one."),
     click.option("--key", metavar="FILE", help="Private key on this machine."),
     click.option("--password", is_flag=True, help="Ask for an SSH password."),
-    click.option("--venv", metavar="DIR", help="Virtual environment there; default: found."),
-    click.option("--conda", metavar="ENV", help="Conda environment on the hosts."),
-    click.option("--python", metavar="FILE", help="Python on the hosts."),
-    click.option("--dataset", metavar="NAME|PATH", help="A .pt file or folder, ogbn-products …"),
-    click.option("--source", metavar="PATH", help="What the dataset reads, or downloads to."),
-    click.option("--shared", metavar="DIR", help="Folder of all hosts: no parts are sent."),
-    click.option("--host-keys", type=click.Choice(["strict", "accept-new", "insecure"]), help="Unknown SSH keys."),
-    click.option("--yes", "-y", is_flag=True, help="Ask nothing; synthetic graph by default."),
-    click.option("--force", is_flag=True, help="Replace FILE, also one that was edited."),
+    click.option("--host-keys", type=click.Choice(["strict", "accept-new", "insecure"]), metavar="MODE",
+                 help="Unknown keys: strict, accept-new or insecure."),
+    click.option("--venv", metavar="DIR", help="Virtual environment; default: searched for."),
+    click.option("--conda", metavar="ENV", help="Conda environment, by name or path."),
+    click.option("--python", metavar="FILE", help="Python interpreter."),
+    click.option("--dataset", metavar="NAME|PATH", help="A .pt file, a folder, ogbn-products, …"),
+    click.option("--source", metavar="PATH", help="Input of the dataset, or download folder."),
+    click.option("--shared", metavar="DIR", help="Folder shared by all hosts, for the parts."),
+    click.option("--yes", "-y", is_flag=True, help="Ask nothing; default graph: synthetic."),
+    click.option("--force", is_flag=True, help="Replace FILE even if it was edited."),
     click.option("--no-check", is_flag=True, help="Do not run `check` on the new file."),
     click.option("--template", metavar="NAME", shell_complete=template_names,
-                 help="Copy a template instead of looking at hosts."),
+                 help="Copy this template; connect to no host."),
     click.option("--list", "listed", is_flag=True, help="List the templates."),
-    click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr."),
+    click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout, all else to stderr."),
 )  # fmt: skip
 
 
-@click.command(epilog=_EPILOG, short_help="Write a cluster.yml: look at hosts, or copy a template.")
+@click.command(
+    cls=GroupedOptions, epilog=_EPILOG, short_help="Write a cluster.yml for given hosts, or copy a template."
+)
 @click.pass_context
 def init(ctx: click.Context, **values: Any) -> None:
-    """Write a commented cluster.yml: try the hosts, find their Pythons and GPUs.
+    """Write a cluster.yml from the Pythons and GPUs found on the hosts.
 
-    HOSTS are as for ssh: gnn1 alice@gnn2:2222 node[01-04].lab; `localhost localhost` is two nodes here.
-    At a terminal it asks for what is not given.
+    HOSTS: gnn1 alice@gnn2:2222 node[01-04].lab; `localhost localhost` stands for two local nodes. Asks for missing
+    values at a terminal.
     """
     if values["listed"]:
         return _list(bool(values["as_json"]))
@@ -65,25 +65,25 @@ def init(ctx: click.Context, **values: Any) -> None:
     ask = sys.stdin.isatty() and sys.stderr.isatty() and not values["yes"] and not values["as_json"]
     if values["template"]:
         return _copy(values["template"], dest, values["force"], ask)
-    from launcher.init.wizard import InitOptions, make, writable_place
+    from launcher.init.wizard import InitOptions, check_writable, write_config
 
-    request = _given(values)
+    request = _request_of(values)
     if not ask:
-        _complete(request, bool(values["yes"]))
-    writable_place(dest, values["force"], ask)
+        _check_complete(request, bool(values["yes"]))
+    check_writable(dest, values["force"], ask)
     if ask:
-        request = _asked(request)
+        request = _ask_missing(request)
     as_json = bool(values["as_json"])
-    manner = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
-    ctx.exit(make(request, dest, manner))
+    options = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, _program(ctx))
+    ctx.exit(write_config(request, dest, options))
 
 
-for _option in _OPTIONS:  # a command's own list, so in order
+for _option in _OPTIONS:  # applied to a Command, options are appended in this order
     init = _option(init)
 
 
-def _given(values: dict[str, Any]) -> InitRequest:
-    """The flags as a request. Raises UsageError."""
+def _request_of(values: dict[str, Any]) -> InitRequest:
+    """Convert the flags to a request. Raises UsageError."""
     from launcher.files import written_path
     from launcher.init.request import InitRequest, dataset_of, existing, split_hosts
 
@@ -105,28 +105,29 @@ def _given(values: dict[str, Any]) -> InitRequest:
         key=written_path(Path(values["key"]).expanduser().absolute()) if values["key"] else None,
         **{name: values[name] for name in ("user", "password", "host_keys")},
     )
-    for name, text in environment.items():  # a shell has written out ~, which is another folder on the hosts
+    for name, text in environment.items():  # the shell has expanded ~, but home folders differ between hosts
         request = request.with_environment(name, written_path(Path(text)) if "/" in text else text)
     return request
 
 
-def _complete(request: InitRequest, yes: bool) -> None:
-    """Without anybody to ask, the flags must say it all."""
-    lacking = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
-    lacking += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
-    if lacking:
-        why = "--yes asks nothing" if yes else "there is no terminal to ask on"
-        raise UsageError(f"{why}; give {' and '.join(lacking)}")
+def _check_complete(request: InitRequest, yes: bool) -> None:
+    """Raise UsageError if hosts or graph are missing and no question can be asked."""
+    missing = [] if request.hosts else ["the hosts (gnnfleet init gnn1 gnn2)"]
+    missing += [] if request.dataset or yes else ["the graph (--dataset NAME or PATH, or --yes for a synthetic one)"]
+    if missing:
+        why = "--yes asks no questions" if yes else "no terminal to ask questions on"
+        raise UsageError(f"{why}; give {' and '.join(missing)}")
 
 
-def _asked(request: InitRequest) -> InitRequest:
+def _ask_missing(request: InitRequest) -> InitRequest:
+    """Ask for hosts and graph if they are missing. Raises ConfigError for invalid hosts."""
     from dataclasses import replace
 
     from launcher.init.questions import ask_graph, ask_hosts
     from launcher.init.request import config_of
 
     request = replace(request, hosts=request.hosts or ask_hosts())
-    config_of(request)  # a mistake is told before the next question
+    config_of(request)  # reports invalid hosts before the next question
     if not request.dataset:
         dataset, source = ask_graph()
         request = replace(request, dataset=dataset, source=source)
@@ -150,15 +151,15 @@ def _list(as_json: bool) -> None:
 def _copy(name: str, dest: Path, force: bool, ask: bool) -> None:
     from launcher.files import write_whole
     from launcher.init.templates import copy_of, named
-    from launcher.init.wizard import writable_place
+    from launcher.init.wizard import check_writable
 
     template = named(name)
-    writable_place(dest, force, ask)
+    check_writable(dest, force, ask)
     write_whole(dest, copy_of(template, dest))
-    click.echo(f"Wrote {dest}: {template.about}.\nIts first lines say what to change and how to launch it.")
+    click.echo(f"Wrote {dest}: {template.about}.\nIts first lines explain what to change and how to launch it.")
 
 
 def _program(ctx: click.Context) -> str:
-    """How this program was called, for the commands that are told."""
+    """Return how this program was called, for the commands that are shown to the user."""
     name = ctx.find_root().info_name or "gnnfleet"
     return "python launch.py" if name.endswith("launch.py") else "gnnfleet"

@@ -1,4 +1,4 @@
-"""The ``gnnfleet`` command (also ``launch.py``): launch, plan, check, partition."""
+"""The ``gnnfleet`` program (also ``launch.py``), with its commands launch, plan, check and partition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from launcher.cli.completion import runs_or_files, serving_names
-from launcher.cli.launch_compat import _options, _repeated, foreign_options, import_command, without_remote
+from launcher.cli.launch_compat import foreign_options, import_command, joined, options_of, without_remote
 from launcher.cli.options import (
     CONFIG,
     DETACH,
@@ -25,6 +25,7 @@ from launcher.cli.options import (
     SET,
     VERBOSE,
     F,
+    GroupedOptions,
     console_of,
     examples,
     show,
@@ -33,22 +34,18 @@ from launcher.cli.options import (
 from launcher.errors import FleetError, Interrupted
 from launcher.run.options import LaunchOptions, choose_run_id, read_config
 
-_EPILOG = """\b
-Examples:
-  gnnfleet init gnn1 gnn2 -o cluster.yml
-  gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01
-  gnnfleet --config cluster.yml --detach -- python train_mine.py --lr 0.01
-
-In a checkout, gnnfleet is `python launch.py`. COMMAND --help tells more, docs/operating.md the rest.
+_EPILOG = """Exit status: 0 done or detached; 1 failed, or the highest status of the failed processes; 2 bad usage or
+config; 3 preflight refused; 130 interrupted or stopped.
 
 \b
-Exit status: 0 done, or detached; 1 failed, or the highest status of failed processes;
-2 bad usage or config, 3 preflight refused, 130 interrupted or stopped."""
+Examples:
+  gnnfleet init gnn1 gnn2 -o cluster.yml
+  gnnfleet --config cluster.yml --epochs 3 --set train.lr=0.01"""
 
-#: Options that the help of the program shows.
+#: Options that `gnnfleet --help` lists.
 _MOST_USED = ("config", "sets", "detach", "dry_run", "help")
 
-#: Commands in the order one needs them; others follow.
+#: Commands in the order in which a user needs them; commands not listed here follow.
 _ORDER = (
     *("init", "import", "check", "plan", "launch", "partition"),
     *("status", "logs", "follow", "attach", "stop", "collect", "resume"),
@@ -57,7 +54,9 @@ _ORDER = (
 
 
 class OwnCommandGroup(click.Group):
-    """Keeps everything after ``--`` away from click: it is the user's own command."""
+    """A group that keeps the words after ``--``, the user's own command, in ``ctx.meta["own_command"]``."""
+
+    command_class = GroupedOptions
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self.commands, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
@@ -68,9 +67,9 @@ class OwnCommandGroup(click.Group):
         return super().shell_complete(ctx, incomplete)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Those that most launches have; the whole list is the help of ``launch``."""
+        """Write the most used options; ``launch --help`` lists all."""
         shown = [param.get_help_record(ctx) for param in self.get_params(ctx) if param.name in _MOST_USED]
-        with formatter.section("Options (launch --help has all)"):
+        with formatter.section("Options (all: gnnfleet launch --help)"):
             formatter.write_dl([record for record in shown if record])
         self.format_commands(ctx, formatter)
 
@@ -86,42 +85,40 @@ class OwnCommandGroup(click.Group):
 
 
 def config_options(command: F) -> F:
-    """Options of everything that reads a config."""
+    """Decorator that adds the options of commands that read a config."""
     given = (
         CONFIG,
         SET,
         *HOST_FILTERS,
         click.option("--epochs", metavar="N", help="Passes over the train seeds."),
-        click.option("--batch-size", metavar="N", help="Global batch: seeds per step over all processes."),
-        click.option("--num-neighbors", metavar="15,10,5", help="Neighbours per hop, seeds outward."),
-        click.option("--num-training-procs", type=click.IntRange(1), metavar="N", help="Processes on every node."),
-        click.option(
-            "--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it."
-        ),
-        click.option("--master-port", metavar="PORT", help="Port for torch.distributed on the first node that trains."),
+        click.option("--batch-size", metavar="N", help="Seeds per step over all processes."),
+        click.option("--num-neighbors", metavar="15,10,5", help="Neighbours per hop, first hop first."),
+        click.option("--num-training-procs", type=click.IntRange(1), metavar="N", help="Processes per node."),
+        click.option("--master-addr", metavar="ADDR", help="Address at which nodes reach the lead node."),
+        click.option("--master-port", metavar="PORT", help="Port for torch.distributed on the lead node."),
         click.option(
             "--resume",
             metavar="FILE|RUN",
             shell_complete=runs_or_files,
-            help="Go on from a checkpoint, or from an earlier run.",
+            help="Continue from a checkpoint or an earlier run.",
         ),
         click.option(
             "--serving",
             metavar="NAME",
             shell_complete=serving_names,
-            help="Train on the graph of a serving cluster (gnnfleet serve).",
+            help="Use the graph of this serving cluster.",
         ),
-        click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results."),
-        click.option("--name", metavar="NAME", help="Begins the run id; default: `name` of the file."),
-        click.option("--run-id", metavar="ID", help="Name of this run; default: made from name and time."),
+        click.option("--name", metavar="NAME", help="Prefix of the run id; default: `name` in the file."),
+        click.option("--run-id", metavar="ID", help="Id of the run; default: from name and time."),
+        click.option("--runs-dir", metavar="DIR", help="Local folder for logs and results."),
         JSON,
         VERBOSE,
     )
     return with_options(*given)(foreign_options(command))
 
 
-class PartitionCommand(click.Command):
-    """Its help is shown for ``partition --help``; ``partition make --help`` is the trainer's to answer."""
+class PartitionCommand(GroupedOptions):
+    """Shows help for ``partition --help`` only; passes ``partition make --help`` on to the trainer."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args[:1] in ([], ["--help"], ["-h"]) and not ctx.resilient_parsing:
@@ -145,10 +142,9 @@ launch_options = with_options(DETACH, *LIVE, DRY_RUN)
 @launch_options
 @click.pass_context
 def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Turn SSH hosts into one training cluster for graph neural networks.
+    """Train graph neural networks on several hosts over SSH.
 
-    With --config and no command: launch. Words after -- are your own training command, run instead of the
-    bundled trainer. Options may be written with underscores or dashes.
+    With --config and no command, gnnfleet launches a run.
     """
     if ctx.invoked_subcommand is not None:
         ctx.obj = values
@@ -156,36 +152,46 @@ def gnnfleet(ctx: click.Context, dry_run: bool, **values: Any) -> None:
     if values["config"] is None and not any(values.values()) and not dry_run:
         click.echo(ctx.get_help())
         ctx.exit(2)
-    (show_plan if dry_run else run_launch)(_options(ctx, values))
+    (show_plan if dry_run else run_launch)(options_of(ctx, values))
 
 
-@gnnfleet.command(epilog=examples("launch --config cluster.yml --epochs 3"))
+@gnnfleet.command(
+    epilog=examples("launch --config cluster.yml --epochs 3"), short_help="Launch a run (the default with --config)."
+)
 @config_options
 @launch_options
 @click.pass_context
 def launch(ctx: click.Context, dry_run: bool, **values: Any) -> None:
-    """Launch (what --config alone does)."""
-    (show_plan if dry_run else run_launch)(_options(ctx, values))
+    """Launch a run: check the hosts, send code and parts, train, report.
+
+    --config FILE without a command does the same. Words after -- are your own training command, which
+    replaces the bundled trainer.
+    """
+    (show_plan if dry_run else run_launch)(options_of(ctx, values))
 
 
 @gnnfleet.command(epilog=examples("plan --config cluster.yml --set train.lr=0.01"))
 @config_options
 @click.pass_context
 def plan(ctx: click.Context, **values: Any) -> None:
-    """Show what a launch would send, run and move (--dry-run)."""
-    show_plan(_options(ctx, values))
+    """Show what a launch would send and run (same as --dry-run)."""
+    show_plan(options_of(ctx, values))
 
 
 @gnnfleet.command(epilog=examples("check --config cluster.yml"))
 @config_options
 @click.pass_context
 def check(ctx: click.Context, **values: Any) -> None:
-    """Preflight alone: connect, check every node, list what is wrong."""
+    """Run preflight only: connect, check every node, list problems."""
     from launcher.run.launch import run_check
 
-    options = _options(ctx, values)
+    options = options_of(ctx, values)
     ctx.exit(run_check(read_config(options), options, console_of(options.as_json)))
 
+
+for _param in check.params:
+    if isinstance(_param, click.Option) and _param.name == "verbose":
+        _param.hidden = True  # accepted, but check prints no plan
 
 gnnfleet.add_command(import_command(config_options))
 
@@ -198,7 +204,7 @@ gnnfleet.add_command(import_command(config_options))
         "partition inspect --config cluster.yml",
         "partition verify parts/",
     ),
-    short_help="Divide a graph (make), check its parts (verify, inspect).",
+    short_help="Cut a graph into parts, or check existing parts.",
 )
 @click.argument("what", type=click.Choice(["make", "verify", "inspect"]))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
@@ -213,24 +219,24 @@ def partition(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
 ) -> None:
-    """Divide a graph, check a partition folder, or describe it.
+    """Cut a graph into parts (make), check parts (verify) or describe them (inspect).
 
-    With --config the graph and folder come from the file; other words go to
-    `python -m trainer partition`, whose own help is `partition make --help`.
+    With --config the graph and the folder come from the file. Other words are passed to
+    `python -m trainer partition`; `partition make --help` shows its options.
     """
     from launcher.plan.partition import partition_words, run_trainer
 
     before: dict[str, Any] = ctx.obj or {}
     config = config or before.get("config")
     sets, include, exclude = (
-        _repeated(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
+        joined(before, name, words) for name, words in (("sets", sets), ("include", include), ("exclude", exclude))
     )
     cluster = read_config(LaunchOptions(config, sets, include, exclude)) if config else None
     ctx.exit(run_trainer(partition_words(what, cluster, words)))
 
 
 def show_plan(options: LaunchOptions) -> None:
-    """Print the plan of a launch; opens no connection."""
+    """Print the plan of a launch without opening a connection."""
     from launcher.config.resolve import resolve_run
     from launcher.plan.build import offline_plan
     from launcher.serving.attach_run import known_serving
@@ -242,7 +248,7 @@ def show_plan(options: LaunchOptions) -> None:
 
 
 def run_launch(options: LaunchOptions) -> NoReturn:
-    """Launch, follow, report; exits with the run's status. With --json one event a line, the report last."""
+    """Launch, follow and report a run; exit with its status. --json prints one event per line and the report last."""
     import json
 
     from launcher.run.launch import launch as launch_run
@@ -256,7 +262,7 @@ def run_launch(options: LaunchOptions) -> NoReturn:
 
 
 def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
-    """The program; returns its exit status. Errors a user can act on are one message on stderr."""
+    """Run the program and return its exit status. Prints errors that a user can act on to stderr, without traceback."""
     from launcher.cli.completion import completion
     from launcher.cli.init import init
     from launcher.cli.report import compare, report
@@ -276,27 +282,27 @@ def run(argv: Sequence[str] | None = None, prog_name: str = "gnnfleet") -> int:
         return done.exit_code
     except click.ClickException as error:
         error.show()
-        return _told(words, error.format_message(), 2)
+        return _json_error(words, error.format_message(), 2)
     except Interrupted as error:
         click.secho(str(error), fg="yellow", err=True)
-        return _told(words, str(error), error.exit_status)
+        return _json_error(words, str(error), error.exit_status)
     except FleetError as error:
         click.secho(f"error: {error}", fg="red", err=True)
-        return _told(words, str(error), error.exit_status)
+        return _json_error(words, str(error), error.exit_status)
     except (KeyboardInterrupt, click.Abort):
         click.secho("interrupted", fg="yellow", err=True)
         return 130
-    except BrokenPipeError:  # the reader of our output (`| head`) has had enough
+    except BrokenPipeError:  # the reader of stdout, as `| head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
-    except OSError as error:  # a full or read-only disk, a file that may not be read
+    except OSError as error:  # a full or read-only disk, a file without read permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         click.secho(f"error: {message}", fg="red", err=True)
-        return _told(words, message, 1)
+        return _json_error(words, message, 1)
 
 
-def _told(words: Sequence[str], message: str, exit_status: int) -> int:
-    """With --json, an error is JSON on stdout as well."""
+def _json_error(words: Sequence[str], message: str, exit_status: int) -> int:
+    """Print an error as JSON on stdout if ``words`` contain --json; return ``exit_status``."""
     if "--json" in words[: words.index("--") if "--" in words else None]:
         import json
 
@@ -305,13 +311,13 @@ def _told(words: Sequence[str], message: str, exit_status: int) -> int:
 
 
 def main(prog_name: str = "gnnfleet") -> NoReturn:
-    """Console script and ``launch.py``."""
+    """Entry point of the console script and of ``launch.py``; turns SIGTERM and SIGHUP into SystemExit."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # else nohup has it ignored
-            signal.signal(number, _ended_by)
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup sets SIG_IGN
+            signal.signal(number, _exit_on_signal)
     sys.exit(run(prog_name=prog_name))
 
 
-def _ended_by(number: int, frame: FrameType | None) -> NoReturn:
-    """The terminal is as it was before: a hidden cursor is shown, a password prompt gives back the echo."""
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise SystemExit, so that ``finally`` blocks restore the terminal: cursor, and echo after a password prompt."""
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Options that several commands share: ``--set``, ``--include``, ``--exclude``."""
+"""Options that several commands share, and their help: options grouped under headings, one line each."""
 
 from __future__ import annotations
 
@@ -18,6 +18,55 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: Heading in the help of a command → parameter names of its options. Options without an entry go to _LAST_HEADING.
+_HEADINGS = {
+    "Config": ("config", "sets"),
+    "Hosts": ("more_hosts", "nodes", "include", "exclude", "group", "venv", "conda", "python"),
+    "SSH login": ("user", "key", "password", "host_keys"),
+    "Graph and training": (
+        *("dataset", "source", "shared", "serving"),
+        *("epochs", "batch_size", "num_neighbors", "num_training_procs", "resume"),
+    ),
+    "Run": ("name", "run_id", "runs_dir", "master_addr", "master_port", "detach", "on_interrupt", "dry_run"),
+    "Lines to show": ("node", "rank", "since", "last", "every"),
+}
+
+_LAST_HEADING = "Output"
+
+_MAX_UNGROUPED = 8  #: options of a command whose help has no headings
+
+_MAX_COLUMN = 30  #: characters of an option with its value; the help of a longer one begins on the next line
+
+
+class GroupedOptions(click.Command):
+    """A command whose help groups its options under headings if it has more than ``_MAX_UNGROUPED`` of them."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = [(param, record) for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
+        options = [(param.name or "", *record) for param, record in records if isinstance(param, click.Option)]
+        column = min(_MAX_COLUMN, max(len(option) for _, option, _ in options))
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, option, text in options:
+            heading = self._heading(name) if len(options) > _MAX_UNGROUPED else "Options"
+            sections.setdefault(heading, []).append((option.ljust(column), text))
+        for heading in sorted(sections, key=[*_HEADINGS, _LAST_HEADING, "Options"].index):
+            with formatter.section(heading):
+                formatter.write_dl(sections[heading])
+
+    def _heading(self, name: str) -> str:
+        if name == "config" and any(param.name == "run" for param in self.params):
+            return "Run"  # the file only serves to find the run
+        return next((heading for heading, names in _HEADINGS.items() if name in names), _LAST_HEADING)
+
+
+class GroupWithGroupedOptions(GroupedOptions, click.Group):
+    """A command with subcommands whose help groups its options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
 CONFIG = click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
 
 SET = click.option(
@@ -26,7 +75,7 @@ SET = click.option(
     multiple=True,
     metavar="KEY=VALUE",
     shell_complete=config_keys,
-    help="Change any config key, dotted; repeatable.",
+    help="Set a config key, as train.lr=0.01; repeatable.",
 )
 
 HOST_FILTERS = (
@@ -35,39 +84,40 @@ HOST_FILTERS = (
         multiple=True,
         metavar="HOSTS",
         shell_complete=host_names,
-        help="Only these: node03, gpu*, node[03-05], node04:0,2; repeatable.",
+        help="Use only these: gpu*, node[03-05], node04:0,2.",
     ),
     click.option(
         "--exclude",
         multiple=True,
         metavar="HOSTS",
         shell_complete=host_names,
-        help="All but these; written alike, repeatable.",
+        help="Leave these out; same forms as --include.",
     ),
 )
 
-JSON = click.option("--json", "as_json", is_flag=True, help="JSON on stdout, all else on stderr.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout, all else to stderr.")
 
-VERBOSE = click.option("--verbose", "-v", is_flag=True, help="A plan has every node by itself, with its commands.")
+VERBOSE = click.option("--verbose", "-v", is_flag=True, help="Show each node with its commands in a plan.")
 
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan; connect to nothing.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan without connecting to a host.")
 
-DETACH = click.option("--detach", is_flag=True, help="Return once the first step has trained; the run goes on.")
+DETACH = click.option("--detach", is_flag=True, help="Return after the first step; the run continues.")
 
-NOW = click.option("--now", is_flag=True, help="Kill at once, without the grace to end by themselves (run.grace).")
+NOW = click.option("--now", is_flag=True, help="Kill at once instead of after run.grace seconds.")
 
 LIVE = (
     click.option(
         "--on-interrupt",
         type=click.Choice(["ask", "stop", "detach"]),
-        help="What the first Ctrl-C does; default: ask (run.on_interrupt).",
+        metavar="ACTION",
+        help="First Ctrl-C: ask (default), stop or detach.",
     ),
-    click.option("--plain", is_flag=True, help="Prefixed lines instead of the live view."),
+    click.option("--plain", is_flag=True, help="Print prefixed lines instead of the live view."),
 )
 
-RUNS_DIR = click.option("--runs-dir", metavar="DIR", help="Folder on this machine for logs and results; default: runs.")
+RUNS_DIR = click.option("--runs-dir", metavar="DIR", help="Local folder of runs; default: runs.")
 
-#: Which run a command is about.
+#: Argument and options that select the run of a command.
 RUN = (
     click.argument("run", required=False, shell_complete=run_ids),
     click.option(
@@ -75,14 +125,14 @@ RUN = (
         "-c",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Cluster file of a run that was launched on another machine: it is looked for on these hosts.",
+        help="Cluster file whose hosts to search for the run.",
     ),
     RUNS_DIR,
 )
 
 
 def with_options(*given: Callable[[F], F]) -> Callable[[F], F]:
-    """Decorates a command with options, which its help shows in this order."""
+    """Return a decorator that adds options to a command, in the given order."""
 
     def decorate(command: F) -> F:
         for option in reversed(given):
@@ -93,24 +143,24 @@ def with_options(*given: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def examples(*lines: str) -> str:
-    """An epilog; each line is what follows ``gnnfleet``."""
+    """Return a help epilog with one example per line; ``lines`` do not contain the leading ``gnnfleet``."""
     return "\n".join(["\b", "Example:", *(f"  gnnfleet {line}" for line in lines)])
 
 
 def console_of(as_json: bool) -> Console:
-    """Where a command prints what is for people."""
+    """Return the console for human-readable output: stderr if stdout is for JSON."""
     from launcher.text import console_for
 
     return console_for(stderr=as_json)
 
 
 def echo_json(values: Any) -> None:
-    """Print a command's result on stdout."""
+    """Print a command's result as JSON on stdout."""
     click.echo(json.dumps(values, indent=1))
 
 
 def show(plan: LaunchPlan, *, as_json: bool, verbose: bool) -> None:
-    """Print a plan."""
+    """Print a plan as text or JSON; ``verbose`` lists each node with its commands."""
     from launcher.plan.render import print_plan
     from launcher.plan.serialize import to_json
 

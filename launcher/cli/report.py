@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.cli.completion import run_ids
-from launcher.cli.options import RUN, console_of, echo_json, examples, with_options
+from launcher.cli.options import RUN, GroupedOptions, console_of, echo_json, examples, with_options
 
 if TYPE_CHECKING:
     from launcher.manage.node_views import OpenRun
 
 
-@click.command(epilog=examples("report toy-2026", "report toy-2026 --watch"))
+@click.command(cls=GroupedOptions, epilog=examples("report toy-2026", "report toy-2026 --watch"))
 @RUN[0]
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: report.html of the run."
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write; default: RUN/report.html."
 )
-@click.option("--watch", is_flag=True, help="Serve it on this machine alone, with news as they come, until Ctrl-C.")
-@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="For --watch; default: one that is free.")
+@click.option("--watch", is_flag=True, help="Serve a live page on localhost until Ctrl-C.")
+@click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port for --watch; default: a free one.")
 @with_options(*RUN[1:])
 @click.pass_context
 def report(
@@ -32,10 +32,10 @@ def report(
     config: Path | None,
     runs_dir: str | None,
 ) -> None:
-    """Curves, times and causes of a run as one HTML file.
+    """Write a run's curves, times and errors to one HTML file.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what there
-    is by now is fetched first. The file needs no network, and is written at the end of each run anyway.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. Of a run that is still running, the files
+    written so far are collected first. The HTML file needs no network. It is also written at the end of each run.
     """
     from launcher.manage.collect_run import folder_for
     from launcher.manage.select import Choice, chosen
@@ -46,8 +46,8 @@ def report(
     if port and not watch:
         raise click.UsageError("--port is for --watch", ctx)
     before = ctx.obj or {}
-    places = runs_dir or before.get("runs_dir")
-    choice = Choice(run, config or before.get("config"), tuple(before.get("sets") or ()), places)
+    folders = runs_dir or before.get("runs_dir")
+    choice = Choice(run, config or before.get("config"), tuple(before.get("sets") or ()), folders)
     with chosen(choice, offline=known_without_nodes) as opened:
         folder = folder_for(opened, choice.runs_dirs[0])
         if watch:
@@ -64,32 +64,32 @@ def _write(run: OpenRun, folder: Path, output: Path | None, runs_dirs: list[Path
     from launcher.report.verdict import known_without_nodes
 
     if not known_without_nodes(run.found):
-        brought = collect_run(run, folder)
-        for text in filter(None, (brought.told, *brought.notes)):
+        collected = collect_run(run, folder)
+        for text in filter(None, (collected.told, *collected.notes)):
             click.secho(text, fg="yellow", err=True)
     click.echo(str(write_html(folder, output, runs_dirs=runs_dirs)))
 
 
-@click.command(epilog=examples("compare toy-2026 toy-lr", "compare runs/a runs/b runs/c --json"))
+@click.command(cls=GroupedOptions, epilog=examples("compare toy-2026 toy-lr"))
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", shell_complete=run_ids)
-@click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
+@click.option("--runs-dir", metavar="DIR", help="Local folder of runs; default: runs.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")
 @click.pass_context
 def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_json: bool) -> None:
-    """Put runs side by side: settings that differ, results, speed, versions.
+    """Compare runs: differing settings, results, speed and versions.
 
-    RUN is a run's id, a part of one, or its folder. Figures are of what is here: collect a run first
-    that still goes on. The best values are marked.
+    RUN is a run id, a part of one, or a run folder. Only files on this machine are read, so collect a run that is still
+    running first. The best values are marked.
     """
     from launcher.report.compare import compare as side_by_side
     from launcher.report.compare import figures_of, print_comparison
     from launcher.report.run_history import find_run
 
     before = ctx.obj or {}
-    places = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
-    found = [find_run(run, places) for run in runs]
+    folders = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
+    found = [find_run(run, folders) for run in runs]
     if len({one.folder.resolve() for one in found if one.folder}) < len(runs) or len(runs) < 2:
-        raise click.UsageError("give two different runs or more; `gnnfleet runs` lists those known here", ctx)
+        raise click.UsageError("give two or more different runs; `gnnfleet runs` lists those known here", ctx)
     comparison = side_by_side([figures_of(one) for one in found])
     if as_json or before.get("as_json"):
         echo_json(comparison.to_json())

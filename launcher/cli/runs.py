@@ -1,4 +1,4 @@
-"""Commands on launched runs: status, logs, profile, follow, attach, stop, collect, runs, resume."""
+"""Commands on existing runs: status, logs, profile, follow, attach, stop, collect, runs and resume."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from launcher.cli.options import (
     NOW,
     RUN,
     SET,
+    GroupedOptions,
     console_of,
     echo_json,
     examples,
@@ -38,45 +39,47 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    epilog=examples("status", "status toy-2026 --watch", "status --config cluster.yml")
-    + "\n\nExit status: 0 it runs or is done, 1 failed or never started, 130 stopped, 3 no node can tell."
+    cls=GroupedOptions,
+    epilog="Exit status: 0 it is running or done; 1 it failed or never started; 130 it was stopped; 3 unknown, as no "
+    "node can be reached.\n\n" + examples("status toy-2026 --watch"),
 )
 @with_options(*RUN, JSON)
-@click.option("--watch", is_flag=True, help="Show it again every 2 s until the run has ended.")
+@click.option("--watch", is_flag=True, help="Update the status every 2 s until the run has ended.")
 @click.pass_context
 def status(ctx: click.Context, watch: bool, **values: Any) -> None:
-    """How a run is, from any machine that reaches its nodes.
+    """Show the state of a run and of each node.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. Works on any machine that can reach the
+    run's nodes.
     """
     from launcher.manage.status import rendered, status_now, watch_status
     from launcher.report.verdict import known_without_nodes
 
     console, as_json = _console(ctx, values)
     with _open(ctx, values, known_without_nodes) as run:
-        told = watch_status(run, console) if watch and not as_json else status_now(run)
+        state = watch_status(run, console) if watch and not as_json else status_now(run)
     if as_json:
-        echo_json(told.to_json())
+        echo_json(state.to_json())
     elif not watch:
-        console.print(rendered(told), soft_wrap=True)
-    ctx.exit(told.verdict.exit_status)
+        console.print(rendered(state), soft_wrap=True)
+    ctx.exit(state.verdict.exit_status)
 
 
-@click.command(epilog=examples("logs", "logs --rank 3 --since 10m", "logs toy-2026 -f --node 1", "logs --all -n 100"))
+@click.command(cls=GroupedOptions, epilog=examples("logs --rank 3 --since 10m", "logs toy-2026 -f --node 1"))
 @with_options(*RUN)
-@click.option("--follow", "-f", "follows", is_flag=True, help="Go on with new lines until the run has ended.")
-@click.option("--node", type=click.IntRange(0), metavar="N", help="Of one node alone.")
-@click.option("--rank", type=click.IntRange(0), metavar="R", help="Of one rank alone.")
-@click.option("--since", metavar="WHEN", help="Since then: 10m, 2h, 12:30, or an ISO time.")
-@click.option("-n", "last", type=click.IntRange(0), metavar="LINES", help="Only so many last lines.")
-@click.option("--all", "every", is_flag=True, help="Also of supervisors, graph servers and rank runners.")
-@click.option("--times", "-t", is_flag=True, help="With the time of each line, by this machine's clock.")
+@click.option("--follow", "-f", "follows", is_flag=True, help="Print new lines until the run has ended.")
+@click.option("--node", type=click.IntRange(0), metavar="N", help="Only lines of node N.")
+@click.option("--rank", type=click.IntRange(0), metavar="R", help="Only lines of rank R.")
+@click.option("--since", metavar="WHEN", help="Only newer lines: 10m, 2h, 12:30, or an ISO time.")
+@click.option("-n", "last", type=click.IntRange(0), metavar="LINES", help="Only the last LINES lines.")
+@click.option("--all", "every", is_flag=True, help="Add supervisors, graph servers and rank runners.")
+@click.option("--times", "-t", is_flag=True, help="Print the time of each line, by this machine's clock.")
 @click.pass_context
 def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **values: Any) -> None:
-    """Lines of all ranks, merged in order of time.
+    """Print the log lines of all ranks, sorted by time.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. Lines come from the nodes,
-    or from the run folder once they have been collected. -f begins with the last ten lines of each rank.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. Lines are read from the nodes, or from
+    the run folder after the run was collected. -f starts with the last ten lines of each rank.
     """
     from launcher.manage import show_logs as showlogs
 
@@ -93,14 +96,14 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
     ctx.exit(1 if missing else 0)
 
 
-@click.command(epilog=examples("profile", "profile toy-2026 --json"))
+@click.command(cls=GroupedOptions, epilog=examples("profile toy-2026"))
 @with_options(*RUN, JSON)
 @click.pass_context
 def profile(ctx: click.Context, **values: Any) -> None:
-    """Where a run's time goes, and what would help.
+    """Show where a run spends its time, and what would speed it up.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that goes on, what its
-    ranks have told by now. `python -m trainer profile RUN_DIR` shows each rank of one node.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. A run that is still running is profiled
+    up to now. `python -m trainer profile RUN_DIR` shows each rank of one node.
     """
     from launcher.manage import profile_run as profiled
     from launcher.manage.show_logs import all_collected, missing_words
@@ -117,15 +120,16 @@ def profile(ctx: click.Context, **values: Any) -> None:
     ctx.exit(1 if missing else 0)
 
 
-@click.command(epilog=examples("follow", "follow toy-2026 --plain"))
+@click.command(cls=GroupedOptions, epilog=examples("follow toy-2026 --plain"))
 @with_options(*RUN, JSON, *LIVE)
 @click.pass_context
 def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **values: Any) -> None:
-    """Watch a run as its launcher does, to its end.
+    """Show a run live until it ends, as its launcher does.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. At its end it is collected and
-    reported. However the watching ends, the run goes on, unless you answer Ctrl-C with s or press it twice.
-    Exit status: the run's; 0 while it goes on.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. When the run ends, it is collected and
+    reported. If following ends earlier, the run continues, unless you answer Ctrl-C with s or press it twice.
+
+    Exit status: that of the run; 0 if it is still running.
     """
     console, as_json = _console(ctx, values)
     with _open(ctx, values, _is_over_here) as run:
@@ -143,15 +147,15 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
     ctx.exit(report.exit_status)
 
 
-@click.command(epilog=examples("attach", "attach toy-2026 --print"))
+@click.command(cls=GroupedOptions, epilog=examples("attach toy-2026"))
 @with_options(*RUN)
-@click.option("--print", "only_print", is_flag=True, help="Print the command for each node, and do nothing.")
+@click.option("--print", "only_print", is_flag=True, help="Only print the command for each node.")
 @click.pass_context
 def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
-    """Look into the nodes' tmux sessions, a pane per node.
+    """Show the tmux sessions of all nodes, one pane each.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. Leave with Ctrl-b d; the run
-    goes on. Panes are read-only.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. The panes are read-only. Ctrl-b d leaves
+    them; the run continues.
     """
     from launcher.manage.attach import enter, make_session, panes_of
 
@@ -167,14 +171,16 @@ def attach(ctx: click.Context, only_print: bool, **values: Any) -> None:
     ctx.exit(enter(make_session(run_id, panes)))
 
 
-@click.command(epilog=examples("stop", "stop toy-2026 --now"))
+@click.command(cls=GroupedOptions, epilog=examples("stop toy-2026"))
 @with_options(*RUN, JSON, NOW)
 @click.pass_context
 def stop(ctx: click.Context, now: bool, **values: Any) -> None:
-    """Stop a run on all its nodes, then collect.
+    """Stop a run on all its nodes, then collect its files.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. What became of its launcher
-    does not matter, and other runs are not touched. Exit status 0 when nothing of the run is left, else 1.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. The launcher of the run need not be
+    running. Other runs are not affected.
+
+    Exit status: 0 nothing of the run is left on the nodes; else 1.
     """
     from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes
@@ -189,15 +195,16 @@ def stop(ctx: click.Context, now: bool, **values: Any) -> None:
     ctx.exit(ended.exit_status)
 
 
-@click.command(epilog=examples("collect", "collect toy-2026", "collect --config cluster.yml"))
+@click.command(cls=GroupedOptions, epilog=examples("collect toy-2026"))
 @with_options(*RUN, JSON)
 @click.pass_context
 def collect(ctx: click.Context, **values: Any) -> None:
-    """Bring a run's logs, metrics, checkpoint and output here.
+    """Copy logs, metrics, checkpoint and output of a run here.
 
-    RUN is a run's id, a part of one, or its folder; by default the newest. Of a run that still goes on,
-    what there is by now. What is here already is not fetched again. Exit status: the run's; 0 while it goes on, 1
-    when nodes out of reach keep how it ended.
+    RUN is a run id, a part of one, or a run folder; default: the newest run. Of a run that is still running, the files
+    written so far are copied. Files that are already here are not copied again.
+
+    Exit status: that of the run; 0 if it is still running; 1 if it is unknown because nodes cannot be reached.
     """
     from launcher.manage.collect_run import collect_run, folder_for
 
@@ -205,22 +212,22 @@ def collect(ctx: click.Context, **values: Any) -> None:
     with _open(ctx, values, _is_over_here) as run:
         if _is_over_here(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
-        brought = collect_run(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
-        if brought.report is not None:
+        collected = collect_run(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
+        if collected.report is not None:
             _leave_serving(run.found, console)
-    _tell_brought(brought, console)
+    _print_collected(collected, console)
     if as_json:
-        echo_json(brought.to_json())
-    ctx.exit(brought.exit_status)
+        echo_json(collected.to_json())
+    ctx.exit(collected.exit_status)
 
 
-@click.command(epilog=examples("runs", "runs -n 5", "runs --json"))
-@click.option("--runs-dir", metavar="DIR", help="Folder on this machine with runs; default: runs.")
-@click.option("--json", "as_json", is_flag=True, help="JSON on stdout.")
-@click.option("-n", "last", type=click.IntRange(1), metavar="N", help="Only the newest N.")
+@click.command(cls=GroupedOptions, epilog=examples("runs -n 5"))
+@click.option("--runs-dir", metavar="DIR", help="Local folder of runs; default: runs.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout.")
+@click.option("-n", "last", type=click.IntRange(1), metavar="N", help="Only the newest N runs.")
 @click.pass_context
 def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
-    """What has been run: when, on what, and what came of it."""
+    """List the runs known on this machine and their results."""
     from launcher.report.run_history import history, rendered, to_json
 
     console, as_json = _console(ctx, values)
@@ -230,21 +237,16 @@ def runs(ctx: click.Context, last: int | None, **values: Any) -> None:
     elif entries:
         console.print(rendered(entries))
     else:
-        console.print("no run is known on this machine")
+        console.print("no runs on this machine yet")
 
 
 @click.command(
-    epilog=examples(
-        "resume toy-2026",
-        "resume toy-2026 --epochs 40 --detach",
-        "resume toy-2026 --exclude gnn3",
-        "resume mine -- python a.py",
-    )
+    cls=GroupedOptions, epilog=examples("resume toy-2026 --epochs 40 --detach", "resume toy-2026 --exclude gnn3")
 )
 @with_options(click.argument("run", shell_complete=run_ids), *RUN[1:], JSON, SET, *HOST_FILTERS)
-@click.option("--epochs", metavar="N", help="Passes over the train seeds in all, those before included.")
-@click.option("--master-addr", metavar="ADDR", help="Address of the first node that trains, as the others see it.")
-@click.option("--run-id", metavar="ID", help="Name of the new run; default: made from name and time.")
+@click.option("--epochs", metavar="N", help="Total passes, including those already made.")
+@click.option("--master-addr", metavar="ADDR", help="Address at which nodes reach the lead node.")
+@click.option("--run-id", metavar="ID", help="Id of the new run; default: from name and time.")
 @with_options(DETACH, *LIVE)
 @click.pass_context
 def resume(
@@ -255,10 +257,10 @@ def resume(
     on_interrupt: str | None,
     **values: Any,
 ) -> None:
-    """Launch a run again, from its newest checkpoint.
+    """Launch a run again from its newest checkpoint.
 
-    RUN is a run's id, a part of one, or its folder. Config and own command are the same, but for what these options
-    change. A host that was lost is left out with --exclude, now and when the new run is resumed.
+    RUN is a run id, a part of one, or a run folder. The config and your own command are those of RUN, except for what
+    the options change. --exclude leaves out a lost host; it also applies when the new run is resumed.
     """
     from launcher.manage.resume import go_to, needs_no_node, prepare
     from launcher.run.launch import launch
@@ -281,7 +283,7 @@ def resume(
     )
     with _open(ctx, values, needs_no_node) as run:
         again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
-    for text in (*again.notes, again.told):
+    for text in (*again.notes, again.told):  # again.told: which run and checkpoint the new run continues
         console.print(text, soft_wrap=True, markup=False)
     config = read_config(again.options)
     go_to(again.cwd)
@@ -295,13 +297,13 @@ COMMANDS = (status, logs, profile, follow, attach, stop, collect, runs, resume)
 
 
 def register_commands(group: click.Group) -> None:
-    """Make them commands of ``group``."""
+    """Add the commands of this module to ``group``."""
     for command in COMMANDS:
         group.add_command(command)
 
 
 def _choice(ctx: click.Context, values: Mapping[str, Any]) -> Choice:
-    """Which run; options before the command count too."""
+    """Return which run to use; options before the command apply too."""
     from launcher.manage.select import Choice
 
     before: Mapping[str, Any] = ctx.obj or {}
@@ -318,45 +320,46 @@ def _open(
 
 
 def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bool]:
-    """Where to print, and whether stdout is for JSON."""
+    """Return the console to print to, and whether stdout is for JSON."""
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
     return console_of(as_json), as_json
 
 
 def _is_over_here(found: FoundRun) -> bool:
-    """Whether nothing of the run is anywhere but here: its end is known, or nothing has ever started."""
+    """Whether the run folder suffices to describe the run: it has ended, or nothing ever started on a node."""
     from launcher.report.verdict import known_without_nodes
 
     return known_without_nodes(found)
 
 
 def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:
-    """Say how such a run ended."""
+    """Print how a run ended according to its run folder; return the exit status."""
     from launcher.manage.status import Status, rendered
     from launcher.report.verdict import from_here
 
-    told = Status(found, from_here(found), {})
+    state = Status(found, from_here(found), {})
     if as_json:
-        echo_json(told.to_json())
+        echo_json(state.to_json())
     else:
-        console.print(rendered(told), soft_wrap=True)
-    return int((found.result or {}).get("exit_status", told.verdict.exit_status))
+        console.print(rendered(state), soft_wrap=True)
+    return int((found.result or {}).get("exit_status", state.verdict.exit_status))
 
 
 def _leave_serving(found: FoundRun, console: Console) -> None:
-    """Of a run that has ended: the key that let it into a serving cluster."""
+    """Remove the key with which an ended run was attached to a serving cluster; print notes about failures."""
     from launcher.serving.attach_run import leave
 
     for note in leave(found):
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
 
 
-def _tell_brought(brought: CollectResult, console: Console) -> None:
+def _print_collected(collected: CollectResult, console: Console) -> None:
+    """Print the report if the run has ended, else what was collected."""
     from launcher.report.report import print_report
 
-    if brought.report is not None:
-        print_report(brought.report, console)
+    if collected.report is not None:
+        print_report(collected.report, console)
         return
-    console.print(brought.told, soft_wrap=True, markup=False)
-    for note in brought.notes:
+    console.print(collected.told, soft_wrap=True, markup=False)
+    for note in collected.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""``gnnfleet serve`` and its commands."""
+"""``gnnfleet serve`` and its subcommands status, stop and key."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from launcher.cli.options import (
     RUNS_DIR,
     SET,
     VERBOSE,
+    GroupedOptions,
+    GroupWithGroupedOptions,
     console_of,
     echo_json,
     examples,
@@ -39,37 +41,41 @@ if TYPE_CHECKING:
     from launcher.report.run_folder import FoundRun
     from launcher.serving.serve import Served
 
-_EPILOG = """\b
+_EPILOG = """Exit status: 0 all servers are up; 1 a server is not; 2 bad usage or config; 3 preflight refused.
+
+\b
 Example:
   gnnfleet serve --config serving.yml --name products
-  gnnfleet --config train.yml --serving products
-  gnnfleet serve status products
+  gnnfleet --config train.yml --serving products"""
 
-With the same name again: what is dead or new in the file is started, what was taken out is stopped, the rest
-goes on. Exit status: 0 all servers are up, 1 one is not, 2 bad usage or config, 3 preflight refused."""
-
-_ABOUT_ONE = (
+_CLUSTER = (
     click.argument("name", shell_complete=serving_names),
     click.option(
         "--config",
         "-c",
         type=click.Path(path_type=Path),
         metavar="FILE",
-        help="Cluster file of one that was started on another machine: it is looked for on these hosts.",
+        help="Cluster file whose hosts to search for the cluster.",
     ),
     RUNS_DIR,
 )
 
 
-@click.group(invoke_without_command=True, epilog=_EPILOG, short_help="Keep graph servers up for many runs.")
-@click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster file.")
-@click.option("--name", metavar="NAME", help="Name of the serving cluster; default: the file's `name`.")
+@click.group(
+    cls=GroupWithGroupedOptions,
+    invoke_without_command=True,
+    epilog=_EPILOG,
+    short_help="Start graph servers that many runs share.",
+)
+@click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
+@click.option("--name", metavar="NAME", help="Name of the serving cluster; default: `name` in the file.")
 @with_options(SET, *HOST_FILTERS, DRY_RUN, JSON, VERBOSE)
 @click.pass_context
 def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) -> None:
-    """Start graph servers that outlive runs, on the file's `server` nodes (or its workers).
+    """Start graph servers that many runs share, on the `server` nodes of the file, else on its workers.
 
-    Runs attach to them by name (--serving NAME, or data.serving), several at once, and notebooks by a key file.
+    Several runs can attach by name (--serving NAME) at once, and notebooks with a key file. Run again with the same
+    name, it restarts dead servers and applies changes of the file: servers are added or stopped.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -84,19 +90,21 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     served = serve_cluster(config, options, name, console)
     if options.as_json:
         click.echo(json.dumps(served.to_json()))
-    _tell(served, console)
+    _print_served(served, console)
     ctx.exit(served.exit_status)
 
 
 def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
-    """Options before ``serve`` count too."""
+    """Return the options of one invocation; options before ``serve`` apply too. Raises click.UsageError."""
     before: dict[str, Any] = ctx.obj or {}
     lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
     given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
     runs_dir = (f"run.runs_dir={before['runs_dir']}",) if before.get("runs_dir") else ()
     if given["config"] is None:
         raise click.UsageError(
-            "give the cluster file: gnnfleet serve --config serving.yml (templates/server_client.yml is a start)", ctx
+            "give the cluster file: gnnfleet serve --config serving.yml "
+            "(`gnnfleet init --template server_client` writes one)",
+            ctx,
         )
     return LaunchOptions(
         config=given["config"],
@@ -109,7 +117,7 @@ def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
 
 
 def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
-    """The config. A cluster that stands has its parts: nodes beyond their number are none too many for it."""
+    """Read the config. For a running cluster it may list more nodes than parts, since the parts exist already."""
     try:
         return read_config(options)
     except ConfigError:
@@ -120,7 +128,7 @@ def _read(options: LaunchOptions, name: str | None) -> ClusterConfig:
 
 
 def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
-    """The config but for data.num_parts; None where more is wrong with it."""
+    """Read the config without data.num_parts; None if it is still invalid."""
     try:
         return read_config(replace(options, overrides=(*options.overrides, "data.num_parts=null")))
     except ConfigError:
@@ -128,7 +136,7 @@ def _without_num_parts(options: LaunchOptions) -> ClusterConfig | None:
 
 
 def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None:
-    """What would be started, were nothing of that name there; opens no connection."""
+    """Print the plan of a new serving cluster without opening a connection."""
     from launcher.config.resolve import resolve_serving
     from launcher.plan.build import offline_plan
     from launcher.run.options import check_run_id
@@ -137,51 +145,51 @@ def _show_plan(config: ClusterConfig, options: LaunchOptions, name: str) -> None
     show(offline_plan(resolve_serving(config), name), as_json=options.as_json, verbose=options.verbose)
 
 
-def _tell(served: Served, console: Console) -> None:
-    """That it is up, and what can be done with it."""
+def _print_served(served: Served, console: Console) -> None:
+    """Print notes, the state of the cluster, and the commands to use it."""
     name = served.cluster.name
     for text in served.left:
         console.print(f"note: {text}", style="yellow", soft_wrap=True, markup=False)
-    up = "is up" if not served.left else "is up, but not all as wanted"
+    up = "is up" if not served.left else "is up, but not as requested (see the notes)"
     lines = [
         f"serving cluster {name} {up}: {served.cluster.words}",
         f"  gnnfleet --config train.yml --serving {name}    train on it",
-        f"  gnnfleet serve status {name}    its load and its clients",
+        f"  gnnfleet serve status {name}    show its load and its clients",
         f'  gnnfleet serve key {name} -o {name}.key    for a notebook: gnnfleet.connect(key="{name}.key")',
-        f"  gnnfleet serve stop {name}    end it",
+        f"  gnnfleet serve stop {name}    stop it",
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
 
 
-@serve.command(epilog=examples("serve status products", "serve status products --json"))
-@with_options(*_ABOUT_ONE, JSON)
-@click.option("--watch", is_flag=True, help="Show it again every 2 s, until Ctrl-C.")
+@serve.command(cls=GroupedOptions, epilog=examples("serve status products"))
+@with_options(*_CLUSTER, JSON)
+@click.option("--watch", is_flag=True, help="Update the table every 2 s until Ctrl-C.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, watch: bool, **values: Any) -> None:
-    """Load of each graph server, and who its clients are.
+    """Show the load and the clients of each graph server.
 
-    Exit status: 0 all serve, 1 some are down, 3 no node can be reached.
+    Exit status: 0 all servers are up; 1 some are down; 3 no node can be reached.
     """
     from launcher.serving.serve_status import status_of, watch_status
 
     console = console_of(as_json)
     with _open(values, lambda found: False) as run:
-        told = watch_status(run, console) if watch and not as_json else status_of(run)
+        state = watch_status(run, console) if watch and not as_json else status_of(run)
     if as_json:
-        echo_json(told.to_json())
+        echo_json(state.to_json())
     elif not watch:
-        console.print(told.rendered(), soft_wrap=True)
-    ctx.exit(told.exit_status)
+        console.print(state.rendered(), soft_wrap=True)
+    ctx.exit(state.exit_status)
 
 
-@serve.command(epilog=examples("serve stop products"))
-@with_options(*_ABOUT_ONE, JSON, NOW)
+@serve.command(cls=GroupedOptions, epilog=examples("serve stop products"))
+@with_options(*_CLUSTER, JSON, NOW)
 @click.pass_context
 def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
-    """Stop all graph servers, then collect their logs; runs that are attached lose them.
+    """Stop all graph servers and collect their logs.
 
-    Exit status 0 when nothing of the cluster is left, else 1.
+    Runs that are attached lose their graph servers. Exit status: 0 nothing of the cluster is left; else 1.
     """
     from launcher.manage.stop import end_run
     from launcher.report.verdict import known_without_nodes
@@ -193,17 +201,22 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
     ctx.exit(ended.exit_status)
 
 
-@serve.command(epilog=examples("serve key products -o products.key", "serve key products -o products.key --for alice"))
-@with_options(*_ABOUT_ONE)
+@serve.command(cls=GroupedOptions, epilog=examples("serve key products -o products.key --for alice"))
+@with_options(*_CLUSTER)
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE", help="Key file."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    metavar="FILE",
+    help="Key file to write.",
 )
-@click.option("--for", "person", metavar="WHO", help="Begins the key's name on the servers; default: who you are.")
+@click.option("--for", "person", metavar="WHO", help="Prefix of the key's name; default: your user name.")
 @click.pass_context
 def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> None:
-    """Make a key file with which a notebook reads the graph: gnnfleet.connect(key=FILE).
+    """Write a key file for gnnfleet.connect(key=FILE) in a notebook.
 
-    Whoever has the file may read the graph. To take a key back, delete its file in the servers' clients/ folder.
+    Anybody with the file can read the graph. To revoke a key, delete its file in the clients/ folder of each server.
     """
     from launcher.serving.client_keys import make_key
 
@@ -215,7 +228,7 @@ def key(ctx: click.Context, output: Path, person: str | None, **values: Any) -> 
 
 
 def _open(values: dict[str, Any], offline: Callable[[FoundRun], bool]) -> AbstractContextManager[OpenRun]:
-    """The serving cluster with lines to its nodes."""
+    """Open the serving cluster with connections to its nodes."""
     from launcher.serving.cluster_state import open_named
 
     return open_named(values["name"], values["config"], values["runs_dir"], offline)

@@ -43,7 +43,7 @@ class InitOptions:
     program: str = "gnnfleet"  #: how this program is called
 
 
-def make(request: InitRequest, dest: Path, manner: InitOptions) -> int:
+def write_config(request: InitRequest, dest: Path, manner: InitOptions) -> int:
     """Write ``dest``; 0 when a launch could go on, 3 when a host is left out or something is in the way."""
     with _reached(request, manner) as (request, looked, opened):
         if not looked.looks:
@@ -225,7 +225,7 @@ def _in_order(draft: Draft, finding: Finding) -> Finding:
     return replace(finding, remedy=remedy, command="", login=())
 
 
-def writable_place(dest: Path, force: bool, ask: bool) -> None:
+def check_writable(dest: Path, force: bool, ask: bool) -> None:
     """Raises UsageError where ``dest`` must not be written; at a terminal a file that is there may be replaced."""
     if dest.is_dir():
         raise UsageError(f"{dest} is a folder; name a file with -o")

@@ -70,7 +70,7 @@ def test_processes_for_every_node_are_checked_like_the_file(config: Path, capsys
     assert main.run([*words, "--set", "nodes.1.devices=[0]"]) == 2
     assert "nodes.1: more procs (3) than devices (1)" in capsys.readouterr().err
     assert main.run(["--config", str(config), "--dry-run", "--set", "train.*.x=1"]) == 2
-    assert "train is no list" in capsys.readouterr().err
+    assert "train is not a list" in capsys.readouterr().err
 
 
 def test_set_reaches_any_key_and_plan_is_dry_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,4 +199,4 @@ def test_one_run_is_not_compared_with_itself(
     made(tmp_path, "a")
     monkeypatch.chdir(tmp_path)
     assert run(["compare", *words]) == 2
-    assert "give two different runs or more; `gnnfleet runs` lists those known here" in capsys.readouterr().err
+    assert "give two or more different runs; `gnnfleet runs` lists those known here" in capsys.readouterr().err

@@ -149,4 +149,4 @@ def test_another_shell_is_an_error_that_names_those_there_are(
 ) -> None:
     monkeypatch.setenv("SHELL", "/bin/tcsh")
     assert run(["completion"]) == 2
-    assert "`tcsh` cannot be completed for; name one: gnnfleet completion bash|zsh|fish" in capsys.readouterr().err
+    assert "no completion for shell `tcsh`; name a shell: gnnfleet completion bash|zsh|fish" in capsys.readouterr().err

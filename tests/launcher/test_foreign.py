@@ -209,6 +209,6 @@ def test_import_writes_a_file_once_and_says_what_is_none(
     assert run(words) == 2 and "cluster.yml is there already" in capsys.readouterr().err
     assert run([*words, "--force"]) == 0
     assert run(["import", "cluster.yml"]) == 2 and "a cluster.yml needs no import" in capsys.readouterr().err
-    assert run(["import", "none.txt"]) == 2 and "there is no such file" in capsys.readouterr().err
+    assert run(["import", "none.txt"]) == 2 and "none.txt: no such file" in capsys.readouterr().err
     with pytest.raises(FleetError, match=r"cannot be read|expected keys"):
         load_config(Path("."))
